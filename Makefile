@@ -1,0 +1,62 @@
+# `make demo` and `make test` need nothing done before: the first use makes .venv with PYTHON (make test PYTHON=python3.12),
+# and a change of what it is made from makes it again. ARGS goes to the command: make demo ARGS="--text FILE".
+
+READY := .venv/made-with
+PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: help demo test interpreter compile on-gpu check gpu bench plot clean
+.NOTPARALLEL:
+
+help: ## what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## train a small model on real text, check it against the reference, draw what it attends to
+	.venv/bin/fusedattn demo $(ARGS)
+
+test: interpreter compile on-gpu ## every test that this machine can run: the three tiers below
+
+interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS)
+
+compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version)
+	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) tests/offline_compile.py $(ARGS); \
+	else echo "make: there is no Triton here, so nothing to compile"; fi
+
+on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
+	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m gpu $(ARGS); \
+	else echo "make: there is no GPU here, so its tests are left out"; fi
+
+check: .venv/checkers ## ruff and mypy
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go)
+	bash bench/gpu.sh
+
+bench: $(READY) ## the benchmarks, as CSV
+	$(PY) -m fusedattn.bench $(ARGS)
+
+plot: $(READY) ## the pictures, from the CSV
+	$(PY) -m fusedattn.bench.plot $(ARGS)
+
+clean: ## remove .venv and everything else that was made here
+	rm -rf .venv .triton-* build dist out *.egg-info .benchmarks .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Made anew when the Python is another one.
+ifneq ($(PYTHON),$(shell cat $(READY) 2>/dev/null))
+.PHONY: $(READY)
+endif
+$(READY): .ci/setup_venv.py pyproject.toml setup.py constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON); install Python 3.10 or newer" >&2; exit 1; }
+	@$(PYTHON) .ci/setup_venv.py $(PYTHON)
+
+.venv/checkers: $(READY)
+	$(PY) -m pip install -q -c constraints.txt ruff mypy
+	@touch $@
+
+.triton-%: | $(READY)
+	$(PY) -m pip install -q --no-deps --target $@ triton==$*
