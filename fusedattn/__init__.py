@@ -1,0 +1,18 @@
+"""Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
+
+from . import reference
+from .api import attention, merge
+from .backends import Explanation, explain, use_backend
+from .modules import MultiHeadAttention, SelfAttention
+
+__all__ = [
+    "Explanation",
+    "MultiHeadAttention",
+    "SelfAttention",
+    "attention",
+    "explain",
+    "merge",
+    "reference",
+    "use_backend",
+]
+__version__ = "0.1.0.dev0"

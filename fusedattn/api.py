@@ -1,0 +1,98 @@
+"""The functions people call."""
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .call import Arguments, drop
+from .checks import checked, fail
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+):
+    """softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
+
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> fusedattn.attention(query, key, value, causal=True).shape
+        torch.Size([2, 8, 128, 64])
+
+    Args:
+        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), one of float16, bfloat16, float32, float64,
+            any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
+            head, rank 2 (S, D) one head of one batch. Under autocast they are cast as torch's SDPA casts them.
+        mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). What it hides is finite.
+        key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. What they hide may
+            hold anything, NaN included, and changes nothing.
+        causal: row i sees no key after its own position. The same as 0 on the right of the window.
+        window: (left, right), how many keys a row sees before and after its own position; None is unbounded.
+        align: "bottom_right" sets the last row level with the last key, "top_left" the first with the first.
+        scale: any finite number; 1 / sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
+
+    Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse a tuple (output, lse), lse
+        (B, Hq, Sq) float32 (float64 for float64), natural log, differentiable. A row that sees nothing: 0 and -inf.
+    Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
+    Source: FlashAttention-2, arXiv:2307.08691.
+    """
+    call = checked(Arguments(query, key, value, mask, key_mask, query_mask, causal, window, align, scale))
+    out, lse = backends.choose(call, backend).run(call, return_lse)
+    rank = query.dim()
+    return (drop(out, rank), drop(lse, rank)) if return_lse else drop(out, rank)
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys, from the attention over each.
+
+    Args:
+        out_a, out_b: (B, Hq, Sq, Dv), or any (..., Dv), of one floating dtype.
+        lse_a, lse_b: (B, Hq, Sq), or (...), float32 (float64 if the outputs are), natural log; -inf where a row saw
+            nothing.
+    Returns: (out, lse) of the same shapes and dtypes, differentiable. What saw nothing on either side is 0 and -inf.
+    Raises: ValueError for shapes or devices that differ, TypeError for dtypes.
+    Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
+    """
+    _check_merge(out_a, lse_a, out_b, lse_b)
+    # Where the larger lies is no business of the gradient: the result does not depend on it.
+    top = torch.maximum(lse_a, lse_b).detach()
+    empty = top == float("-inf")
+    top = top.masked_fill(empty, 0.0)
+    a, b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = (a + b).masked_fill(empty, 1.0)
+    lse = (top + torch.log(total)).masked_fill(empty, float("-inf"))
+    out = out_a * (a / total)[..., None] + out_b * (b / total)[..., None]
+    return out.to(out_a.dtype), lse
+
+
+def _check_merge(out_a, lse_a, out_b, lse_b):
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            fail(TypeError, name, "a tensor", type(tensor).__name__)
+        if tensor.device != out_a.device:
+            fail(ValueError, name, f"the device of out_a, {out_a.device}", tensor.device)
+    if not out_a.dtype.is_floating_point:
+        fail(TypeError, "out_a", "a floating dtype", out_a.dtype)
+    if out_b.dtype != out_a.dtype:
+        fail(TypeError, "out_b", f"the dtype of out_a, {out_a.dtype}", out_b.dtype)
+    if out_a.dim() == 0 or out_b.shape != out_a.shape:
+        fail(ValueError, "out_b", f"the shape of out_a, {tuple(out_a.shape)}", tuple(out_b.shape))
+    wide = torch.promote_types(out_a.dtype, torch.float32)
+    for name in ("lse_a", "lse_b"):
+        if given[name].dtype != wide:
+            fail(TypeError, name, wide, given[name].dtype)
+        if given[name].shape != out_a.shape[:-1]:
+            fail(ValueError, name, f"shape {tuple(out_a.shape[:-1])}", tuple(given[name].shape))

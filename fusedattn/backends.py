@@ -1,0 +1,157 @@
+"""What can compute a call, in order of preference, and why one that cannot does not."""
+
+import functools
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from . import ops, reference
+from .call import Arguments, Call
+from .checks import checked, fail
+
+
+@functools.cache
+def _machine_reasons(device: torch.device) -> tuple[str, ...]:
+    """Why Triton kernels cannot run on tensors of a device, whatever the call."""
+    try:
+        import triton
+    except ImportError as error:
+        return (f"Triton is not installed ({error})",)
+    interpreted = triton.knobs.runtime.interpret
+    if device.type == "cpu" and not interpreted:
+        return ("the tensors are on the CPU, and TRITON_INTERPRET=1 was not set before Triton was imported",)
+    if device.type not in ("cpu", "cuda"):
+        return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
+    if interpreted:
+        return ()
+    if torch.version.hip is not None:
+        return ("the GPU is not an NVIDIA GPU",)
+    reasons = []
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        reasons.append(f"the GPU has compute capability {major}.{minor}, less than 8.0")
+    if not (triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
+        reasons.append("Triton found no C compiler (gcc or clang)")
+    return tuple(reasons)
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    """Why this call cannot take the universal kernels; empty if it can."""
+    device, dtype = call.query.device, call.query.dtype
+    reasons = list(_machine_reasons(device))
+    if dtype == torch.float64 and device.type == "cuda":
+        reasons.append("float64 has no tensor cores")
+    for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
+        if dim > 256:
+            reasons.append(f"the head dimension of {name} is {dim}, more than 256")
+    batch, heads, rows, _ = call.query.shape
+    if batch * heads * max(rows, call.key.shape[2]) > 2**31 * 16:
+        reasons.append("the grid would pass 2**31 programs")
+    return reasons
+
+
+class Backend(NamedTuple):
+    """reasons(call) lists why it cannot take a call; run(call, need_lse) gives (output, lse or None)."""
+
+    name: str
+    reasons: Callable[[Call], list[str]]
+    run: Callable[[Call, bool], tuple]
+
+
+BACKENDS = {
+    "triton": Backend("triton", _triton_reasons, lambda call, need_lse: ops.run(call)),
+    "naive": Backend("naive", lambda call: [], reference.run),
+}
+
+_chosen = threading.local()
+_warned: set[str] = set()
+
+
+def check_name(name) -> None:
+    if name is not None and name not in BACKENDS:
+        fail(ValueError, "backend", f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
+
+
+@contextmanager
+def use_backend(name: str | None):
+    """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
+
+    Args:
+        name: "triton" or "naive"; None gives the choice back.
+    Raises: ValueError for another name. Calls inside raise NotImplementedError if the backend cannot take them.
+    """
+    check_name(name)
+    before = getattr(_chosen, "name", None)
+    _chosen.name = name
+    try:
+        yield
+    finally:
+        _chosen.name = before
+
+
+def _decide(call: Call, name: str | None) -> tuple[str | None, dict]:
+    """(the backend that takes a call, None if the one named cannot; {backend: why it does not})."""
+    check_name(name)
+    name = name if name is not None else getattr(_chosen, "name", None)
+    reasons = {known: backend.reasons(call) for known, backend in BACKENDS.items()}
+    if name is not None:
+        taken, why = (name if not reasons[name] else None), f"{name!r} is named, and what is named does not fall back"
+    elif call.query.device.type != "cuda":
+        taken, why = "naive", "the tensors are not on a GPU and no backend is named"
+    else:
+        taken = next(known for known, sentences in reasons.items() if not sentences)
+        why = f"{taken!r} comes before it and takes the call"
+    return taken, {known: sentences or [why] for known, sentences in reasons.items() if known != taken}
+
+
+def choose(call: Call, name: str | None = None) -> Backend:
+    """The backend that takes a call: the one named, or else the first that has no reason not to."""
+    if name is None and call.query.device.type != "cuda" and getattr(_chosen, "name", None) is None:
+        return BACKENDS["naive"]
+    taken, reasons = _decide(call, name)
+    if taken is None:
+        name = name if name is not None else _chosen.name
+        raise NotImplementedError(f"backend: {name!r} cannot take this call: {'; '.join(reasons[name])}")
+    if taken == "naive" and name is None and getattr(_chosen, "name", None) is None:
+        for reason in reasons["triton"]:
+            if reason not in _warned:
+                _warned.add(reason)
+                warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=4)
+    return BACKENDS[taken]
+
+
+class Explanation(NamedTuple):
+    """What `explain` found; str() of it reads well.
+
+    backend: the one the call takes, None if it would raise. tiles: {kernel: Tile}, on Triton.
+    reasons: {backend: [sentence, ...]} for each one it does not take.
+    """
+
+    backend: str | None
+    tiles: dict
+    reasons: dict
+
+    def __str__(self):
+        lines = [f"takes {self.backend}" if self.backend else "raises NotImplementedError"]
+        for kernel, tile in self.tiles.items():
+            size = f"{tile.rows} rows" if tile.keys is None else f"{tile.rows} rows x {tile.keys} keys"
+            lines.append(f"    {kernel}: tiles of {size}, {tile.warps} warps, {tile.stages} stages")
+        for name, sentences in self.reasons.items():
+            lines += [f"not {name}: {sentence}" for sentence in sentences]
+        return "\n".join(lines)
+
+
+def explain(query, key, value, *, backend=None, return_lse=False, **options) -> Explanation:
+    """Which backend `fusedattn.attention` takes for these arguments, and why each other one does not. Computes nothing.
+
+    Args: those of `fusedattn.attention`.
+    Raises: what it raises for wrong arguments.
+    """
+    call = checked(Arguments(query, key, value, **options))
+    taken, reasons = _decide(call, backend)
+    return Explanation(taken, ops.tiles(call) if taken == "triton" else {}, reasons)

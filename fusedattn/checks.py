@@ -1,0 +1,250 @@
+"""Everything a caller can get wrong, a row each: which argument, what is wrong with it, what was expected, what was got."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Arguments, Call, autocast, normalise
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Rule(NamedTuple):
+    """A mistake. `expected` may name fields of `_facts`; `got` says what was found."""
+
+    argument: str
+    error: type[Exception]
+    wrong: Callable[[Arguments], bool]
+    expected: str
+    got: Callable[[Arguments], Any]
+
+
+def _is_tensor(name: str) -> Rule:
+    return Rule(
+        name,
+        TypeError,
+        lambda a: not isinstance(getattr(a, name), Tensor),
+        "a tensor",
+        lambda a: type(getattr(a, name)).__name__,
+    )
+
+
+def _is_bool(name: str) -> Rule:
+    return Rule(
+        name,
+        TypeError,
+        lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype != torch.bool,
+        "a bool tensor, True = may attend (say .bool())",
+        lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__),
+    )
+
+
+def _on_device(name: str) -> Rule:
+    return Rule(
+        name,
+        ValueError,
+        lambda a: getattr(a, name).device != a.query.device,
+        "the device of query, {device}",
+        lambda a: getattr(a, name).device,
+    )
+
+
+def _broadcasts(tensor: Tensor, shape: tuple) -> bool:
+    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
+
+
+def _scores(a: Arguments) -> tuple:
+    return (*a.query.shape[:-1], a.key.shape[-2])
+
+
+def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
+    """A key_mask or query_mask: (S,), (1, S) or (B, S)."""
+
+    def wrong(a):
+        mask = getattr(a, name)
+        batch = a.query.shape[0] if a.query.dim() > 2 else 1
+        return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not _broadcasts(mask, (batch, size(a)))
+
+    return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", _shape(name))
+
+
+def _shape(name: str) -> Callable[[Arguments], Any]:
+    return lambda a: tuple(getattr(a, name).shape)
+
+
+def _dtype(name: str) -> Callable[[Arguments], Any]:
+    return lambda a: getattr(a, name).dtype
+
+
+def _given(name: str) -> Callable[[Arguments], Any]:
+    return lambda a: repr(getattr(a, name))
+
+
+def _heads(a: Arguments) -> tuple[int, int]:
+    return (a.query.shape[1], a.key.shape[1]) if a.query.dim() == 4 else (1, 1)
+
+
+def _is_side(side: Any) -> bool:
+    return side is None or (isinstance(side, int | torch.SymInt) and not isinstance(side, bool))
+
+
+# In the order in which they are looked for: a rule may rely on those above it.
+TENSORS = (
+    _is_tensor("query"),
+    _is_tensor("key"),
+    _is_tensor("value"),
+    Rule(
+        "query",
+        TypeError,
+        lambda a: a.query.layout != torch.strided or a.query.is_nested,
+        "a strided tensor",
+        lambda a: "a nested tensor" if a.query.is_nested else a.query.layout,
+    ),
+    Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", _dtype("query")),
+    Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", _dtype("key")),
+    Rule("value", TypeError, lambda a: a.value.dtype != a.query.dtype, "the dtype of query, {dtype}", _dtype("value")),
+    _on_device("key"),
+    _on_device("value"),
+    Rule("query", ValueError, lambda a: a.query.dim() not in (2, 3, 4), "rank 2, 3 or 4", _shape("query")),
+    Rule("key", ValueError, lambda a: a.key.dim() != a.query.dim(), "the rank of query, {rank}", _shape("key")),
+    Rule("value", ValueError, lambda a: a.value.dim() != a.query.dim(), "the rank of query, {rank}", _shape("value")),
+    Rule("query", ValueError, lambda a: a.query.shape[-1] == 0, "a head dimension of 1 or more", _shape("query")),
+    Rule("value", ValueError, lambda a: a.value.shape[-1] == 0, "a head dimension of 1 or more", _shape("value")),
+    Rule(
+        "key",
+        ValueError,
+        lambda a: a.key.shape[-1] != a.query.shape[-1],
+        "the head dimension of query, {D}",
+        _shape("key"),
+    ),
+    Rule(
+        "key",
+        ValueError,
+        lambda a: a.query.dim() > 2 and a.key.shape[0] != a.query.shape[0],
+        "the batch size of query, {B}",
+        _shape("key"),
+    ),
+    Rule(
+        "value",
+        ValueError,
+        lambda a: a.value.shape[:-1] != a.key.shape[:-1],
+        "all but the last dimension as in key, {key}",
+        _shape("value"),
+    ),
+    Rule(
+        "key",
+        ValueError,
+        lambda a: _heads(a)[0] != _heads(a)[1] and (_heads(a)[1] == 0 or _heads(a)[0] % _heads(a)[1] != 0),
+        "a number of heads that divides the {Hq} of query",
+        lambda a: f"{_heads(a)[1]} heads",
+    ),
+)
+
+OPTIONS = {
+    "mask": (
+        _is_bool("mask"),
+        _on_device("mask"),
+        Rule(
+            "mask",
+            ValueError,
+            lambda a: a.mask.dim() not in (2, a.query.dim()),
+            "rank 2 or {rank} for a query of rank {rank}",
+            _shape("mask"),
+        ),
+        Rule(
+            "mask", ValueError, lambda a: not _broadcasts(a.mask, _scores(a)), "broadcastable to {scores}", _shape("mask")
+        ),
+    ),
+    "key_mask": (_is_bool("key_mask"), _on_device("key_mask"), _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2])),
+    "query_mask": (
+        _is_bool("query_mask"),
+        _on_device("query_mask"),
+        _tokens("query_mask", "{Sq}", lambda a: a.query.shape[-2]),
+    ),
+    "causal": (Rule("causal", TypeError, lambda a: not isinstance(a.causal, bool), "a bool", _given("causal")),),
+    "window": (
+        Rule(
+            "window",
+            TypeError,
+            lambda a: not (isinstance(a.window, tuple | list) and len(a.window) == 2 and all(map(_is_side, a.window))),
+            "(left, right), each an int or None",
+            _given("window"),
+        ),
+        Rule(
+            "window",
+            ValueError,
+            lambda a: any(side is not None and side < 0 for side in a.window),
+            "no negative side; None is unbounded",
+            _given("window"),
+        ),
+    ),
+    "align": (
+        Rule(
+            "align",
+            ValueError,
+            lambda a: a.align not in ("bottom_right", "top_left"),
+            "'bottom_right' or 'top_left'",
+            _given("align"),
+        ),
+    ),
+    "scale": (
+        Rule(
+            "scale",
+            TypeError,
+            lambda a: not isinstance(a.scale, int | float | torch.SymFloat | torch.SymInt) or isinstance(a.scale, bool),
+            "a number",
+            lambda a: type(a.scale).__name__,
+        ),
+        Rule("scale", ValueError, lambda a: not math.isfinite(a.scale), "a finite number", _given("scale")),
+    ),
+}
+DEFAULTS = Arguments._field_defaults
+
+
+def _facts(a: Arguments) -> dict:
+    """What `expected` may name; asked for only when something is wrong, and never wrong itself."""
+    query = a.query if isinstance(a.query, Tensor) else torch.empty(0)
+    shape = tuple(query.shape)
+    return dict(
+        device=query.device,
+        dtype=query.dtype,
+        rank=len(shape),
+        B=shape[0] if len(shape) > 2 else 1,
+        Hq=_heads(a)[0] if len(shape) == 4 else 1,
+        D=shape[-1] if shape else 0,
+        Sq=shape[-2] if len(shape) > 1 else 0,
+        Sk=a.key.shape[-2] if isinstance(a.key, Tensor) and a.key.dim() > 1 else 0,
+        key=tuple(a.key.shape) if isinstance(a.key, Tensor) else (),
+        scores=_scores(a) if isinstance(a.key, Tensor) and a.key.dim() > 1 else (),
+    )
+
+
+def fail(error: type[Exception], argument: str, expected: Any, got: Any):
+    """Raise in the one form that every error about an argument has."""
+    raise error(f"{argument}: expected {expected}, got {got}")
+
+
+def _apply(rules: tuple, arguments: Arguments) -> None:
+    for rule in rules:
+        if rule.wrong(arguments):
+            expected = rule.expected.format(**_facts(arguments))
+            fail(rule.error, rule.argument, expected, rule.got(arguments))
+
+
+def check(arguments: Arguments) -> None:
+    """Raise ValueError or TypeError, in one line, for the first thing that is wrong; nothing has been computed by then."""
+    _apply(TENSORS, arguments)
+    for name, default in DEFAULTS.items():
+        if getattr(arguments, name) is not default:
+            _apply(OPTIONS[name], arguments)
+
+
+def checked(arguments: Arguments) -> Call:
+    """The Call of arguments as the caller wrote them, autocast included."""
+    arguments = autocast(arguments)
+    check(arguments)
+    return normalise(arguments)

@@ -1,0 +1,82 @@
+"""Tile sizes as data, and the function that reads them.
+
+Rows were chosen offline, by registers and spills in compiled code (`make compile`): none has been timed. A row that has
+says so, with its GPU, versions and number.
+"""
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """What one program works on, and the bytes it may spill: more is an error of `make compile`. keys may be None."""
+
+    rows: int
+    keys: int | None
+    warps: int
+    stages: int
+    spills: int = 0
+
+
+# Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
+INTERPRETED = {
+    "forward": (Tile(32, 16, 4, 1),),
+    "prepare": (Tile(32, None, 4, 1),),
+    "dq": (Tile(32, 16, 4, 1),),
+    "dkdv": (Tile(16, 32, 4, 1),),
+}
+
+# (pass, architecture, bytes of an element, width): from the best to what fits anywhere. The width is that of the wider
+# of D and Dv, a power of two; a narrower one takes the row of 64.
+TABLE = {
+    ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
+    ("forward", 80, 2, 128): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("forward", 80, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2)),
+    ("forward", 90, 2, 128): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+    ("forward", 90, 2, 256): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 80, 4, 64): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    ("forward", 80, 4, 128): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+    ("forward", 80, 4, 256): (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ("dq", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    ("dq", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(64, 32, 4, 1)),
+    ("dq", 80, 2, 256): (Tile(64, 32, 8, 1), Tile(32, 16, 4, 1)),
+    ("dq", 90, 2, 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    ("dq", 90, 2, 128): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("dq", 90, 2, 256): (Tile(64, 64, 8, 1), Tile(64, 32, 4, 1)),
+    ("dq", 80, 4, 64): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+    ("dq", 80, 4, 128): (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ("dq", 80, 4, 256): (Tile(16, 16, 4, 1),),
+    ("dkdv", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    ("dkdv", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 4, 1)),
+    ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 1), Tile(16, 32, 4, 1)),
+    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2), Tile(64, 64, 8, 1)),
+    ("dkdv", 90, 2, 256): (Tile(64, 64, 8, 1), Tile(32, 64, 8, 1)),
+    ("dkdv", 80, 4, 64): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+    ("dkdv", 80, 4, 128): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("dkdv", 80, 4, 256): (Tile(16, 16, 4, 1),),
+    # Memory bound: as many rows as keep every thread busy.
+    ("prepare", 80, 2, 64): (Tile(64, None, 4, 1),),
+    ("prepare", 80, 2, 128): (Tile(32, None, 4, 1),),
+    ("prepare", 80, 2, 256): (Tile(16, None, 4, 1),),
+}
+
+
+def tiles(kernel, capability, itemsize, width):
+    """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
+
+    Args:
+        kernel: "forward", "prepare", "dq" or "dkdv".
+        capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
+        itemsize: bytes of an element of query.
+        width: the wider of D and Dv.
+    """
+    if capability is None:
+        return INTERPRETED[kernel]
+    width = 64 if width <= 64 else 128 if width <= 128 else 256
+    # 86, 89 and 120 have little shared memory and no wgmma; 100 has both.
+    architecture = 90 if 90 <= capability < 120 else 80
+    for key in ((kernel, architecture, itemsize, width), (kernel, 80, itemsize, width), (kernel, 80, 2, width)):
+        if key in TABLE:
+            return TABLE[key]
+    raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")

@@ -1,0 +1,28 @@
+"""The order in which a tensor's dimensions lie in memory, and tensors made in the order of another."""
+
+import torch
+
+
+def order(tensor):
+    """Dimensions from the slowest to the fastest in memory; row-major where an expanded dimension leaves it open."""
+    strides = tensor.stride()
+    if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
+        return tuple(range(tensor.dim()))
+    # Stable: dimensions of one element keep their place, whatever stride they carry.
+    return tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
+
+
+def dense(like, shape):
+    """An uninitialised tensor of `shape`, without gaps, in the dtype, device and dimension order of `like`."""
+    axes = order(like)
+    made = like.new_empty([shape[axis] for axis in axes])
+    return made.permute([axes.index(axis) for axis in range(len(axes))])
+
+
+def arrange(tensor, like):
+    """`tensor` in the dtype of `like` and without gaps in its dimension order; differentiable, a copy only if needed."""
+    axes = order(like)
+    tensor = tensor.to(like.dtype)
+    if axes == tuple(range(tensor.dim())):
+        return tensor.contiguous()
+    return tensor.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])

@@ -1,0 +1,194 @@
+"""Attention with its projections."""
+
+from torch import Tensor, nn
+
+from . import reference
+from .api import attention
+from .call import Arguments
+from .checks import checked, fail
+
+
+def _linear(inputs, outputs, bias, factory):
+    layer = nn.Linear(inputs, outputs, bias=bias, **factory)
+    nn.init.xavier_uniform_(layer.weight)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _check_sizes(**sizes):
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            fail(TypeError, name, "an int", type(size).__name__)
+        if size < 1:
+            fail(ValueError, name, "1 or more", size)
+
+
+def _check_input(name, tensor, width):
+    if not isinstance(tensor, Tensor):
+        fail(TypeError, name, "a tensor", type(tensor).__name__)
+    if tensor.dim() != 3 or tensor.shape[-1] != width:
+        fail(ValueError, name, f"shape (batch, length, {width})", tuple(tensor.shape))
+
+
+def _attend(query, key, value, backend, need_weights, **options):
+    """(output, weights or None); asking for weights changes nothing in the output."""
+    out = attention(query, key, value, backend=backend, **options)
+    if not need_weights:
+        return out, None
+    weights = reference.weights(checked(Arguments(query, key, value, **options)))
+    return out, weights if query.dim() == 4 else weights[:, 0]
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention with input and output projections, one fused call between them.
+
+        >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True)
+        >>> output, _ = layer(torch.randn(2, 100, 512))
+
+    Args:
+        embed_dim: E, the width of query and output.
+        num_heads: H. num_kv_heads: heads of key and value, a divisor of H; H by default.
+        kdim, vdim: widths of key and value; embed_dim by default.
+        head_dim: D; embed_dim // num_heads by default. value_head_dim: Dv; head_dim by default.
+        bias: whether projections have one.
+        causal, window, scale: as in `fusedattn.attention`.
+        dropout, softcap: not supported yet: anything but 0.0 and None raises.
+        backend: as in `fusedattn.attention`; "naive" is the reference module, with the same parameters.
+    Raises: ValueError, TypeError for sizes that do not fit, NotImplementedError for what is not supported yet.
+    Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        backend: str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        _refuse(dropout=(dropout, 0.0), softcap=(softcap, None))
+        kdim = embed_dim if kdim is None else kdim
+        vdim = embed_dim if vdim is None else vdim
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
+        if head_dim is None:
+            if embed_dim % num_heads:
+                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}, or a head_dim", num_heads)
+            head_dim = embed_dim // num_heads
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        _check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
+        if num_heads % num_kv_heads:
+            fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
+        self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_head_dim = head_dim, value_head_dim
+        self.causal, self.window, self.scale, self.backend = causal, window, scale, backend
+        factory = dict(device=device, dtype=dtype)
+        self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, factory)
+        self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, factory)
+        self.v_proj = _linear(vdim, num_kv_heads * value_head_dim, bias, factory)
+        self.out_proj = _linear(num_heads * value_head_dim, embed_dim, bias, factory)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key and value.
+
+        Args:
+            query: (B, Sq, E). key: (B, Sk, kdim), query by default. value: (B, Sk, vdim), key by default.
+            mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk).
+            key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token.
+            need_weights: also return the weights; they need memory for all pairs.
+        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: the bias of out_proj, and 0.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        _check_input("query", query, self.embed_dim)
+        _check_input("key", key, self.kdim)
+        _check_input("value", value, self.vdim)
+        if isinstance(mask, Tensor) and mask.dim() == 3:
+            mask = mask.unsqueeze(1)
+        out, weights = _attend(
+            self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2),
+            self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
+            self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2),
+            self.backend,
+            need_weights,
+            mask=mask,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+        )
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def extra_repr(self):
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
+
+class SelfAttention(nn.Module):
+    """Self-attention with one head and no output projection.
+
+    Args:
+        embed_dim: E, the width of input and output.
+        bias: whether projections have one. scale: as in `fusedattn.attention`.
+        dropout: not supported yet: anything but 0.0 raises.
+        backend: as in `fusedattn.attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        scale: float | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        _refuse(dropout=(dropout, 0.0))
+        _check_sizes(embed_dim=embed_dim)
+        self.embed_dim, self.scale, self.backend = embed_dim, scale, backend
+        self.q_proj = _linear(embed_dim, embed_dim, bias, {})
+        self.k_proj = _linear(embed_dim, embed_dim, bias, {})
+        self.v_proj = _linear(embed_dim, embed_dim, bias, {})
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within x (B, S, E); mask is bool, (S, S) or (B, S, S), True = may attend; key_mask is bool (B, S).
+
+        Returns: (output (B, S, E), weights (B, S, S) or None).
+        """
+        _check_input("x", x, self.embed_dim)
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return _attend(query, key, value, self.backend, need_weights, mask=mask, key_mask=key_mask, scale=self.scale)
+
+
+def _refuse(**options):
+    for name, (given, default) in options.items():
+        if given != default:
+            raise NotImplementedError(f"{name}: not supported yet, expected {default}, got {given!r}")

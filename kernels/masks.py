@@ -1,0 +1,53 @@
+"""Who is hidden by the caller's masks."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import span, tiles
+
+
+class Masks(NamedTuple):
+    """Views of 8-bit tensors, nonzero = may be seen; None is absent.
+
+    pairs is (B, H, Sq, Sk), and what it hides is finite. keys is (B, 1, 1, Sk) and rows (B, 1, Sq, 1): what they hide may
+    be NaN, so it is never loaded.
+    """
+
+    pairs: tiles.View
+    keys: tiles.View
+    rows: tiles.View
+
+
+@triton.jit
+def real_keys(masks, plane, c, n):
+    """Which of the keys c exist; c of any shape."""
+    exists = c < n
+    if masks.keys is not None:
+        exists &= tl.load(tiles.pointers(tiles.matrix(masks.keys, plane), c * 0, c), mask=exists, other=0) != 0
+    return exists
+
+
+@triton.jit
+def real_rows(masks, plane, r, n):
+    """Which of the rows r exist; r of any shape."""
+    exists = r < n
+    if masks.rows is not None:
+        exists &= tl.load(tiles.pointers(tiles.matrix(masks.rows, plane), r, r * 0), mask=exists, other=0) != 0
+    return exists
+
+
+@triton.jit
+def visible(masks, band, plane, r, c):
+    """Pairs that the softmax may see; r and c come already broadcast, either way round.
+
+    Rows that masks.rows hides are not asked for: what the softmax keeps of a row says that it saw nothing.
+    """
+    seen = span.inside(band, r, c)
+    if masks.keys is not None:
+        seen &= real_keys(masks, plane, c, band.keys)
+    if masks.pairs is not None:
+        exists = (r < band.rows) & (c < band.keys)
+        seen &= tl.load(tiles.pointers(tiles.matrix(masks.pairs, plane), r, c), mask=exists, other=0) != 0
+    return seen

@@ -1,0 +1,115 @@
+"""The running softmax of a block of rows. Natural log outside, base 2 inside.
+
+A score is worth `unit`, a positive number; None is 1 and makes no assumption about the size of scores.
+Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class State(NamedTuple):
+    """The output so far, scaled by exp(-top); the largest score; the sum of weights relative to it.
+
+    With a unit, top counts in steps of four powers of two: a score of 3e38 is more than float32 can hold in base 2.
+    """
+
+    out: tl.tensor
+    top: tl.tensor
+    total: tl.tensor
+
+
+class Row(NamedTuple):
+    """What gives the weights of a row back, from `row`."""
+
+    pivot: tl.tensor
+    rest: tl.tensor
+    unit: tl.tensor
+
+
+@triton.jit
+def start(ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    return State(tl.zeros([ROWS, WIDTH], dtype), tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
+
+
+@triton.jit
+def _pivot(top):
+    """What to subtract: 0 for a row that has seen no key, for -inf - -inf is NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _steps(pivot):
+    """Powers of two in a step of top: 4 while |pivot| < 2**19, beyond it what keeps |pivot| * _steps below 2**21.
+
+    A multiply-add sets an exact product against a rounded pivot, and past 2**30 what rounding left is an exponent that
+    overflows. Such rows are computed softer by this much; float32 products of that size know no better.
+    """
+    if pivot.dtype == tl.float64:
+        return tl.full(pivot.shape, 4.0, tl.float64)
+    else:
+        exponent = tl.maximum((pivot.to(tl.int32, bitcast=True) >> 23) & 255, 145)
+        return ((274 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def step(top, total, s, unit):
+    """Weights of one tile of scores, the factor that rescales what was summed before, and the new (top, total).
+
+    The compiler fuses a * b - c, so a product has no place in a difference that must be exactly 0: where the largest
+    score stays the same, so must everything summed before.
+    """
+    if unit is None:
+        new_top = tl.maximum(top, tl.max(s, 1))
+        pivot = _pivot(new_top)
+        # The difference comes first: a bias of finfo.min times LOG2E is -inf, and its row would look empty.
+        p = tl.math.exp2((s - pivot[:, None]) * LOG2E)
+        decay = tl.math.exp2((top - pivot) * LOG2E)
+    else:
+        # One multiply-add an element. What rounding top leaves in the exponent is common to the row and cancels.
+        new_top = tl.maximum(top, tl.max(s, 1) * (unit * (LOG2E / 4)))
+        pivot = _pivot(new_top)
+        steps = _steps(pivot)
+        p = tl.math.exp2(s * (steps * (unit * (LOG2E / 4)))[:, None] - (pivot * steps)[:, None])
+        decay = tl.math.exp2((top - pivot) * steps)
+    return p, decay, new_top, total * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def finish(out, top, total, unit):
+    """(normalised output, lse, rest): `row` needs top and rest. A row that saw nothing has 0, -inf and rest +inf."""
+    seen = total > 0
+    rest = tl.math.log2(tl.where(seen, total, 1.0))
+    # Two terms, each of which float32 holds where it holds their sum.
+    lse = (top if unit is None else top * (4 * LN2)) + rest * LN2
+    out = tl.where(seen[:, None], out * (1 / total)[:, None], 0.0)
+    return out, tl.where(seen, lse, float("-inf")), tl.where(seen, rest, float("inf"))
+
+
+@triton.jit
+def row(top, rest, unit):
+    """The Row of what `finish` left, ready to use: the other pass needs it in every tile.
+
+    The log of the sum stays apart from the largest score: where that is large their float32 sum would lose it, and each of
+    n equal keys would weigh 1, not 1 / n.
+    """
+    pivot = _pivot(top)
+    if unit is None:
+        return Row(pivot, rest, pivot)
+    else:
+        steps = _steps(pivot)
+        return Row(pivot * steps, rest, steps * (unit * (LOG2E / 4)))
+
+
+@triton.jit
+def weights(s, row, unit):
+    """The weights again, from scores and their rows, which come already broadcast. Rows that saw nothing weigh 0."""
+    if unit is None:
+        return tl.math.exp2((s - row.pivot) * LOG2E - row.rest)
+    else:
+        return tl.math.exp2((s * row.unit - row.pivot) - row.rest)

@@ -1,0 +1,91 @@
+"""Which rows, keys and blocks a program works on."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Plane(NamedTuple):
+    """One head of one batch, and its place in the stack of all (batch, head) planes."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    index: tl.tensor
+
+
+class Band(NamedTuple):
+    """A grid of rows x keys in which row r sees keys r + low .. r + high."""
+
+    rows: tl.tensor
+    keys: tl.tensor
+    low: tl.tensor
+    high: tl.tensor
+
+
+@triton.jit
+def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """(block of rows, Plane) of one program of a one-dimensional grid, the only kind without a limit of 65,535."""
+    blocks = tl.cdiv(length, BLOCK)
+    index = pid // blocks
+    return pid % blocks, Plane(index // HEADS, index % HEADS, index)
+
+
+@triton.jit
+def latest_first(block, length, BLOCK: tl.constexpr):
+    """First row of a block counted from the end: under a causal band the longest programs then start first."""
+    return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
+
+
+@triton.jit
+def member(plane, i, GROUP: tl.constexpr):
+    """The Plane of query head i of the GROUP that share the kv head of `plane`."""
+    return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i)
+
+
+@triton.jit
+def shared(plane, GROUP: tl.constexpr):
+    """The Plane of the kv head that the query head of `plane` reads."""
+    return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP)
+
+
+@triton.jit
+def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
+    """left and right are what a row sees to either side; None is unbounded, causal is right = 0.
+
+    Row 0 is level with key 0 if TOP_LEFT, otherwise the last row is level with the last key.
+    """
+    shift = 0 if TOP_LEFT else keys - rows
+    low = -rows if left is None else shift - left
+    high = keys if right is None else shift + right
+    return Band(rows, keys, low, high)
+
+
+@triton.jit
+def flip(b):
+    """The same band seen from the keys: key c is seen by rows c + low .. c + high."""
+    return Band(b.keys, b.rows, -b.high, -b.low)
+
+
+@triton.jit
+def inside(b, r, c):
+    """Pairs within the band; r and c come already broadcast, either way round.
+
+    Rows past the end need no test: they load as zeros, give nothing and are not stored.
+    """
+    return (c >= r + b.low) & (c <= tl.minimum(r + b.high, b.keys - 1))
+
+
+@triton.jit
+def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Key blocks met by rows first .. first + ROWS - 1: [begin, full), [full, rest), [rest, end).
+
+    Every row sees every key of the middle range, so it takes no mask; the outer two do.
+    """
+    last = tl.minimum(first + ROWS, b.rows) - 1
+    begin = tl.maximum(first + b.low, 0) // BLOCK
+    end = tl.cdiv(tl.maximum(tl.minimum(last + b.high + 1, b.keys), 0), BLOCK)
+    full = tl.cdiv(tl.maximum(last + b.low, 0), BLOCK)
+    rest = tl.maximum(tl.minimum(first + b.high + 1, b.keys), 0) // BLOCK
+    full = tl.minimum(tl.maximum(full, begin), end)
+    return begin, full, tl.minimum(tl.maximum(rest, full), end), end
