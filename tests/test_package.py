@@ -1,0 +1,190 @@
+"""The package: who imports whom, what `import fusedattn` costs, and what the wheel holds."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Imports go one way: nothing in this table imports what is not in it, the public names and what is built on them.
+CORE = {
+    "call": set(),
+    "checks": {"call"},
+    "layout": set(),
+    "reference": {"call", "checks", "layout"},
+    "configs": set(),
+    "interpreter": set(),
+    "launch": {"configs", "interpreter", "kernels"},
+    "ops": {"call", "launch", "layout"},
+    "backends": {"call", "checks", "ops", "reference"},
+}
+KNOWS_TRITON = {"launch", "interpreter"}  # the only files of fusedattn/ that import it before a call asks for it
+KERNELS_KNOW = {"triton", "typing"}
+
+
+def sources(folder):
+    """(dotted name, path) of each module of a folder of the repository, by the name it is installed under."""
+    package = "fusedattn" if folder == "fusedattn" else f"fusedattn.{folder}"
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        inner = path.relative_to(ROOT / folder).with_suffix("").parts
+        yield ".".join((package, *inner)).removesuffix(".__init__"), path
+
+
+def imported(module, path, on_import=False):
+    """Dotted names that a file imports: all of them, or those that importing the file imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if on_import:
+        tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = [*above, *([node.module] if node.module else [])]
+            yield from (".".join((*origin, alias.name)) for alias in node.names)
+
+
+def within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+def test_kernels_import_triton_and_each_other_and_nothing_else():
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in sources("kernels")
+        for name in imported(module, path)
+        if name.split(".")[0] not in KERNELS_KNOW and not within(name, "fusedattn.kernels")
+    ]
+    assert not wrong
+
+
+def test_the_core_imports_one_way():
+    wrong = []
+    for module, path in sources("fusedattn"):
+        short = module.removeprefix("fusedattn.")
+        for name in imported(module, path):
+            target = name.removeprefix("fusedattn").removeprefix(".").split(".")[0]
+            if not within(name, "fusedattn") or target in CORE.get(short, {target} - {"kernels"}):
+                continue
+            wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_triton_is_imported_late():
+    late = ["triton", "fusedattn.kernels", *(f"fusedattn.{name}" for name in KNOWS_TRITON)]
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in sources("fusedattn")
+        if module.removeprefix("fusedattn.") not in KNOWS_TRITON
+        for name in imported(module, path, on_import=True)
+        if any(within(name, package) for package in late)
+    ]
+    assert not wrong
+
+
+def run(code, cwd, *arguments):
+    """What a fresh Python in `cwd` prints for `code`. It looks for packages there first."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IMPORT = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import fusedattn
+seconds = time.perf_counter() - start
+print(json.dumps(dict(seconds=seconds, added=sorted({name.split(".")[0] for name in set(sys.modules) - before}))))
+"""
+
+
+def test_importing_adds_little_to_torch(tmp_path):
+    runs = [json.loads(run(IMPORT, tmp_path)) for _ in range(3)]
+    assert not {"triton", "numpy", "rich", "matplotlib"} & set(runs[0]["added"])
+    assert min(each["seconds"] for each in runs) <= 0.3  # a busy machine only adds
+
+
+WITHOUT_TRITON = """
+import json, sys
+sys.modules["triton"] = None  # makes every import of it fail
+import torch, fusedattn
+query, key, value = torch.randn(3, 1, 2, 5, 4)
+out = fusedattn.attention(query, key, value, causal=True)
+same = torch.equal(out, fusedattn.reference.attention(query, key, value, causal=True))
+try:
+    fusedattn.attention(query, key, value, backend="triton")
+except NotImplementedError as error:
+    print(json.dumps(dict(same=same, error=str(error))))
+"""
+
+
+def test_the_naive_path_works_without_triton(tmp_path):
+    got = json.loads(run(WITHOUT_TRITON, tmp_path))
+    assert got["same"] and "Triton is not installed" in got["error"]
+
+
+BUILD = """
+import sys
+sys.modules["torch"] = None
+from setuptools import build_meta
+getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])
+"""
+
+
+def build(kind, source, into):
+    """Run the build backend as pip does, without a network and with torch out of reach; the one file it made."""
+    run(BUILD, source, kind, str(into))
+    (made,) = into.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from the source archive, so that one cannot lack what the other needs."""
+    pytest.importorskip("setuptools", minversion="77")
+    checkout, archive, unpacked, made = (
+        tmp_path_factory.mktemp(name) for name in ("checkout", "sdist", "source", "wheel")
+    )
+    for name in ("fusedattn", "kernels", "bench", "tests"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    shutil.unpack_archive(build("sdist", checkout, archive), unpacked)
+    (source,) = unpacked.iterdir()
+    return build("wheel", source, made)
+
+
+def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
+    assert {name.split("/")[0] for name in names} == {"fusedattn", info}
+    modules = {
+        ("" if folder == "fusedattn" else "fusedattn/") + path.relative_to(ROOT).as_posix()
+        for folder in ("fusedattn", "kernels", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
+
+
+def test_the_wheel_asks_for_torch_and_triton_alone(wheel):
+    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
+    lines = zipfile.ZipFile(wheel).read(f"{info}/METADATA").decode().splitlines()
+    needed = {line for line in lines if line.startswith("Requires-Dist") and "extra" not in line}
+    assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
+
+
+def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    where = run("import fusedattn as a, fusedattn.kernels as k; print(*a.__path__, *k.__path__, sep='\\n')", tmp_path)
+    assert where.splitlines() == [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
