@@ -57,10 +57,10 @@ def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = No
 def verdicts(
     got: Mapping[str, Tensor], eager: Mapping[str, Tensor], oracle: Mapping[str, Tensor]
 ) -> dict[str, Verdict]:
-    """`verdict` of each result of one call that `got` and `oracle` hold, knowing which rows and keys nothing is seen of.
+    """`verdict` of each result of one call that `got` and `oracle` hold, knowing which rows and keys are empty.
 
-    Args: {"out", "lse", "query", "key", "value": tensor}, the last three gradients; any may be absent, or more be there.
-        The gradient of `out`, if there are gradients, has no row of zeros.
+    Args: {"out", "lse", "query", "key", "value": tensor}, the last three gradients; any may be absent, or more be
+        there. The gradient of `out`, if there are gradients, has no row of zeros.
     """
     # Seen in the oracle: a row whose lse is -inf, a key whose value has no gradient.
     unseen = {}
@@ -76,8 +76,8 @@ def verdicts(
 def _floor(dtype, size, share):
     """The error that a result of a size may have even where eager PyTorch happens to have none.
 
-    Its own rounding; that of terms of order one that cancel, in the type that kernels sum in; that of the oracle itself,
-    which is all there is where float64 is what is tested (exp, log and a sum of some dozen terms: 64 roundings).
+    Its own rounding; that of terms of order one that cancel, in the type that kernels sum in; that of the oracle
+    itself, all there is where float64 is what is tested (exp, log and a sum of some dozen terms: 64 roundings).
     """
     own, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return share * (own * size + 8 * summed + 64 * torch.finfo(torch.float64).eps * (size + 1.0))
