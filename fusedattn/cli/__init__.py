@@ -1,0 +1,72 @@
+"""The command line `fusedattn`: what there is to ask of it. Each command is a module, imported when it is used."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from .screen import Problem
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fusedattn", description="Fused multi-head attention: look at it, check it, see it."
+    )
+    parser.add_argument("--version", action="version", version=f"fusedattn {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name, summary, description):
+        added = commands.add_parser(name, help=summary, description=description)
+        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        return added
+
+    command(
+        "info",
+        "versions, GPUs, and which backend takes what here",
+        "Versions, GPUs and CPU cores; for each device and dtype the backend that takes a call, and why no other does.",
+    )
+    check = command(
+        "check",
+        "hold every backend of this machine to float64",
+        "Compute named cases with every backend that runs here, on the GPU or else in Triton's interpreter; compare "
+        "outputs, lse and gradients with float64, beside eager PyTorch in that dtype. Exit status 1 if any is wrong.",
+    )
+    check.add_argument("--backend", action="append", metavar="NAME", help="only this backend (may be repeated)")
+    check.add_argument("--dtype", action="append", choices=DTYPES, help="only this dtype (may be repeated)")
+    check.add_argument("--case", action="append", metavar="NAME", help="only this case (may be repeated)")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="only on this device")
+    demo = command(
+        "demo",
+        "train a small language model on a text, check it, time it, draw it",
+        "Train a byte-level causal language model on a text file, on the GPU or else on the naive path; check outputs "
+        "and gradients, and the fused kernels on its activations, against float64; time fused, naive and torch's "
+        "attention; draw the losses and what it attends to. Exit status 1 if a check fails.",
+    )
+    demo.add_argument("--text", metavar="FILE", help="what to learn (README.md)")
+    demo.add_argument("--steps", type=_positive, metavar="N", default=300, help="steps of training (%(default)s)")
+    demo.add_argument("--out", metavar="PNG", default="demo.png", help="where to save the picture (%(default)s)")
+    demo.add_argument("--seed", type=int, metavar="N", default=0, help="of everything random (%(default)s)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 if a check failed, 2 if it could not be run."""
+    given = _parser().parse_args(arguments)
+    module = importlib.import_module(f".{given.command}", __package__)
+    try:
+        return module.run(given)
+    except Problem as problem:
+        print(f"fusedattn {given.command}: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,109 @@
+"""Named cases of attention, each computed three times: by a backend, by eager PyTorch in its dtype, and in float64."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .. import reference
+from ..api import attention
+from ..tolerance import Verdict, verdicts
+
+
+class Case(NamedTuple):
+    """One call: sizes that suit an interpreter, and options. A mask that is named is drawn at random."""
+
+    name: str
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    rows: int = 37
+    keys: int = 37
+    dim: int = 16
+    value_dim: int = 16
+    options: dict = {}
+    masks: tuple[str, ...] = ()
+    views: bool = False  # no tensor lies in memory as it is indexed
+    of_lse: bool = True  # the loss depends on lse too
+
+    def grown(self) -> "Case":
+        """The same case in sizes that suit a GPU; what is odd stays odd."""
+        more = {name: 3 * getattr(self, name) for name in ("batch", "heads", "kv_heads")}
+        more |= {name: 11 * getattr(self, name) for name in ("rows", "keys")}
+        more |= {name: 4 * getattr(self, name) for name in ("dim", "value_dim")}
+        return Case(**{**self._asdict(), **more})
+
+    def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
+        """(query, key, value, and the gradients that come back to out and lse; options). What masks hide is NaN."""
+        dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
+        wide = torch.promote_types(dtype, torch.float32)
+        drawn = dict(
+            query=torch.randn(self.batch, self.heads, self.rows, self.dim, generator=dice),
+            key=torch.randn(self.batch, self.kv_heads, self.keys, self.dim, generator=dice),
+            value=torch.randn(self.batch, self.kv_heads, self.keys, self.value_dim, generator=dice),
+            out=torch.randn(self.batch, self.heads, self.rows, self.value_dim, generator=dice),
+            lse=torch.randn(self.batch, self.heads, self.rows, generator=dice),
+        )
+        batch, rows, keys = self.batch, self.rows, self.keys
+        shapes = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
+        seen = {name: torch.rand(shapes[name], generator=dice) < 0.7 for name in self.masks}
+        nan = float("nan")
+        if "key_mask" in seen:
+            hidden = ~seen["key_mask"][:, None, :, None]
+            drawn |= {name: drawn[name].masked_fill(hidden, nan) for name in ("key", "value")}
+        if "query_mask" in seen:
+            drawn["query"] = drawn["query"].masked_fill(~seen["query_mask"][:, None, :, None], nan)
+        tensors = {name: x.to(device, wide if name == "lse" else dtype) for name, x in drawn.items()}
+        if self.views:
+            tensors = {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()} | {"lse": tensors["lse"]}
+        return tensors, self.options | {name: mask.to(device) for name, mask in seen.items()}
+
+
+_LAYOUTS: dict[str, Callable] = {
+    "query": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # as projections leave it
+    "key": lambda x: torch.stack((x, x), -1)[..., 0],  # every second element
+    "value": lambda x: torch.cat((x, x, x), 2)[:, :, x.shape[2] : 2 * x.shape[2]],  # a slice, at an offset
+    "out": lambda x: x.mT.contiguous().mT,  # rows next to each other
+}
+
+CASES = (
+    Case("plain", batch=2, heads=2, kv_heads=2),
+    Case("causal", options=dict(causal=True)),
+    Case("causal, more keys", rows=19, keys=53, options=dict(causal=True)),
+    Case("causal, top left", rows=19, keys=53, options=dict(causal=True, align="top_left")),
+    Case("window", rows=41, keys=41, options=dict(window=(7, 3))),
+    Case("one kv head for 3", heads=3, kv_heads=1),
+    Case("value wider", dim=8, value_dim=40),
+    Case("odd sizes", rows=33, keys=17, dim=5, value_dim=9),
+    Case("one row", rows=1, keys=45),
+    Case("mask", batch=2, masks=("mask",)),
+    Case("padding", batch=2, masks=("key_mask", "query_mask")),
+    Case("empty rows", rows=45, keys=19, options=dict(causal=True)),
+    Case("scale 0", options=dict(scale=0.0)),
+    Case("scale < 0", options=dict(scale=-0.4)),
+    Case("views", heads=2, kv_heads=2, options=dict(causal=True), views=True),
+    Case("loss without lse", of_lse=False),
+)
+RESULTS = dict(out="out", lse="lse", query="d query", key="d key", value="d value")
+
+
+def compare(case: Case, backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:
+    """{name of a result: how it compares}: out, lse, and the gradients of query, key and value."""
+    tensors, options = case.draw(device, dtype)
+    exact = {name: x.double() for name, x in tensors.items()}
+    return verdicts(
+        results(attention, tensors, case.of_lse, backend=backend, **options),
+        results(reference.eager, tensors, case.of_lse, **options),
+        results(reference.attention, exact, case.of_lse, **options),
+    )
+
+
+def results(function: Callable, tensors: dict, of_lse: bool = True, **options) -> dict[str, torch.Tensor]:
+    """Output, lse and gradients of a function with the arguments of `attention`, for given gradients of out and lse."""
+    inputs = {name: tensors[name].detach().requires_grad_() for name in ("query", "key", "value")}
+    out, lse = function(**inputs, return_lse=True, **options)
+    outputs, given = (
+        ([out, lse], [tensors["out"], tensors["lse"].to(lse.dtype)]) if of_lse else ([out], [tensors["out"]])
+    )
+    gradients = torch.autograd.grad(outputs, list(inputs.values()), given)
+    return {"out": out, "lse": lse, **dict(zip(inputs, gradients, strict=True))}

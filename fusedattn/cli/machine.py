@@ -1,0 +1,57 @@
+"""What this machine is: versions, cores, GPUs; and how Triton can run on it."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from .. import __version__
+
+
+def interpret_without_gpu() -> None:
+    """Let Triton interpret kernels on CPU tensors where there is no GPU. It reads this once, when it is imported."""
+    if not torch.cuda.is_available() and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything an answer may depend on; None is what is not there."""
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {
+        "fusedattn": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__ if triton else None,
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def gpus() -> list[dict]:
+    """Name, compute capability, memory in GiB and multiprocessors of each."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        of = torch.cuda.get_device_properties(index)
+        capability, memory = f"{of.major}.{of.minor}", round(of.total_memory / 2**30, 1)
+        found.append(dict(name=of.name, capability=capability, gib=memory, multiprocessors=of.multi_processor_count))
+    return found
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _driver():
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return answer[0] if answer else None

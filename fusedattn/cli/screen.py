@@ -1,0 +1,94 @@
+"""What a command shows: tables and a progress bar through rich, or one JSON object."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import sys
+from typing import Any
+
+
+class Problem(Exception):
+    """A command cannot run; its message is one line for the user."""
+
+
+def need(*packages: str) -> None:
+    """Raise a Problem that says how to install what is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Problem(f"{' and '.join(missing)} not installed: pip install 'fusedattn[bench]'")
+
+
+class Screen:
+    """Where one command writes. With `only_json` all but `finish` is silent, and rich is not needed."""
+
+    def __init__(self, only_json: bool):
+        self.console: Any = None
+        if not only_json:
+            need("rich")
+            from rich.console import Console
+
+            # Not a terminal: a log, where tables may be as wide as they are.
+            self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+    def say(self, text: str = "", style: str | None = None) -> None:
+        if self.console:
+            self.console.print(text, style=style, markup=False)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]], marks: bool = False) -> None:
+        """All columns but the first are as narrow as they are. With `marks` "ok" and "FAIL" have colours."""
+        if not self.console:
+            return
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.show_header = any(columns)
+        for column in columns:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*(Text(cell, style=_style(cell) if marks else "") for cell in row))
+        self.console.print(table)
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int, keep: bool = False):
+        """A bar on stderr; yields advance(note). Nothing where there is no terminal or, with JSON, no rich."""
+        if importlib.util.find_spec("rich") is None:
+            yield lambda note="": None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        shown = Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=not keep)
+        with shown if console.is_terminal else contextlib.nullcontext():
+            task = shown.add_task(title, total=total, note="")
+            yield lambda note="": shown.update(task, advance=1, note=note)
+
+    def finish(self, found: dict) -> None:
+        """The JSON object, if that is what was asked for."""
+        if self.console is None:
+            print(json.dumps(_plain(found), indent=2))
+
+
+def error(number: float) -> str:
+    """An error in few letters: 3.6e-4."""
+    if not math.isfinite(number) or number == 0.0:
+        return f"{number:.0f}"
+    digits, exponent = f"{number:.1e}".split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _style(cell):
+    return "bold red" if "FAIL" in cell else "green" if cell == "ok" else ""
+
+
+def _plain(found):
+    """Found with what JSON cannot write, NaN and infinity, as None."""
+    if isinstance(found, dict):
+        return {key: _plain(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_plain(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
