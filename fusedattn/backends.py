@@ -16,8 +16,7 @@ from .checks import checked, fail
 
 
 @functools.cache
-def _machine_reasons(device: torch.device) -> tuple[str, ...]:
-    """Why Triton kernels cannot run on tensors of a device, whatever the call."""
+def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     try:
         import triton
     except ImportError as error:
@@ -38,6 +37,15 @@ def _machine_reasons(device: torch.device) -> tuple[str, ...]:
     if not (triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
         reasons.append("Triton found no C compiler (gcc or clang)")
     return tuple(reasons)
+
+
+def _machine_reasons(device: torch.device) -> tuple[str, ...]:
+    """Why Triton kernels cannot run on tensors of a device, whatever the call."""
+    return _find_machine_reasons(device)
+
+
+# To the compiler this is a constant. torch.compiler.assume_constant_result sets the same mark, but imports the compiler.
+_machine_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _triton_reasons(call: Call) -> list[str]:
@@ -94,35 +102,27 @@ def use_backend(name: str | None):
         _chosen.name = before
 
 
-def _decide(call: Call, name: str | None) -> tuple[str | None, dict]:
-    """(the backend that takes a call, None if the one named cannot; {backend: why it does not})."""
+def _named(name: str | None) -> str | None:
+    """The backend that the call or the `with` around it names; None leaves the choice to `choose`."""
     check_name(name)
-    name = name if name is not None else getattr(_chosen, "name", None)
-    reasons = {known: backend.reasons(call) for known, backend in BACKENDS.items()}
-    if name is not None:
-        taken, why = (name if not reasons[name] else None), f"{name!r} is named, and what is named does not fall back"
-    elif call.query.device.type != "cuda":
-        taken, why = "naive", "the tensors are not on a GPU and no backend is named"
-    else:
-        taken = next(known for known, sentences in reasons.items() if not sentences)
-        why = f"{taken!r} comes before it and takes the call"
-    return taken, {known: sentences or [why] for known, sentences in reasons.items() if known != taken}
+    return name if name is not None else getattr(_chosen, "name", None)
 
 
 def choose(call: Call, name: str | None = None) -> Backend:
     """The backend that takes a call: the one named, or else the first that has no reason not to."""
-    if name is None and call.query.device.type != "cuda" and getattr(_chosen, "name", None) is None:
+    name = _named(name)
+    if name is not None:
+        if reasons := BACKENDS[name].reasons(call):
+            raise NotImplementedError(f"backend: {name!r} cannot take this call: {'; '.join(reasons)}")
+        return BACKENDS[name]
+    if call.query.device.type != "cuda":
         return BACKENDS["naive"]
-    taken, reasons = _decide(call, name)
-    if taken is None:
-        name = name if name is not None else _chosen.name
-        raise NotImplementedError(f"backend: {name!r} cannot take this call: {'; '.join(reasons[name])}")
-    if taken == "naive" and name is None and getattr(_chosen, "name", None) is None:
-        for reason in reasons["triton"]:
-            if reason not in _warned:
-                _warned.add(reason)
-                warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=4)
-    return BACKENDS[taken]
+    reasons = BACKENDS["triton"].reasons(call)
+    for reason in reasons:
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=4)
+    return BACKENDS["naive" if reasons else "triton"]
 
 
 class Explanation(NamedTuple):
@@ -153,5 +153,14 @@ def explain(query, key, value, *, backend=None, return_lse=False, **options) -> 
     Raises: what it raises for wrong arguments.
     """
     call = checked(Arguments(query, key, value, **options))
-    taken, reasons = _decide(call, backend)
-    return Explanation(taken, ops.tiles(call) if taken == "triton" else {}, reasons)
+    named = _named(backend)
+    reasons = {name: known.reasons(call) for name, known in BACKENDS.items()}
+    if named is not None:
+        taken, why = (None if reasons[named] else named), f"{named!r} is named, and what is named does not fall back"
+    elif call.query.device.type != "cuda":
+        taken, why = "naive", "the tensors are not on a GPU and no backend is named"
+    else:
+        taken = next(name for name, sentences in reasons.items() if not sentences)
+        why = f"{taken!r} comes before it and takes the call"
+    others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
+    return Explanation(taken, ops.tiles(call) if taken == "triton" else {}, others)

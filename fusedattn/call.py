@@ -46,10 +46,16 @@ class Call(NamedTuple):
         return self.query.shape[1] // self.key.shape[1] if self.key.shape[1] else 1
 
 
+def autocasting(tensor: Tensor) -> bool:
+    """Whether autocast is enabled on the device of a tensor; some devices, such as meta, do not know it."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def autocast(arguments: Arguments) -> Arguments:
     """query, key and value in autocast's dtype where it is enabled, as torch's SDPA has them; float64 stays."""
     query = arguments.query
-    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+    if not isinstance(query, Tensor) or not autocasting(query):
         return arguments
     dtype = torch.get_autocast_dtype(query.device.type)
     lower = (torch.float16, torch.bfloat16, torch.float32)

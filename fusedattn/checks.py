@@ -156,7 +156,11 @@ OPTIONS = {
             _shape("mask"),
         ),
         Rule(
-            "mask", ValueError, lambda a: not _broadcasts(a.mask, _scores(a)), "broadcastable to {scores}", _shape("mask")
+            "mask",
+            ValueError,
+            lambda a: not _broadcasts(a.mask, _scores(a)),
+            "broadcastable to {scores}",
+            _shape("mask"),
         ),
     ),
     "key_mask": (_is_bool("key_mask"), _on_device("key_mask"), _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2])),

@@ -36,7 +36,9 @@ def _precision(dtype):
 
 def _view(tensor):
     # The stride of a single element means nothing; left in, it would only make another kernel.
-    return View(tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+    return View(
+        tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    )
 
 
 def _mask(tensor, *shape):
@@ -122,7 +124,7 @@ def backward(grads, grad_out, grad_lse, out, stats, query, key, value, *options)
     arguments = _common(query, key, value, *options)
     table = stats.new_empty(batch, heads, rows, 4)
     prepare = dict(Out=_view(out), GradOut=_view(grad_out), GradLse=grad_lse, Stats=stats, Rows=table)
-    prepare |= {name: arguments[name] for name in ("q_len", "score", "HEADS", "DV")}
+    prepare |= {name: arguments[name] for name in ("q_len", "score", "HEADS", "DV", "PRECISION")}
     _launch("prepare", query, value, rows, batch * heads, prepare)
 
     arguments |= dict(GradOut=_view(grad_out), Rows=table)

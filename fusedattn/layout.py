@@ -8,8 +8,14 @@ def order(tensor):
     strides = tensor.stride()
     if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
         return tuple(range(tensor.dim()))
-    # Stable: dimensions of one element keep their place, whatever stride they carry.
-    return tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
+    axes = []
+    for axis, stride in enumerate(strides):
+        # Dimensions of one element keep their place, whatever stride they carry. No sort(): strides may be symbolic.
+        place = len(axes)
+        while place and strides[axes[place - 1]] < stride and tensor.shape[axis] > 1:
+            place -= 1
+        axes.insert(place, axis)
+    return tuple(axes)
 
 
 def dense(like, shape):

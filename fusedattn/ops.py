@@ -41,7 +41,9 @@ def _new_backward(grad_out, grad_lse, out, stats, query, key, value, *rest):
     """
     need_query, need_key, need_value = rest[-1]
     needs = (need_query, need_key or need_value, need_key or need_value)
-    return tuple(dense(x, x.shape) if need else x.new_empty(0) for x, need in zip((query, key, value), needs, strict=True))
+    return tuple(
+        dense(x, x.shape) if need else x.new_empty(0) for x, need in zip((query, key, value), needs, strict=True)
+    )
 
 
 def _forward(*arguments):
@@ -125,9 +127,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *arguments):
         batch = _batch(arguments[2], in_dims[2])
-        return _unfolded(
-            info.batch_size, _Backward.apply(*_folded(info.batch_size, in_dims, arguments, batch))
-        )
+        return _unfolded(info.batch_size, _Backward.apply(*_folded(info.batch_size, in_dims, arguments, batch)))
 
 
 class _Attention(torch.autograd.Function):
@@ -159,9 +159,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *arguments):
         batch = _batch(arguments[0], in_dims[0])
-        return _unfolded(
-            info.batch_size, _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch))
-        )
+        return _unfolded(info.batch_size, _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch)))
 
 
 def _differentiated(call: Call) -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .call import Arguments, Call, drop
+from .call import Arguments, Call, autocasting, drop
 from .checks import checked
 from .layout import arrange
 
@@ -61,10 +61,9 @@ def visible(call: Call, first: int, last: int) -> Tensor | None:
     return seen
 
 
-def _without_hidden(call: Call) -> Call:
-    """The call in float32 (or float64), with zeros where key_mask and query_mask say that anything may stand."""
-    wide = torch.promote_types(call.query.dtype, torch.float32)
-    query, key, value = call.query.to(wide), call.key.to(wide), call.value.to(wide)
+def _prepared(call: Call, dtype: torch.dtype) -> Call:
+    """The call in `dtype`, with zeros where key_mask and query_mask say that anything may stand."""
+    query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
     if call.key_mask is not None:
         hidden = ~call.key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
@@ -96,29 +95,46 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
     # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
     if needs_grad and not torch._C._are_functorch_transforms_active():
-        parts = [checkpoint(_block, call, *span, need_lse, use_reentrant=False, preserve_rng_state=False) for span in spans]
+        parts = [
+            checkpoint(_block, call, *span, need_lse, use_reentrant=False, preserve_rng_state=False) for span in spans
+        ]
     else:
         parts = [_block(call, *span, need_lse) for span in spans]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2) if need_lse else None
 
 
+def _wide(call: Call) -> torch.dtype:
+    return torch.promote_types(call.query.dtype, torch.float32)
+
+
 def run(call: Call, need_lse: bool) -> tuple:
     """(output, lse or None) of a checked call: the backend "naive"."""
-    if torch.is_autocast_enabled(call.query.device.type):
+    if autocasting(call.query):
         with torch.autocast(call.query.device.type, enabled=False):
             return run(call, need_lse)
-    out, lse = _blocks(_without_hidden(call), need_lse)
+    out, lse = _blocks(_prepared(call, _wide(call)), need_lse)
     return arrange(out, call.query), lse
 
 
 def weights(call: Call) -> Tensor:
     """(B, Hq, Sq, Sk) attention weights in query's dtype, differentiable."""
-    with torch.autocast(call.query.device.type, enabled=False):
-        plain = _without_hidden(call)
-        seen = visible(plain, 0, plain.query.shape[2])
-        _, _, w = formula(plain.query, plain.key, plain.value, seen, plain.scale, need_lse=False)
-        return w.to(call.query.dtype)
+    if autocasting(call.query):
+        with torch.autocast(call.query.device.type, enabled=False):
+            return weights(call)
+    plain = _prepared(call, _wide(call))
+    seen = visible(plain, 0, plain.query.shape[2])
+    return formula(plain.query, plain.key, plain.value, seen, plain.scale, need_lse=False)[2].to(call.query.dtype)
+
+
+def eager(query, key, value, *, return_lse=False, **options):
+    """`attention` with every step in the dtype of the inputs, and for all rows at once: what people write by hand.
+
+    Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
+    """
+    call = checked(Arguments(query, key, value, **options))
+    out, lse = _block(_prepared(call, call.query.dtype), 0, call.query.shape[2], return_lse)
+    return (drop(out, query.dim()), drop(lse, query.dim())) if return_lse else drop(out, query.dim())
 
 
 def attention(

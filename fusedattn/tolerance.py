@@ -62,12 +62,12 @@ def verdicts(
     Args: {"out", "lse", "query", "key", "value": tensor}, the last three gradients; any may be absent, or more be
         there. The gradient of `out`, if there are gradients, has no row of zeros.
     """
-    # Seen in the oracle: a row whose lse is -inf, a key whose value has no gradient.
+    # Seen in the oracle: a row whose lse is -inf, a key that has no gradient and whose value has none.
     unseen = {}
     if "lse" in oracle:
         unseen["query"] = unseen["out"] = oracle["lse"] == float("-inf")
-    if "value" in oracle:
-        unseen["key"] = unseen["value"] = (oracle["value"] == 0).all(-1)
+    if "key" in oracle and "value" in oracle:
+        unseen["key"] = unseen["value"] = (oracle["key"] == 0).all(-1) & (oracle["value"] == 0).all(-1)
     nowhere = {name: torch.zeros_like(oracle[name][..., 0], dtype=torch.bool) for name in oracle if name != "out"}
     zero = {**nowhere, **unseen}
     return {name: verdict(got[name], eager[name], oracle[name], zero.get(name)) for name in oracle}
@@ -76,11 +76,12 @@ def verdicts(
 def _floor(dtype, size, share):
     """The error that a result of a size may have even where eager PyTorch happens to have none.
 
-    Its own rounding; that of terms of order one that cancel, in the type that kernels sum in; that of the oracle
+    Its own rounding, `share` of a step, on average or at most; that of terms of order one that cancel, in the type that
+    kernels sum in (a row that sees one key has a gradient of 0, the difference of two equal sums); that of the oracle
     itself, all there is where float64 is what is tested (exp, log and a sum of some dozen terms: 64 roundings).
     """
     own, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return share * (own * size + 8 * summed + 64 * torch.finfo(torch.float64).eps * (size + 1.0))
+    return share * own * size + 8 * summed + 64 * torch.finfo(torch.float64).eps * (size + 1.0)
 
 
 def _wrong_kind(got, expected, infinite, zero):

@@ -31,6 +31,7 @@ def prepare(
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Rows (B, Hq, Sq, 4: pivot, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
 
@@ -41,9 +42,12 @@ def prepare(
     stats = tiles.table(Stats, plane, q_len, 2)
     rest = tiles.load_column(stats, rows, q_len, 1)
     row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest, score.unit)
-    out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV).to(rest.dtype)
-    grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV).to(rest.dtype)
-    delta = tl.sum(out * grad_out, 1)
+    out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
+    grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
+    # A product of matrices, of which the diagonal is wanted: summed as `dp` is, it cancels where one key has all weight.
+    products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
+    line = tl.arange(0, BLOCK_M)
+    delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
     if GradLse is not None:
         delta -= tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
     table = tiles.table(Rows, plane, q_len, 4)

@@ -12,6 +12,7 @@ from . import scores, softmax, span, tiles
 
 @triton.jit
 def _walk(
+    out,
     state,
     q,
     k,
@@ -34,16 +35,14 @@ def _walk(
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         k_tile = tiles.load(k, cols, exists, D)
-        s = scores.apply(score, tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=state.top.dtype))
+        s = scores.apply(score, tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype))
         if CHECK:
             s = tl.where(hidden.visible(masks, band, plane, rows[:, None], cols[None, :]), s, float("-inf"))
-        p, decay, top, total = softmax.step(state.top, state.total, s, score.unit)
+        p, decay, state = softmax.step(state, s, score.unit)
         v_tile = tiles.load(v, cols, exists, DV)
-        out = tl.dot(
-            p.to(v_tile.dtype), v_tile, state.out * decay[:, None], input_precision=PRECISION, out_dtype=state.top.dtype
-        )
-        state = softmax.State(out, top, total)
-    return state
+        p = p.to(v_tile.dtype)
+        out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
+    return out, state
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
@@ -83,24 +82,26 @@ def forward(
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    state = softmax.start(BLOCK_M, tiles.width(DV), tiles.wide(Q.base.dtype.element_ty))
+    out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
+    state = softmax.start(BLOCK_M, out.dtype)
     if masks.pairs is None and masks.keys is None:
-        state = _walk(
-            state, q, k, v, rows, band, masks, plane, begin, full, score, D, DV, BLOCK_N, PRECISION, CHECK=True
+        out, state = _walk(
+            out, state, q, k, v, rows, band, masks, plane, begin, full, score, D, DV, BLOCK_N, PRECISION, CHECK=True
         )
-        state = _walk(
-            state, q, k, v, rows, band, masks, plane, full, rest, score, D, DV, BLOCK_N, PRECISION, CHECK=False
+        out, state = _walk(
+            out, state, q, k, v, rows, band, masks, plane, full, rest, score, D, DV, BLOCK_N, PRECISION, CHECK=False
         )
-        state = _walk(
-            state, q, k, v, rows, band, masks, plane, rest, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
+        out, state = _walk(
+            out, state, q, k, v, rows, band, masks, plane, rest, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
         )
     else:
-        state = _walk(
-            state, q, k, v, rows, band, masks, plane, begin, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
+        out, state = _walk(
+            out, state, q, k, v, rows, band, masks, plane, begin, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
         )
 
-    total = state.total if masks.rows is None else tl.where(real, state.total, 0.0)
-    out, lse, remainder = softmax.finish(state.out, state.top, total, score.unit)
+    if masks.rows is not None:
+        state = softmax.State(state.largest, state.top, tl.where(real, state.total, 0.0))
+    out, lse, remainder = softmax.finish(out, state, score.unit)
     tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
     tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:

@@ -14,12 +14,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """The output so far, scaled by exp(-top); the largest score; the sum of weights relative to it.
+    """What is kept of a row: its largest score as it came, the same in base 2, the sum of weights relative to that.
 
     With a unit, top counts in steps of four powers of two: a score of 3e38 is more than float32 can hold in base 2.
     """
 
-    out: tl.tensor
+    largest: tl.tensor
     top: tl.tensor
     total: tl.tensor
 
@@ -33,8 +33,9 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def start(ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    return State(tl.zeros([ROWS, WIDTH], dtype), tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
+def start(ROWS: tl.constexpr, dtype: tl.constexpr):
+    lowest = tl.full([ROWS], float("-inf"), dtype)
+    return State(lowest, lowest, tl.zeros([ROWS], dtype))
 
 
 @triton.jit
@@ -58,36 +59,43 @@ def _steps(pivot):
 
 
 @triton.jit
-def step(top, total, s, unit):
-    """Weights of one tile of scores, the factor that rescales what was summed before, and the new (top, total).
+def step(state, s, unit):
+    """Weights of one tile of scores, the factor that rescales what was summed before, and the new State.
 
     The compiler fuses a * b - c, so a product has no place in a difference that must be exactly 0: where the largest
     score stays the same, so must everything summed before.
     """
+    highest = tl.max(s, 1)
+    largest = tl.maximum(state.largest, highest)
     if unit is None:
-        new_top = tl.maximum(top, tl.max(s, 1))
-        pivot = _pivot(new_top)
+        top = largest
+        pivot = _pivot(top)
         # The difference comes first: a bias of finfo.min times LOG2E is -inf, and its row would look empty.
         p = tl.math.exp2((s - pivot[:, None]) * LOG2E)
-        decay = tl.math.exp2((top - pivot) * LOG2E)
+        decay = tl.math.exp2((state.top - pivot) * LOG2E)
     else:
         # One multiply-add an element. What rounding top leaves in the exponent is common to the row and cancels.
-        new_top = tl.maximum(top, tl.max(s, 1) * (unit * (LOG2E / 4)))
-        pivot = _pivot(new_top)
+        top = tl.maximum(state.top, highest * (unit * (LOG2E / 4)))
+        pivot = _pivot(top)
         steps = _steps(pivot)
         p = tl.math.exp2(s * (steps * (unit * (LOG2E / 4)))[:, None] - (pivot * steps)[:, None])
-        decay = tl.math.exp2((top - pivot) * steps)
-    return p, decay, new_top, total * decay + tl.sum(p, 1)
+        decay = tl.math.exp2((state.top - pivot) * steps)
+    return p, decay, State(largest, top, state.total * decay + tl.sum(p, 1))
 
 
 @triton.jit
-def finish(out, top, total, unit):
+def finish(out, state, unit):
     """(normalised output, lse, rest): `row` needs top and rest. A row that saw nothing has 0, -inf and rest +inf."""
-    seen = total > 0
-    rest = tl.math.log2(tl.where(seen, total, 1.0))
-    # Two terms, each of which float32 holds where it holds their sum.
-    lse = (top if unit is None else top * (4 * LN2)) + rest * LN2
-    out = tl.where(seen[:, None], out * (1 / total)[:, None], 0.0)
+    seen = state.total > 0
+    rest = tl.math.log2(tl.where(seen, state.total, 1.0))
+    if unit is None:
+        lse = state.largest + rest * LN2
+    else:
+        # From the score as it came: in base 2 it was rounded, and at 1e6 that alone is an error of 0.1.
+        steps = _steps(state.top)
+        rounded = tl.fma(state.largest, steps * (unit * (LOG2E / 4)), -(state.top * steps))
+        lse = state.largest * unit + (rest - rounded) * LN2
+    out = tl.where(seen[:, None], out * (1 / state.total)[:, None], 0.0)
     return out, tl.where(seen, lse, float("-inf")), tl.where(seen, rest, float("inf"))
 
 

@@ -1,0 +1,173 @@
+"""Named cases: what to draw, and what to ask of attention. Small enough for Triton's interpreter."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+AXES = "bhsd"
+ORDERS = ("bhsd", "bshd", "bhds", "sbhd")
+WRONG = (float("nan"), float("inf"), float("-inf"))
+
+
+class Case(NamedTuple):
+    """Shapes, dtype, layout and options of one call."""
+
+    name: str
+    B: int = 1
+    Hq: int = 2
+    Hkv: int = 2
+    Sq: int = 37
+    Sk: int = 45
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = torch.float32
+    strided: bool = False  # query, key, value and the incoming gradient each in another order, among NaN
+    expanded: bool = False  # key and value are one batch, seen B times; the incoming gradient one element
+    spread: float = 1.0  # standard deviation of query and key
+    mask: str | None = None  # the shape it broadcasts from: "pairs", "batch", "heads", "rank 2", "rows", "keys"
+    key_mask: str | None = None  # "own" for each batch, "shared" by all, "rank 1"
+    query_mask: str | None = None
+    causal: bool = False
+    window: tuple | None = None
+    align: str = "bottom_right"
+    scale: float | None = None
+    grads: str = "out and lse"  # what the loss is made of
+
+    def draw(self, device="cpu", seed=0):
+        """({"query", "key", "value", "out", "lse": tensor}, options); "out" and "lse" are their incoming gradients.
+
+        What key_mask and query_mask hide is NaN or infinite, incoming gradients included.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape, spread=1.0):
+            return (torch.randn(shape, generator=generator, device=device) * spread).to(self.dtype)
+
+        def visible(*shape):
+            return torch.rand(shape, generator=generator, device=device) < 0.7
+
+        kv_batch = 1 if self.expanded else self.B
+        tensors = dict(
+            query=normal(self.B, self.Hq, self.Sq, self.D, spread=self.spread),
+            key=normal(kv_batch, self.Hkv, self.Sk, self.D, spread=self.spread).expand(self.B, -1, -1, -1),
+            value=normal(kv_batch, self.Hkv, self.Sk, self.Dv).expand(self.B, -1, -1, -1),
+            out=normal(self.B, self.Hq, self.Sq, self.Dv),
+        )
+        if self.expanded:
+            tensors["out"] = normal(1).expand(tensors["out"].shape)
+        if self.strided:
+            tensors = {
+                name: among_nan(x, order)
+                for (name, x), order in zip(tensors.items(), ORDERS[1:] + ORDERS, strict=False)
+            }
+        wide = torch.promote_types(self.dtype, torch.float32)
+        tensors["lse"] = normal(self.B, self.Hq, self.Sq).to(wide)
+        options = dict(causal=self.causal, window=self.window, align=self.align, scale=self.scale)
+        if self.mask is not None:
+            shape = {
+                "pairs": (self.B, self.Hq, self.Sq, self.Sk),
+                "batch": (self.B, 1, self.Sq, self.Sk),
+                "heads": (1, self.Hq, self.Sq, self.Sk),
+                "rank 2": (self.Sq, self.Sk),
+                "rows": (self.B, 1, self.Sq, 1),
+                "keys": (1, self.Hq, 1, self.Sk),
+            }[self.mask]
+            options["mask"] = visible(*shape)
+            if self.mask in ("pairs", "rank 2"):
+                options["mask"][..., 3:5, :] = False  # rows that see nothing
+        for name, kind, length in (("key_mask", self.key_mask, self.Sk), ("query_mask", self.query_mask, self.Sq)):
+            if kind is not None:
+                shape = {"own": (self.B, length), "shared": (1, length), "rank 1": (length,)}[kind]
+                options[name] = visible(*shape)
+                for hidden in ("key", "value") if name == "key_mask" else ("query", "out", "lse"):
+                    tensors[hidden] = _spoil(tensors[hidden], options[name].expand(self.B, length))
+        return tensors, options
+
+
+def among_nan(tensor, order):
+    """The same values in another order of memory, at an odd offset, each innermost line followed by NaN."""
+    axes = [AXES.index(axis) for axis in order]
+    shape = [tensor.shape[axis] for axis in axes]
+    lines = tensor.new_full((3 + torch.Size(shape[:-1]).numel() * (shape[-1] + 5),), float("nan"))[3:]
+    view = lines.view(*shape[:-1], shape[-1] + 5)[..., : shape[-1]].permute([axes.index(axis) for axis in range(4)])
+    return view.copy_(tensor)
+
+
+def _spoil(tensor, seen):
+    """`tensor` with what is not seen, (B, S), replaced in place of a copy that keeps its layout."""
+    hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
+    wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
+    noise = wrong[torch.arange(tensor.numel(), device=tensor.device) % 3].view(tensor.shape)
+    if 0 in tensor.stride():
+        return torch.where(hidden, noise, tensor)
+    return tensor.copy_(torch.where(hidden, noise, tensor))
+
+
+# What a call may ask for, each alone and in pairs.
+FEATURES = {
+    "batch": dict(B=3),
+    "grouped heads": dict(Hq=6, Hkv=2),
+    "one kv head": dict(Hq=3, Hkv=1),
+    "odd head dims": dict(D=5, Dv=24),
+    "wide value": dict(D=8, Dv=40),
+    "more rows": dict(Sq=70, Sk=19),
+    "more keys": dict(Sq=19, Sk=70),
+    "one row": dict(Sq=1, Sk=33),
+    "one key": dict(Sq=33, Sk=1),
+    "strided": dict(strided=True),
+    "expanded": dict(B=2, expanded=True),
+    "causal": dict(causal=True),
+    "window": dict(window=(9, 4)),
+    "window of itself": dict(window=(0, 0)),
+    "left window": dict(window=(20, None)),
+    "right window": dict(window=(None, 3)),
+    "top left": dict(align="top_left", window=(30, 1)),
+    "mask of pairs": dict(mask="pairs"),
+    "mask over heads": dict(B=2, mask="batch"),
+    "mask over batch": dict(mask="heads"),
+    "mask of rank 2": dict(mask="rank 2"),
+    "mask of rows": dict(B=2, mask="rows"),
+    "mask of keys": dict(mask="keys"),
+    "key mask": dict(B=2, key_mask="own"),
+    "shared key mask": dict(B=2, key_mask="shared"),
+    "query mask": dict(B=2, query_mask="own"),
+    "rank 1 query mask": dict(query_mask="rank 1"),
+    "scale": dict(scale=1.0),
+    "negative scale": dict(scale=-0.4),
+    "scale 0": dict(scale=0.0),
+    "peaked": dict(spread=4.0),
+    "out alone": dict(grads="out"),
+    "lse alone": dict(grads="lse"),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SHAPES = [
+    Case("1 x 1", Sq=1, Sk=1),
+    Case("tile edges", Sq=32, Sk=16),
+    Case("past tile edges", Sq=33, Sk=17),
+    Case("several tiles", B=1, Sq=130, Sk=127),
+    Case("several tiles, causal", B=1, Sq=130, Sk=127, causal=True),
+    Case("several tiles, window", B=1, Sq=127, Sk=130, window=(40, 20)),
+    Case("D 64", B=1, Hq=1, Hkv=1, D=64, Dv=64),
+    Case("D 80", B=1, Hq=1, Hkv=1, D=80, Dv=80),
+    Case("D 256", B=1, Hq=1, Hkv=1, Sq=20, Sk=20, D=256, Dv=256),
+    Case("D 1", B=1, D=1, Dv=1),
+    Case("rows before every key", Sq=40, Sk=10, causal=True),
+    Case("window past every key", Sq=10, Sk=60, window=(3, 0), align="top_left"),
+]
+SINGLE = [
+    Case("")._replace(name=f"{name}, {str(dtype).removeprefix('torch.')}", dtype=dtype, **options)
+    for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
+    for dtype in (torch.float32, DTYPES[1 + number % 3])
+]
+# One of each kind is enough where it meets the others.
+DISTINCT = (
+    *("batch", "grouped heads", "odd head dims", "more rows", "more keys", "strided", "expanded", "causal", "window"),
+    *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "scale", "negative scale", "peaked"),
+    "lse alone",
+)
+PAIRS = [
+    Case(f"{a} + {b}")._replace(dtype=DTYPES[number % len(DTYPES)], **{**FEATURES[a], **FEATURES[b]})
+    for number, (a, b) in enumerate(itertools.combinations(DISTINCT, 2))
+    if all(FEATURES[a][name] == FEATURES[b][name] for name in FEATURES[a].keys() & FEATURES[b].keys())
+]

@@ -1,0 +1,211 @@
+"""Facts of the contract that a tolerance cannot state: bits that may not change, rows that are empty, sizes of 0."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+from .cases import Case
+from .close import INPUTS, assert_close, with_gradients
+
+BACKENDS = ("naive", "triton")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, device):
+    return request.param
+
+
+def results(case, device, backend, tensors=None, options=None):
+    drawn, asked = case.draw(device)
+    return with_gradients(fa.attention, tensors or drawn, options or asked, case.grads, backend=backend)
+
+
+def same_bits(a, b):
+    return {name: torch.equal(a[name], b[name]) for name in a} == dict.fromkeys(a, True)
+
+
+@pytest.mark.parametrize("kind", ["key_mask", "query_mask"])
+def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
+    case = Case("hidden", B=2, Hq=4, Hkv=2, causal=True, **{kind: "own"})
+    tensors, options = case.draw(device)
+    plain = {name: x.nan_to_num(0.5, 0.5, 0.5) for name, x in tensors.items()}
+    wild, tame = results(case, device, backend), results(case, device, backend, plain, options)
+    assert same_bits(wild, tame)
+    hidden, names = ~options[kind], ("key", "value") if kind == "key_mask" else ("query", "out")
+    for name in names:
+        assert (wild[name].movedim(1, 2)[hidden] == 0).all()
+
+
+def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
+    case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
+    got = results(case, device, backend)
+    assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
+    assert (got["lse"][:, :, :30] == float("-inf")).all()
+    assert all(x[:, :, 30:].isfinite().all() for x in (got["out"], got["lse"], got["query"]))
+
+
+def test_the_gradient_of_an_empty_row_is_zero_whatever_comes_in(device, backend):
+    case = Case("empty rows", Sq=40, Sk=10, causal=True)
+    tensors, options = case.draw(device)
+    tensors["lse"][:, :, :30] = float("inf")  # as the derivative of lse ** 2 is
+    got = results(case, device, backend, tensors, options)
+    assert all(got[name].isfinite().all() for name in INPUTS)
+
+
+def test_masks_that_hide_everything(device, backend):
+    case = Case("all hidden")
+    tensors, _ = case.draw(device)
+    for options in (
+        dict(mask=torch.zeros(37, 45, dtype=torch.bool, device=device)),
+        dict(key_mask=torch.zeros(1, 45, dtype=torch.bool, device=device)),
+        dict(query_mask=torch.zeros(1, 37, dtype=torch.bool, device=device)),
+    ):
+        got = results(case, device, backend, tensors, options)
+        assert all((got[name] == 0).all() for name in ("out", *INPUTS))
+        assert (got["lse"] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("sizes", [dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)], ids=str)
+def test_sizes_of_zero(sizes, device, backend, poison):
+    case = Case("zero", **sizes)
+    got = results(case, device, backend)
+    assert got["out"].shape == (case.B, case.Hq, case.Sq, case.Dv)
+    assert got["lse"].shape == (case.B, case.Hq, case.Sq)
+    assert all((got[name] == 0).all() for name in ("out", *INPUTS))
+    assert (got["lse"] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
+    """Ties are exact: the weights of n equal keys are 1 / n at 1e6, where float32 cannot hold score + log(n)."""
+    for size in (1e2, 1e3, 1e4, 3e5, 1.2e7):
+        tensors, options = Case("ties", Sq=20, Sk=24, scale=scale).draw(device)
+        tensors["query"], tensors["key"] = torch.full_like(tensors["query"], size), torch.full_like(tensors["key"], 1.0)
+        got = results(Case("ties"), device, backend, tensors, options)
+        mean = tensors["value"].mean(2, keepdim=True).expand_as(got["out"])
+        torch.testing.assert_close(got["out"], mean, rtol=0, atol=1e-6)
+        grad = tensors["out"].mean(2, keepdim=True).expand_as(got["value"]) * (20 / 24)
+        torch.testing.assert_close(got["value"], grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
+    case = Case("large", dtype=dtype, scale=1.0, grads="out")
+    tensors, options = case.draw(device)
+    # Multiples of 1024: every product and sum is exact in float32, so scores differ by what they differ by.
+    tensors["query"] = (tensors["query"] * 4).round().clamp(-8, 8) * 32
+    tensors["key"] = (tensors["key"] * 4).round().clamp(-8, 8) * 32
+    largest = (tensors["query"].float() @ tensors["key"].float().mT).abs().max()
+    assert 2**17 < largest <= 2**20
+    got = results(case, device, backend, tensors, options)
+    assert_close(got, tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [1e5, 133120.0, 1e10, 1e15, 4e18])
+def test_larger_scores_are_finite(size, sign, device, backend):
+    tensors, _ = Case("huge", Sq=20, Sk=24).draw(device)
+    tensors["query"] = torch.full_like(tensors["query"], size)
+    tensors["key"] = torch.full_like(tensors["key"], sign * size)
+    tensors["key"][:, :, 5] *= 1.05
+    tensors["query"][:, :, 10:] *= -1
+    got = results(Case("huge"), device, backend, tensors, dict(scale=1.0))
+    assert all(x.isfinite().all() for x in got.values())
+    assert same_bits(got, results(Case("huge"), device, backend, tensors, dict(scale=1.0)))
+    # One key outweighs the others, or all but one share.
+    ahead = tensors["value"][:, :, 5]
+    winner = got["out"][:, :, 0 if sign > 0 else 10]
+    torch.testing.assert_close(winner, ahead, rtol=0, atol=1e-5)
+
+
+def test_run_twice_gives_the_same_bits(device, backend):
+    case = Case("twice", B=2, Hq=4, Hkv=2, causal=True, mask="pairs")
+    assert same_bits(results(case, device, backend), results(case, device, backend))
+
+
+@pytest.mark.parametrize("dims", ["bhsd", "bshd", "sbhd", "hbsd"])
+def test_results_lie_in_memory_as_their_inputs_do(dims, device, backend):
+    axes = ["bhsd".index(axis) for axis in dims]
+    back = [axes.index(axis) for axis in range(4)]
+
+    def draw(*shape):
+        return torch.randn([shape[axis] for axis in axes], device=device).permute(back).requires_grad_()
+
+    query, key, value = draw(2, 4, 9, 16), draw(2, 2, 11, 16), draw(2, 2, 11, 8)
+    out = fa.attention(query, key, value, backend=backend)
+    grads = torch.autograd.grad(out.sum(), query) if backend == "triton" else ()  # autograd lays out those of naive
+    for result in (out, *grads):
+        in_memory = [result.shape[axis] for axis in axes]
+        assert result.stride() == torch.empty(in_memory).permute(back).stride()
+
+
+def test_an_output_never_shares_memory_with_an_input_and_neighbours_stay_untouched(device):
+    case = Case("neighbours", strided=True, Sq=33, Sk=17)
+    tensors, options = case.draw(device)
+    before = {name: x.clone() for name, x in tensors.items()}
+    fences = {
+        name: x.as_strided((x.storage_offset(),), (1,), 0).clone() for name, x in tensors.items() if name != "lse"
+    }
+    results(case, device, "triton", tensors, options)
+    for name, fence in fences.items():
+        assert torch.equal(tensors[name], before[name])
+        assert fence.isnan().all() and tensors[name].as_strided(fence.shape, (1,), 0).isnan().all()
+
+
+def test_lower_ranks_are_one_head_and_one_batch(device, backend):
+    query, key, value = (torch.randn(3, 1, 20, 16, device=device) for _ in range(3))
+    mask, key_mask = torch.rand(3, 20, 20, device=device) < 0.7, torch.rand(3, 20, device=device) < 0.7
+    want, want_lse = fa.attention(
+        query, key, value, mask=mask[:, None], key_mask=key_mask, return_lse=True, backend=backend
+    )
+    out, lse = fa.attention(
+        query[:, 0], key[:, 0], value[:, 0], mask=mask, key_mask=key_mask, return_lse=True, backend=backend
+    )
+    assert torch.equal(out, want[:, 0]) and torch.equal(lse, want_lse[:, 0])
+    out, lse = fa.attention(
+        *(x[1, 0] for x in (query, key, value)), mask=mask[1], key_mask=key_mask[1], return_lse=True, backend=backend
+    )
+    assert torch.equal(out, want[1, 0]) and torch.equal(lse, want_lse[1, 0])
+
+
+def test_only_the_gradients_asked_for_are_computed(device, monkeypatch):
+    from fusedattn import launch
+
+    launched = []
+    run = launch._launch
+    monkeypatch.setattr(
+        launch, "_launch", lambda name, *rest, **more: (launched.append(name), run(name, *rest, **more))
+    )
+    tensors, _ = Case("subset").draw(device)
+    want = results(Case("subset", grads="out"), device, "triton", tensors, {})
+    kernels = {"query": ["dq"], "key": ["dkdv"], "value": ["dkdv"]}
+    for needed, extra in kernels.items():
+        launched.clear()
+        inputs = {name: tensors[name].detach().requires_grad_(name == needed) for name in INPUTS}
+        out = fa.attention(**inputs, backend="triton")
+        out.backward(tensors["out"])
+        assert launched == ["forward", "prepare", *extra]
+        assert torch.equal(inputs[needed].grad, want[needed])
+        assert [name for name in INPUTS if inputs[name].grad is not None] == [needed]
+
+
+def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
+    """Position by position: with value = identity the output row is the row of weights."""
+    query, key = torch.zeros(1, 1, 5, 16, device=device), torch.zeros(1, 1, 7, 16, device=device)
+    value = torch.eye(7, device=device)[None, None]
+    for align, shift in (("bottom_right", 2), ("top_left", 0)):
+        for window in ((1, 2), (0, 0), (None, 0), (2, None)):
+            out = fa.attention(query, key, value, window=window, align=align, backend=backend)
+            left, right = (7 if side is None else side for side in window)
+            want = [[float(i + shift - left <= j <= i + shift + right) for j in range(7)] for i in range(5)]
+            assert ((out[0, 0] > 0) == torch.tensor(want, device=device).bool()).all(), (align, window)
+
+
+def test_query_head_h_reads_kv_head_h_over_group(device, backend):
+    query = torch.randn(1, 6, 3, 16, device=device)
+    key, value = torch.randn(1, 2, 4, 16, device=device), torch.randn(1, 2, 4, 16, device=device)
+    out = fa.attention(query, key, value, backend=backend)
+    for head in range(6):
+        alone = fa.attention(query[:, [head]], key[:, [head // 3]], value[:, [head // 3]], backend=backend)
+        torch.testing.assert_close(out[:, [head]], alone, rtol=0, atol=1e-6)
