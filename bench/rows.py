@@ -1,0 +1,137 @@
+"""The CSV that every benchmark writes: one row a case, provider and mode. Its columns are kept for good."""
+
+import csv
+import datetime
+import pathlib
+import platform
+import subprocess
+from typing import NamedTuple
+
+import torch
+
+
+class Row(NamedTuple):
+    """The columns, in their order. peak_mib is what a step adds to memory at its peak; "" is what was not measured."""
+
+    commit: str
+    date: str
+    gpu: str
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    python: str
+    mode: str  # forward, backward, forward_backward, decode, host
+    provider: str  # fusedattn:KERNEL, naive, sdpa:flash, sdpa:cudnn, sdpa:efficient, sdpa:math, flex, ...
+    dtype: str
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    Sk: int
+    D: int
+    Dv: int
+    causal: int  # 0 or 1
+    options: str
+    ms_p20: float
+    ms_p50: float
+    ms_p80: float
+    tflops: float
+    gbps: float
+    peak_mib: float
+    err_max: float
+    err_eager: float
+    status: str  # ok, oom, wrong, unsupported: WHY
+
+
+COLUMNS = Row._fields
+_COUNTS = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
+_MEASURED = ("ms_p20", "ms_p50", "ms_p80", "tflops", "gbps", "peak_mib", "err_max", "err_eager")
+
+
+def _output(*command):
+    """What a command prints, stripped; "" if it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def commit():
+    """The commit of this checkout, with a + where files differ from it; "unknown" outside of one."""
+    here = pathlib.Path(__file__).resolve()
+    git = ("git", "-c", "safe.directory=*", "-C", str(here.parent))
+    if not _output(*git, "ls-files", here.name):  # an installed copy may lie inside somebody else's repository
+        return "unknown"
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
+    return _output(*git, "rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+
+
+def machine(device, commit_name=None):
+    """The first columns of every row of one run, as a dict."""
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = ""
+    on_gpu = torch.device(device).type == "cuda"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else ""
+    return dict(
+        commit=commit_name or commit(),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        driver=driver.splitlines()[0] if driver else "",
+        cuda=(torch.version.cuda or "") if on_gpu else "",
+        torch=torch.__version__,
+        triton=triton_version,
+        python=platform.python_version(),
+    )
+
+
+def row(machine, mode, provider, case, *, options="", status="ok", **measured):
+    """A Row of a case; what is not in `measured` was not measured."""
+    sizes = case._asdict() | {"causal": int(case.causal)}
+    numbers = dict.fromkeys(_MEASURED, "") | measured
+    status = " ".join(str(status).split())  # one line, whatever an error said
+    return Row(**machine, mode=mode, provider=provider, **sizes, options=options, **numbers, status=status)
+
+
+def _text(value):
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+class Writer:
+    """Appends rows to a CSV file, each on disk before the next is measured. Without a path it only keeps them."""
+
+    def __init__(self, path=None):
+        self.path = pathlib.Path(path) if path else None
+        self.rows = read(self.path) if self.path and self.path.exists() else []
+        if self.path and not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._append(COLUMNS)
+
+    def _append(self, values):
+        with open(self.path, "a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([_text(value) for value in values])
+
+    def write(self, row):
+        self.rows.append(row)
+        if self.path:
+            self._append(row)
+
+
+def read(path):
+    """The rows of a CSV file, numbers as numbers. A last line that was cut off is left out."""
+    with open(path, newline="") as file:
+        reader = csv.reader(file)
+        header = next(reader, [])
+        if tuple(header) != COLUMNS:
+            raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
+        return [_parsed(dict(zip(COLUMNS, line, strict=True))) for line in reader if len(line) == len(COLUMNS)]
+
+
+def _parsed(fields):
+    for name in _COUNTS:
+        fields[name] = int(fields[name])
+    for name in _MEASURED:
+        fields[name] = float(fields[name]) if fields[name] else ""
+    return Row(**fields)

@@ -1,0 +1,135 @@
+"""How did the last run in a CSV compare with the best SDPA backend?    python -m fusedattn.bench.table FILE"""
+
+import collections
+import statistics
+import sys
+
+from . import cost, rows
+from .cases import Case
+
+GOALS = {"forward": 0.75, "backward": 0.5}  # of the best SDPA backend's speed, from S = 2048 on
+LONG = 2048
+MEMORY_GOAL = 1.2  # peak over query, key, value, output, lse and gradients
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def case_of(row):
+    values = {field: getattr(row, field) for field in Case._fields}
+    return Case(**values | {"causal": bool(row.causal)})
+
+
+def last_run(written):
+    """The rows of the last run: ratios are taken within one run alone."""
+    return [row for row in written if row.date == written[-1].date] if written else []
+
+
+def ratios(written, mode):
+    """{case: (our row, best row of the SDPA backends, their time over ours)} where both are there and ours is right."""
+    cells = collections.defaultdict(lambda: ([], []))
+    for row in written:
+        if row.mode != mode or row.ms_p50 == "":
+            continue
+        if row.provider.startswith("fusedattn:") and row.status == "ok":
+            cells[case_of(row)][0].append(row)
+        elif row.provider.startswith("sdpa:"):  # one whose error is over our rule is a peer all the same
+            cells[case_of(row)][1].append(row)
+    found = {}
+    for case, (ours, peers) in cells.items():
+        if ours and peers:
+            mine, best = (min(some, key=lambda row: row.ms_p50) for some in (ours, peers))
+            found[case] = (mine, best, best.ms_p50 / mine.ms_p50)
+    return found
+
+
+def _grid(written, mode):
+    """Lines of ratios, a length a column; the speed and the best peer are those of the longest."""
+    found = ratios(written, mode)
+    if not found:
+        return [f"{mode}: nothing to compare"]
+    lengths = sorted({(case.Sq, case.Sk) for case in found})
+    kinds = list(dict.fromkeys(case._replace(B=0, Sq=0, Sk=0) for case in found))
+    # One column a length of the main table; what is off the main road has lines of its own.
+    square = [length for length in lengths if length[0] == length[1] and length[0] & (length[0] - 1) == 0]
+    lines = [f"{mode:<17}" + "".join(f"{length:>7}" for length, _ in square) + "   TFLOP/s, best peer (longest)"]
+    for kind in kinds:
+        row = {(case.Sq, case.Sk): cell for case, cell in found.items() if case._replace(B=0, Sq=0, Sk=0) == kind}
+        named = {length: f"{cell[2]:.2f}" for length, cell in row.items()}
+        dims = f"d{kind.D}" if kind.D == kind.Dv else f"d{kind.D}-{kind.Dv}"
+        heads = "" if kind.Hq == kind.Hkv else f" gqa{kind.Hq // kind.Hkv}"
+        name = f"{DTYPES.get(kind.dtype, kind.dtype)} {dims} {'causal' if kind.causal else 'full'}{heads}"
+        mine, best, _ = row[max(row)]
+        other = " ".join(f"{q}x{k}:{named[q, k]}" for q, k in row if (q, k) not in square)
+        cells = "".join(f"{named.get(length, ''):>7}" for length in square)
+        lines.append(f"{name:<17}{cells}   {mine.tflops:.4g} / {best.tflops:.4g} {best.provider} {other}".rstrip())
+    return lines
+
+
+def _goal(written, mode):
+    found = {case: cell[2] for case, cell in ratios(written, mode).items() if case.Sq >= LONG}
+    if not found:
+        return f"goal {mode} >= {GOALS[mode]} at S >= {LONG}: not measured"
+    goal, worst = GOALS[mode], min(found, key=found.get)
+    met = sum(ratio >= goal for ratio in found.values())
+    return (
+        f"goal {mode} >= {goal} at S >= {LONG}: met in {met} of {len(found)} cells, "
+        f"geometric mean {statistics.geometric_mean(found.values()):.2f}, "
+        f"median {statistics.median(found.values()):.2f}, worst {found[worst]:.2f} ({worst.name})"
+    )
+
+
+def memory(written):
+    """{case: (peak MiB of forward and backward with query, key and value, ideal MiB)} of our rows."""
+    return {
+        case_of(row): (row.peak_mib + cost.given(case_of(row)) / 2**20, cost.ideal(case_of(row)) / 2**20)
+        for row in written
+        if row.mode == "forward_backward" and row.provider.startswith("fusedattn:") and row.peak_mib != ""
+    }
+
+
+def _memory(written):
+    found = memory(written)
+    if not found:
+        return f"goal peak memory <= {MEMORY_GOAL} of q, k, v, out, lse and gradients: not measured"
+    worst = max(found, key=lambda case: found[case][0] / found[case][1])
+    peak, ideal = found[worst]
+    met = sum(peak <= MEMORY_GOAL * ideal for peak, ideal in found.values())
+    return (
+        f"goal peak memory <= {MEMORY_GOAL} of q, k, v, out, lse and gradients: met in {met} of {len(found)} cases, "
+        f"worst {peak / ideal:.2f} ({peak:.0f} MiB, ideal {ideal:.0f}; {worst.name})"
+    )
+
+
+def _others(written):
+    """What did not end well, counted, with a reason each."""
+    lines = []
+    for provider in dict.fromkeys(row.provider for row in written):
+        counts = collections.Counter(row.status for row in written if row.provider == provider)
+        said = [f"{count} {status[:110]}" for status, count in counts.most_common(5) if status != "ok"]
+        lines.append(f"{provider}: {counts['ok']} ok" + "".join(f"\n    {each}" for each in said))
+    return lines
+
+
+def text(written):
+    """The table, as it is printed."""
+    written = last_run(written)
+    if not written:
+        return "no rows"
+    first = written[0]
+    lines = [
+        f"{first.gpu}, torch {first.torch}, triton {first.triton}, commit {first.commit}, {first.date}",
+        *_others(written),
+        "Their time over ours, of the best SDPA backend of each cell (1.00 is as fast, more is faster):",
+        *(line for mode in ("forward", "backward", "forward_backward") for line in _grid(written, mode)),
+        *(_goal(written, mode) for mode in GOALS),
+        _memory(written),
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments=None):
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    print(text(rows.read(path)))
+
+
+if __name__ == "__main__":
+    main()

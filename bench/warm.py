@@ -1,0 +1,58 @@
+"""Compiles, many at a time, what the benchmark of attention will need.    python -m fusedattn.bench.warm --jobs 8
+
+Triton and torch keep what they compile on disk; the timed run then finds it there.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import sys
+import time
+
+import torch
+
+from . import cases, providers
+
+
+def tasks(chosen, names=("fusedattn", "flex")):
+    """(case, provider) whose compiled code covers all cases: ours is the same at any length, FlexAttention's is not."""
+    kinds = {case._replace(B=0, Sq=0, Sk=0): case for case in reversed(chosen)}
+    return [(case, name) for name in names for case in (kinds.values() if name == "fusedattn" else chosen)]
+
+
+def compile_one(case, name, device):
+    """Run forward and backward of a provider once; what went wrong, or ""."""
+    torch._inductor.config.compile_threads = 1  # the processes are the parallelism
+    try:
+        tensors = case.draw(device)
+        call = providers.find(name)(case, tensors)
+        for mode in ("forward", "forward_backward"):
+            providers.step(mode, call, tensors)()
+        if tensors.query.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception as error:  # the benchmark will meet it again and write a row of it
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m fusedattn.bench.warm", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", choices=cases.TABLES, help="default: all on a GPU, tiny without")
+    parser.add_argument("--jobs", type=int, default=8)
+    options = parser.parse_args(arguments)
+    on_gpu = torch.device(options.device).type == "cuda"
+    chosen = cases.TABLES[options.cases or ("all" if on_gpu else "tiny")]
+    work = tasks(chosen) if on_gpu else tasks(chosen, ("fusedattn",))
+    start = time.monotonic()
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        jobs = {pool.submit(compile_one, *task, options.device): task for task in work}
+        for job in concurrent.futures.as_completed(jobs):
+            case, name = jobs[job]
+            print(f"{time.monotonic() - start:6.1f} s  {case.name} {name} {job.result()}".rstrip(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
