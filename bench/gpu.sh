@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# All that wants a GPU, in one command and under nine minutes: bash bench/gpu.sh [COMMIT]
+#
+# Needs a python3 (or PYTHON) with torch, triton, pytest and, to be in time, pytest-xdist; no network, no installation.
+# The GPU tier of the tests (meanwhile the benchmark's kernels compile), `fusedattn check`, then forward and backward
+# against each SDPA backend and FlexAttention. Logs and the CSV go to the folder OUT (default: out); the results come last.
+# COMMIT is what the rows say where there is no git. Exit status 1 if a test or a check failed. Without a GPU: a rehearsal.
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+mkdir -p "${OUT:=out}"
+OUT=$(cd "$OUT" && pwd)
+tree=$(mktemp -d)
+trap 'rm -rf "$tree"' EXIT
+failed=""
+
+say() { printf '== %4d s  %s\n' "$SECONDS" "$*"; }
+
+say "an importable tree"
+commit=${1:-$(git -c safe.directory='*' -C "$here" rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}
+[ -n "${1:-}" ] || [ -z "$(git -c safe.directory='*' -C "$here" status --porcelain 2>/dev/null)" ] || commit+=+
+bash "$here/tree.sh" "$tree" || exit 1
+cd "$tree" || exit 1
+unset TRITON_INTERPRET
+export PYTHONPATH=$tree PYTHONUNBUFFERED=1
+
+timeout 40 "$python" - <<'PYTHON' || exit 1
+import platform, torch, triton, fusedattn, fusedattn.bench, fusedattn.kernels
+print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)
+if torch.cuda.is_available():
+    print(torch.cuda.get_device_name(), "cuda", torch.version.cuda, "cudnn", torch.backends.cudnn.version())
+else:
+    print("there is no GPU here: this is a rehearsal")
+PYTHON
+nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu --format=csv 2>/dev/null
+
+say "tests (commit $commit); meanwhile the benchmark's kernels compile"
+timeout -k 5 150 "$python" -m fusedattn.bench.warm --jobs 8 >"$OUT/warm.log" 2>&1 &
+warm=$!
+parallel=""
+"$python" -c "import xdist" 2>/dev/null && parallel="-n 8 --dist worksteal"
+# INT, so that pytest still says what it had found when its time was over.
+timeout -s INT -k 10 200 "$python" -m pytest tests -m gpu $parallel -q -p no:cacheprovider --tb=short --maxfail=60 \
+    >"$OUT/tests.log" 2>&1
+status=$?
+[ $status = 0 ] || failed+="the tests ended with status $status (124: their time was over); "
+grep -q '[0-9] passed' "$OUT/tests.log" || failed+="no test passed; "
+tail -n 15 "$OUT/tests.log" | cut -c 1-200
+wait $warm
+say "compiled ahead, status $? (124: what is left compiles later): $(grep -c ' s  ' "$OUT/warm.log") cases"
+
+say "check"
+timeout -k 5 60 "$python" -m fusedattn check --json >"$OUT/check.json" 2>"$OUT/check.log"
+status=$?
+if [ $status != 0 ] && grep -Eq "No module named '?(rich|fusedattn.__main__|fusedattn.cli)" "$OUT/check.log"; then
+    say "left out: $(tail -n 1 "$OUT/check.log")"
+elif [ $status != 0 ]; then
+    failed+="fusedattn check ended with status $status; "
+    tail -n 5 "$OUT/check.log" | cut -c 1-200
+fi
+
+say "timings, in the time that is left"
+end=505
+resume=""
+status=124
+while left=$((end - SECONDS)) && [ $left -gt 30 ]; do
+    timeout -k 5 $left "$python" -m fusedattn.bench.attention --csv "$OUT/attention.csv" --commit "$commit" \
+        --budget $((left - 25)) --repeat-ms 60 $resume >/dev/null 2>>"$OUT/attention.log"
+    status=$?
+    resume=--resume
+    [ $status = 3 ] || break # 3: the GPU refused to go on in that process; a new one goes on after that row
+    say "a row broke the GPU's context, once more: $(tail -n 1 "$OUT/attention.log" | cut -c 1-200)"
+done
+[ $status = 0 ] || say "the timings ended with status $status: $(tail -n 1 "$OUT/attention.log" | cut -c 1-200)"
+
+say "results"
+timeout 20 "$python" -m fusedattn.bench.table "$OUT/attention.csv" | cut -c 1-200
+grep -E '(passed|failed|error|no tests ran).* in ' "$OUT/tests.log" | tail -n 1
+if [ -n "$failed" ]; then
+    say "FAILED: $failed"
+    exit 1
+fi
+say "passed"
