@@ -1,0 +1,253 @@
+"""The benchmarks: their CSV, what is in its rows, and that everything a GPU machine runs can start."""
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fusedattn.bench import attention, cases, cost, host, memory, providers, rows, table, warm
+
+import fusedattn as fa
+
+ROOT = Path(__file__).parent.parent
+
+COLUMNS = (
+    "commit date gpu driver cuda torch triton python mode provider dtype B Hq Hkv Sq Sk D Dv causal options "
+    "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager status"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny steps on a busy machine spend their time waiting for the other threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(path, *arguments):
+    """The rows that a run on the CPU leaves in a CSV file, as the csv module of Python reads them."""
+    assert attention.main(["--device", "cpu", "--csv", str(path), "--repeat-ms", "1", *arguments]) == 0
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_columns_are_kept_for_good():
+    assert list(rows.COLUMNS) == COLUMNS
+
+
+def test_a_run_on_the_cpu_measures_every_case(tmp_path, capsys):
+    found = run(tmp_path / "new" / "a.csv", "--providers", "fusedattn,naive,sdpa:math")
+    assert (tmp_path / "new" / "a.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
+    assert len(found) == len(cases.TINY) * 3 * 3
+    assert {row["provider"] for row in found} == {"fusedattn:naive", "naive", "sdpa:math"}
+    assert {row["status"] for row in found} == {"ok"}
+    for row in found:
+        assert 0 < float(row["ms_p20"]) <= float(row["ms_p50"]) <= float(row["ms_p80"])
+        assert float(row["tflops"]) > 0 and float(row["gbps"]) > 0
+        assert float(row["err_max"]) >= 0 and float(row["err_eager"]) >= 0
+        assert row["gpu"] == "cpu" and row["torch"] == torch.__version__ and row["peak_mib"] == ""
+    assert "goal forward >= 0.75 at S >= 2048: not measured" in capsys.readouterr().out
+
+
+def test_what_cannot_run_is_a_row_that_says_why(tmp_path, monkeypatch):
+    def broken(case, tensors):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setitem(providers.PROVIDERS, "broken", broken)
+    named = "flex,fusedattn:triton,sdpa:flash,broken"
+    monkeypatch.setattr(fa.backends, "BACKENDS", fa.backends.BACKENDS | {"triton": _never})
+    found = run(tmp_path / "a.csv", "--modes", "forward", "--providers", named)
+    statuses = {(row["provider"], row["Dv"]): row["status"] for row in found}
+    assert statuses["flex", "16"] == "unsupported: compiled for CUDA only in this benchmark"
+    assert statuses["fusedattn:triton", "16"] == "unsupported: it is a test"
+    assert "same last dimension" in statuses["sdpa:flash", "8"]  # what torch said, not only that no kernel is there
+    assert statuses["broken", "16"] == "oom"
+    assert statuses["sdpa:flash", "16"] == "ok"
+
+
+_never = fa.backends.Backend("triton", lambda call: ["it is a test"], None)
+
+
+def test_a_wrong_answer_is_found(tmp_path, monkeypatch):
+    """Also one that is wrong in its last head alone, or in a gradient alone."""
+
+    def of_wrong_head(case, tensors):
+        def call(query, key, value):
+            out = fa.attention(query, key, value, causal=case.causal)
+            return torch.cat([out[:, :-1], out[:, -1:] * 1.01], 1)
+
+        return call
+
+    def of_wrong_gradient(case, tensors):
+        return lambda query, key, value: fa.attention(query, key.detach() + 0 * key, value, causal=case.causal)
+
+    monkeypatch.setitem(providers.PROVIDERS, "head", of_wrong_head)
+    monkeypatch.setitem(providers.PROVIDERS, "gradient", of_wrong_gradient)
+    found = run(tmp_path / "a.csv", "--providers", "head,gradient")
+    assert {row["status"] for row in found if row["provider"] == "head"} == {"wrong"}
+    assert {(row["mode"], row["status"]) for row in found if row["provider"] == "gradient"} == {
+        ("forward", "ok"),
+        ("backward", "wrong"),
+        ("forward_backward", "wrong"),
+    }
+
+
+def test_a_budget_cuts_off_the_least_important(tmp_path):
+    assert run(tmp_path / "a.csv", "--budget", "1e-9") == []
+    work = attention.units(cases.LONG + cases.MORE, list(providers.PROVIDERS))
+    assert len(work) == len(set(work)) == len(cases.LONG + cases.MORE) * len(providers.PROVIDERS)
+    first = work[: 3 * len(cases.LONG)]
+    assert {name for _, name in first} == {"fusedattn", "sdpa:cudnn", "sdpa:flash"}
+    assert [case for case, _ in first[::3]] == cases.LONG and cases.LONG[0].Sq >= 2048
+
+
+def test_a_run_that_was_broken_off_goes_on(tmp_path, monkeypatch):
+    """As gpu.sh has it: a row, then a crash of the GPU, then a new process with --resume."""
+
+    def crashes(case, tensors):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
+
+    path = tmp_path / "a.csv"
+    arguments = ["--device", "cpu", "--csv", str(path), "--repeat-ms", "1", "--modes", "forward"]
+    arguments += ["--providers", "naive,crashes"]
+    monkeypatch.setitem(providers.PROVIDERS, "crashes", crashes)
+    assert attention.main(arguments) == attention.BROKEN
+    assert attention.main([*arguments, "--resume"]) == attention.BROKEN
+    assert attention.main([*arguments, "--resume"]) == 0
+    written = rows.read(path)
+    assert [row.provider for row in written].count("crashes") == attention.BREAKS
+    assert [row.provider for row in written].count("naive") == len(cases.TINY)
+    assert len({row.date for row in written}) == 1
+
+
+def test_the_cases_are_those_of_the_goals():
+    assert {(c.D, c.causal, c.Sq, c.dtype) for c in cases.LONG} == {
+        (dim, causal, length, dtype)
+        for dim in (64, 128)
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+        for dtype in ("bfloat16", "float16")
+    }
+    assert all(c.B * c.Sq == 16384 and c.Hq * c.D == 2048 for c in cases.LONG)
+    every = [case for some in cases.TABLES.values() for case in set(some)]
+    assert len({case.name for case in every}) == len(set(every))
+
+
+def test_what_a_case_costs():
+    case = cases.Case(2, 8, 2, 100, 300, 64, 32, False, "float16")
+    assert cost.flops(case, "forward") == 2 * 2 * 8 * 100 * 300 * (64 + 32)
+    same = case._replace(Dv=64)
+    assert cost.flops(same, "forward") == 4 * 2 * 8 * 100 * 300 * 64
+    assert cost.flops(same, "backward") == 2.5 * cost.flops(same, "forward")
+    assert cost.flops(same, "forward_backward") == 3.5 * cost.flops(same, "forward")
+    causal = same._replace(causal=True)
+    assert cost.flops(causal, "backward") == cost.flops(same, "backward") / 2
+    query, key, value, grad_out = (x.nbytes for x in case.draw("cpu"))
+    lse = 4 * 2 * 8 * 100
+    assert cost.given(case) == query + key + value
+    assert cost.ideal(case) == 2 * (query + key + value) + grad_out + lse
+    assert cost.moved(case, "forward") == query + key + value + grad_out + lse
+    assert cost.moved(case, "backward") == 2 * (query + key + value) + 2 * grad_out + lse
+
+
+def made(case, provider, mode="forward", ms=1.0, **columns):
+    machine = dict.fromkeys(COLUMNS[:8], "x")
+    return rows.row(machine, mode, provider, case, **dict(ms_p20=ms, ms_p50=ms, ms_p80=ms, tflops=1.0) | columns)
+
+
+def test_the_table_compares_with_the_best_peer(tmp_path):
+    case, other = cases.LONG[:2]
+    some = [
+        made(case, "sdpa:flash", ms=4.0),
+        made(case, "sdpa:cudnn", ms=1.6, status="wrong"),  # by our rule; a peer all the same
+        made(case, "sdpa:math", ms=1.0, status="oom"),
+        made(case, "naive", ms=0.1),
+        made(case, "fusedattn:triton", ms=2.0),
+        made(other, "sdpa:flash", ms=1.0),
+        made(other, "fusedattn:triton", ms=0.5, status="wrong"),  # fast and wrong is no ratio
+    ]
+    some[2] = some[2]._replace(ms_p50="")
+    assert {each: ratio for each, (_, _, ratio) in table.ratios(some, "forward").items()} == {case: 0.8}
+    assert "goal forward >= 0.75 at S >= 2048: met in 1 of 1 cells, geometric mean 0.80" in table.text(some)
+    peak = (1.1 * cost.ideal(case) - cost.given(case)) / 2**20
+    some.append(made(case, "fusedattn:triton", "forward_backward", peak_mib=peak))
+    assert "met in 1 of 1 cases, worst 1.10" in table.text(some)
+    assert table.text([]) == "no rows"
+
+
+def test_rows_survive_the_file(tmp_path):
+    path = tmp_path / "a.csv"
+    writer = rows.Writer(path)
+    writer.write(made(cases.TINY[0], "naive", ms=0.125, status="unsupported: it said:\n  no, never"))
+    rows.Writer(path).write(made(cases.TINY[1], "naive", options="window=(3, 0)"))
+    with open(path, "a") as file:
+        file.write("abc,def")  # killed while it wrote
+    first, second = rows.read(path)
+    assert first == writer.rows[0] and first.ms_p50 == 0.125 and first.status == "unsupported: it said: no, never"
+    assert table.case_of(second) == cases.TINY[1] and second.options == "window=(3, 0)"
+    path.write_text("commit,date\n")
+    with pytest.raises(ValueError, match="expected the columns"):
+        rows.read(path)
+
+
+def test_compiling_ahead_covers_what_is_measured():
+    found = warm.tasks(cases.LONG)
+    assert len([name for _, name in found if name == "fusedattn"]) == 8  # D, causal, dtype
+    assert len([name for _, name in found if name == "flex"]) == len(cases.LONG)
+    assert warm.compile_one(cases.TINY[0], "fusedattn", "cpu") == ""
+    assert warm.compile_one(cases.TINY[0], "flex", "cpu") == "Unsupported: compiled for CUDA only in this benchmark"
+
+
+def test_the_naive_path_adds_little_host_time():
+    """The goal is 25 us over the formula. Noise only adds, so the best of several medians is held to it."""
+    _, rounds = host.overhead(host.CASES[0], rounds=9, repeats=400)
+    assert min(rounds) < host.GOAL_US, rounds
+
+
+def module(name, *arguments):
+    done = subprocess.run([sys.executable, "-m", f"fusedattn.bench.{name}", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_naive_path_keeps_to_its_memory():
+    """B=1, H=4, S=16384, D=64 in float32, forward and backward, with torch and all: tens of seconds on 2 cores."""
+    peak = float(re.search(r"peak ([0-9.]+) GiB", module("memory")).group(1))
+    assert 0.5 < peak < memory.GOAL_GIB
+
+
+def test_host_time_is_written_as_rows(tmp_path):
+    module("host", "--csv", str(tmp_path / "a.csv"), "--commit", "abc")
+    written = rows.read(tmp_path / "a.csv")
+    assert {(row.mode, row.commit, row.status) for row in written} == {("host", "abc", "ok")}
+    assert len(written) == 2 * len(host.CASES)
+
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@needs_bash
+@pytest.mark.parametrize("name", ["gpu.sh", "tree.sh"])
+def test_scripts_parse(name):
+    subprocess.run(["bash", "-n", str(ROOT / "bench" / name)], check=True)
+
+
+@needs_bash
+def test_a_gpu_machine_can_import_the_tree(tmp_path):
+    """What gpu.sh runs in: the package, its tests and nothing installed; PYTHONPATH comes before an installed copy."""
+    tree = tmp_path / "tree"
+    subprocess.run(["bash", str(ROOT / "bench" / "tree.sh"), str(tree)], check=True, cwd=tmp_path)
+    code = "import fusedattn, fusedattn.bench.attention as a, fusedattn.kernels as k; print(a.__file__, k.__file__)"
+    environment = dict(os.environ, PYTHONPATH=str(tree))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    inner = tree / "fusedattn"
+    assert done.stdout.split() == [str(inner / "bench" / "attention.py"), str(inner / "kernels" / "__init__.py")]
+    assert (tree / "tests" / Path(__file__).name).exists() and (tree / "pyproject.toml").exists()
