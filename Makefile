@@ -6,7 +6,7 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test interpreter compile on-gpu check gpu bench plot clean
+.PHONY: help demo test interpreter compile on-gpu check gpu bench clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -36,11 +36,8 @@ check: .venv/checkers ## ruff and mypy
 gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go)
 	bash bench/gpu.sh
 
-bench: $(READY) ## the benchmarks, as CSV
+bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
 	$(PY) -m fusedattn.bench $(ARGS)
-
-plot: $(READY) ## the pictures, from the CSV
-	$(PY) -m fusedattn.bench.plot $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf .venv .triton-* build dist out *.egg-info .benchmarks .hypothesis .*_cache

@@ -23,6 +23,7 @@ CORE = {
     "launch": {"configs", "interpreter", "kernels"},
     "ops": {"call", "launch", "layout"},
     "backends": {"call", "checks", "ops", "reference"},
+    "tolerance": set(),
 }
 KNOWS_TRITON = {"launch", "interpreter"}  # the only files of fusedattn/ that import it before a call asks for it
 KERNELS_KNOW = {"triton", "typing"}
