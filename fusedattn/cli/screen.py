@@ -7,6 +7,8 @@ import math
 import sys
 from typing import Any
 
+from ..tolerance import Verdict
+
 
 class Problem(Exception):
     """A command cannot run; its message is one line for the user."""
@@ -79,6 +81,12 @@ def error(number: float) -> str:
         return f"{number:.0f}"
     digits, exponent = f"{number:.1e}".split("e")
     return f"{digits}e{int(exponent)}"
+
+
+def compared(verdict: Verdict) -> str:
+    """A cell: the largest error of a result, that of eager PyTorch, and whether it is too large."""
+    cell = f"{error(verdict.max_error)} / {error(verdict.max_eager)}"
+    return cell if verdict.ok else f"{cell} FAIL"
 
 
 def _style(cell):

@@ -1,0 +1,137 @@
+"""fusedattn demo: train a small language model on a text, check it, time it, draw what it attends to."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from ...backends import explain
+from .. import machine
+from ..screen import Problem, Screen, compared, error, need
+from . import text as texts
+from .model import HEADS, WIDTH, LanguageModel, continuation
+from .timing import times
+from .training import BATCH, bits, byte_frequencies, train
+from .verify import Check, kernels, whole_model
+
+
+def run(given) -> int:
+    screen, began = Screen(given.json), time.monotonic()
+    need("matplotlib")
+    text = texts.load(given.text)
+    if not Path(given.out).resolve().parent.is_dir():
+        raise Problem(f"out: there is no folder {Path(given.out).resolve().parent}")
+    machine.interpret_without_gpu()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        # Steps this small wait for the slowest thread: on cores shared with others fewer are faster.
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, machine.cores() // 2)))
+    torch.manual_seed(given.seed)
+    model = LanguageModel().to(device)
+
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by the naive path"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    screen.say(f"A model of {count:,} parameters learns {text.name}, {len(text.content):,} bytes, on {where}.\n")
+    with screen.progress("training", given.steps, keep=True) as advance:
+        points = train(model, text, given.steps, device, given.seed, advance)
+    screen.table("Loss", ["step", "train", "bits a byte", "held out", "bits a byte"], _losses(points))
+
+    reasons = _reasons(device)
+    fused = [] if reasons else ["triton"]
+    windows = text.held_out[:2].to(device)
+    model_checks = [one for backend in (None, *fused) for one in whole_model(model, windows, backend)]
+    kernel_checks = [one for backend in fused for one in kernels(model, windows[:, :-1], backend)]
+    _show_checks(screen, model_checks, kernel_checks, reasons, device)
+
+    timed = _times(device, reasons)
+    columns = ["(B, H, S, D)", "dtype", "", "forward", "forward + backward"]
+    screen.table("Milliseconds of causal attention, median", columns, [_time(one) for one in timed])
+
+    sentence = texts.sentence(text)
+    written = continuation(model, sentence[:12].encode(), 100, torch.Generator().manual_seed(given.seed))
+    screen.say(f"Asked to go on from {sentence[:12]!r}, it writes:\n{written}\n")
+    _draw(given.out, text, points, model, sentence, device)
+
+    checks = model_checks + kernel_checks
+    wrong = [one for one in checks if not one.verdict.ok]
+    for one in wrong:
+        screen.say(f"FAIL {one.what}, {one.result}: {one.verdict.why}", style="red")
+    seconds = round(time.monotonic() - began, 1)
+    screen.say(
+        f"{len(checks) - len(wrong)} of {len(checks)} checks hold. {given.out} is drawn. ({seconds} s)", style="bold"
+    )
+    found = dict(ok=not wrong, seconds=seconds, versions=machine.versions(), device=where, text=text.name)
+    found |= dict(bytes=len(text.content), parameters=count, losses=[point._asdict() for point in points])
+    found |= dict(checks=[dict(what=one.what, result=one.result) | one.verdict._asdict() for one in checks])
+    found |= dict(times=[one._asdict() for one in timed], left_out=reasons, continuation=written, picture=given.out)
+    screen.finish(found)
+    return 1 if wrong else 0
+
+
+def _reasons(device):
+    """Why the fused kernels cannot be checked here; none on a GPU, nor where Triton can interpret them."""
+    small = torch.zeros(1, 1, 16, 16, device=device)
+    return explain(small, small, small, backend="triton").reasons.get("triton", [])
+
+
+def _losses(points):
+    """Some rows of the losses, the first and the last among them."""
+    chosen = sorted({round(part * (len(points) - 1) / 6) for part in range(7)})
+    shown = [points[index] for index in chosen]
+    return [
+        [str(p.step), f"{p.train:.3f}", f"{bits(p.train):.2f}", f"{p.held_out:.3f}", f"{bits(p.held_out):.2f}"]
+        for p in shown
+    ]
+
+
+def _show_checks(screen, model_checks: list[Check], kernel_checks: list[Check], reasons, device):
+    how = "" if device == "cuda" else " (interpreted)"
+    rows = []
+    for what in dict.fromkeys(one.what for one in model_checks):
+        logits, *gradients = [one.verdict for one in model_checks if one.what == what]
+        worst = max(gradients, key=lambda one: (not one.ok, one.max_error / one.max_allowed))
+        good = sum(one.ok for one in gradients)
+        verdicts = compared(logits), compared(worst), f"{good} of {len(gradients)}"
+        ok = "ok" if logits.ok and good == len(gradients) else "FAIL"
+        rows.append([what + how * what.startswith("by"), *verdicts, ok])
+    title = "The trained model: largest error / that of the same model with PyTorch's attention, against float64"
+    screen.table(title, ["attention", "outputs", "gradients, the worst", "gradients right", ""], rows, marks=True)
+    rows = []
+    for what in dict.fromkeys(one.what for one in kernel_checks):
+        verdicts = [one.verdict for one in kernel_checks if one.what == what]
+        rows.append([what, *map(compared, verdicts), "ok" if all(one.ok for one in verdicts) else "FAIL"])
+    if rows:
+        title = f"The fused kernels{how} on its activations: largest error / that of eager PyTorch, against float64"
+        screen.table(title, ["", "out", "lse", "d query", "d key", "d value", ""], rows, marks=True)
+    for reason in reasons:
+        screen.say(f"The fused kernels are not checked: {reason}")
+
+
+def _times(device, reasons):
+    shape = (BATCH, HEADS, texts.CONTEXT, WIDTH // HEADS)
+    if device == "cpu":
+        return times(shape, torch.float32, device, ["not timed: without a GPU the kernels are only interpreted"])
+    longer = (4, HEADS, 2048, WIDTH // HEADS)
+    return times(shape, torch.float32, device, reasons) + times(longer, torch.bfloat16, device, reasons)
+
+
+def _time(one):
+    cells = [one.why or "", ""] if one.forward is None else [f"{one.forward:.3f}", f"{one.both:.3f}"]
+    return [str(one.shape), one.dtype, one.provider, *cells]
+
+
+def _draw(path, text, points, model, sentence, device):
+    from .picture import draw
+
+    tokens = torch.tensor([list(sentence.encode())], device=device)
+    with torch.no_grad():
+        *_, (layer, x) = model.attended(tokens)
+        maps = layer(x, need_weights=True)[1][0]
+    draw(
+        path,
+        points,
+        byte_frequencies(text),
+        sentence,
+        maps,
+        f"A byte-level language model learns {Path(text.name).name}",
+    )
