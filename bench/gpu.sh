@@ -34,11 +34,15 @@ else:
 PYTHON
 nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu --format=csv 2>/dev/null
 
-say "tests (commit $commit); meanwhile the benchmark's kernels compile"
-timeout -k 5 150 "$python" -m fusedattn.bench.warm --jobs 8 >"$OUT/warm.log" 2>&1 &
+say "tests (commit $commit); meanwhile what comes after them compiles"
+nice -n 5 timeout -k 5 180 "$python" -m fusedattn.bench.warm --jobs 8 >"$OUT/warm.log" 2>&1 &
 warm=$!
+for dtype in bfloat16 float16 float32; do
+    nice -n 5 timeout -k 5 180 "$python" -m fusedattn check --json --device cuda --dtype $dtype >/dev/null 2>&1 &
+done
 parallel=""
-"$python" -c "import xdist" 2>/dev/null && parallel="-n 8 --dist worksteal"
+# Nearly all of the time goes into compiling tiny kernels, each test its own.
+"$python" -c "import xdist" 2>/dev/null && parallel="-n $(nproc) --maxprocesses 16 --dist worksteal"
 # INT, so that pytest still says what it had found when its time was over.
 timeout -s INT -k 10 200 "$python" -m pytest tests -m gpu $parallel -q -p no:cacheprovider --tb=short --maxfail=60 \
     >"$OUT/tests.log" 2>&1
@@ -48,6 +52,7 @@ grep -q '[0-9] passed' "$OUT/tests.log" || failed+="no test passed; "
 tail -n 15 "$OUT/tests.log" | cut -c 1-200
 wait $warm
 say "compiled ahead, status $? (124: what is left compiles later): $(grep -c ' s  ' "$OUT/warm.log") cases"
+wait
 
 say "check"
 timeout -k 5 60 "$python" -m fusedattn check --json >"$OUT/check.json" 2>"$OUT/check.log"
