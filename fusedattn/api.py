@@ -30,7 +30,7 @@ def attention(
         torch.Size([2, 8, 128, 64])
 
     Args:
-        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), one of float16, bfloat16, float32, float64,
+        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), of float16, bfloat16, float32 or float64,
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
             head, rank 2 (S, D) one head of one batch. Under autocast they are cast as torch's SDPA casts them.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). What it hides is finite.

@@ -44,7 +44,7 @@ def _machine_reasons(device: torch.device) -> tuple[str, ...]:
     return _find_machine_reasons(device)
 
 
-# To the compiler this is a constant. torch.compiler.assume_constant_result sets the same mark, but imports the compiler.
+# A constant to the compiler. torch.compiler.assume_constant_result sets the same mark, but imports the compiler.
 _machine_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

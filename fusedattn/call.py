@@ -24,7 +24,7 @@ class Arguments(NamedTuple):
 class Call(NamedTuple):
     """The same call, checked and in one form.
 
-    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). mask has rank 4 and broadcasts to (B, Hq, Sq, Sk);
+    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). mask of rank 4 broadcasts to (B, Hq, Sq, Sk);
     key_mask is (1 or B, Sk), query_mask (1 or B, Sq). Row i sees keys shift + i - left .. shift + i + right; None is
     unbounded; shift is 0 if top_left, otherwise Sk - Sq.
     """

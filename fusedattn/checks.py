@@ -1,4 +1,4 @@
-"""Everything a caller can get wrong, a row each: which argument, what is wrong with it, what was expected, what was got."""
+"""Everything a caller can get wrong, a row each: the argument, what is wrong with it, what was expected and got."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Rule(NamedTuple):
-    """A mistake. `expected` may name fields of `_facts`; `got` says what was found."""
+    """A mistake. `expected` may name what FACTS holds; `got` says what was found."""
 
     argument: str
     error: type[Exception]
@@ -152,7 +152,7 @@ OPTIONS = {
             "mask",
             ValueError,
             lambda a: a.mask.dim() not in (2, a.query.dim()),
-            "rank 2 or {rank} for a query of rank {rank}",
+            "rank 2 or that of query, {rank}",
             _shape("mask"),
         ),
         Rule(
@@ -209,22 +209,19 @@ OPTIONS = {
 DEFAULTS = Arguments._field_defaults
 
 
-def _facts(a: Arguments) -> dict:
-    """What `expected` may name; asked for only when something is wrong, and never wrong itself."""
-    query = a.query if isinstance(a.query, Tensor) else torch.empty(0)
-    shape = tuple(query.shape)
-    return dict(
-        device=query.device,
-        dtype=query.dtype,
-        rank=len(shape),
-        B=shape[0] if len(shape) > 2 else 1,
-        Hq=_heads(a)[0] if len(shape) == 4 else 1,
-        D=shape[-1] if shape else 0,
-        Sq=shape[-2] if len(shape) > 1 else 0,
-        Sk=a.key.shape[-2] if isinstance(a.key, Tensor) and a.key.dim() > 1 else 0,
-        key=tuple(a.key.shape) if isinstance(a.key, Tensor) else (),
-        scores=_scores(a) if isinstance(a.key, Tensor) and a.key.dim() > 1 else (),
-    )
+# What `expected` may name.
+FACTS: dict[str, Callable[[Arguments], Any]] = {
+    "device": lambda a: a.query.device,
+    "dtype": lambda a: a.query.dtype,
+    "rank": lambda a: a.query.dim(),
+    "B": lambda a: a.query.shape[0] if a.query.dim() > 2 else 1,
+    "Hq": lambda a: _heads(a)[0],
+    "D": lambda a: a.query.shape[-1],
+    "Sq": lambda a: a.query.shape[-2],
+    "Sk": lambda a: a.key.shape[-2],
+    "key": lambda a: tuple(a.key.shape),
+    "scores": _scores,
+}
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any):
@@ -235,12 +232,13 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any):
 def _apply(rules: tuple, arguments: Arguments) -> None:
     for rule in rules:
         if rule.wrong(arguments):
-            expected = rule.expected.format(**_facts(arguments))
+            facts = {name: fact(arguments) for name, fact in FACTS.items() if f"{{{name}}}" in rule.expected}
+            expected = rule.expected.format(**facts)
             fail(rule.error, rule.argument, expected, rule.got(arguments))
 
 
 def check(arguments: Arguments) -> None:
-    """Raise ValueError or TypeError, in one line, for the first thing that is wrong; nothing has been computed by then."""
+    """Raise ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed."""
     _apply(TENSORS, arguments)
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:

@@ -119,7 +119,7 @@ def forward(out, lse, stats, query, key, value, *options):
 
 def backward(grads, grad_out, grad_lse, out, stats, query, key, value, *options):
     """Fill grads: those of query, key and value, None for what is not needed (key and value go together)."""
-    (batch, heads, rows, _), (_, kv_heads, keys, value_dim) = query.shape, value.shape
+    (batch, heads, rows, _), (_, kv_heads, keys, _) = query.shape, key.shape
     grad_query, grad_key, grad_value = grads
     arguments = _common(query, key, value, *options)
     table = stats.new_empty(batch, heads, rows, 4)

@@ -1,7 +1,5 @@
 """The order in which a tensor's dimensions lie in memory, and tensors made in the order of another."""
 
-import torch
-
 
 def order(tensor):
     """Dimensions from the slowest to the fastest in memory; row-major where an expanded dimension leaves it open."""
@@ -26,7 +24,7 @@ def dense(like, shape):
 
 
 def arrange(tensor, like):
-    """`tensor` in the dtype of `like` and without gaps in its dimension order; differentiable, a copy only if needed."""
+    """`tensor` in the dtype and dimension order of `like`, without gaps; differentiable, a copy only if needed."""
     axes = order(like)
     tensor = tensor.to(like.dtype)
     if axes == tuple(range(tensor.dim())):

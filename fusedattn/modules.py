@@ -121,7 +121,8 @@ class MultiHeadAttention(nn.Module):
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk).
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token.
             need_weights: also return the weights; they need memory for all pairs.
-        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: the bias of out_proj, and 0.
+        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing has the bias of
+            out_proj, and weights 0.
         """
         key = query if key is None else key
         value = key if value is None else value

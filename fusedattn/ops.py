@@ -48,7 +48,7 @@ def _new_backward(grad_out, grad_lse, out, stats, query, key, value, *rest):
 
 def _forward(*arguments):
     out, lse, stats = _new_forward(*arguments)
-    query, key, save = arguments[0], arguments[1], arguments[-1]
+    key, save = arguments[1], arguments[-1]
     if lse.numel() == 0 or key.shape[2] == 0:  # no row, or nothing that a row could see
         out.zero_(), lse.fill_(float("-inf")), stats.fill_(float("inf"))
         return out, lse, stats

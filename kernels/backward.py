@@ -44,7 +44,7 @@ def prepare(
     row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest, score.unit)
     out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
     grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
-    # A product of matrices, of which the diagonal is wanted: summed as `dp` is, it cancels where one key has all weight.
+    # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
     products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
     line = tl.arange(0, BLOCK_M)
     delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
@@ -79,7 +79,7 @@ def _across(row):
 
 @triton.jit
 def _tile(x, dp, row, r, c, band, masks, plane, score, CHECK: tl.constexpr):
-    """(weights, gradient of the scores) of one tile of products x = q @ k.T; row, r and c broadcast, either way round."""
+    """(weights, gradient of the scores) of a tile of products x = q @ k.T; row, r and c broadcast, either way round."""
     p = softmax.weights(scores.apply(score, x), row.softmax, score.unit)
     if CHECK:
         p = tl.where(hidden.visible(masks, band, plane, r, c), p, 0.0)

@@ -11,8 +11,8 @@ from . import span, tiles
 class Masks(NamedTuple):
     """Views of 8-bit tensors, nonzero = may be seen; None is absent.
 
-    pairs is (B, H, Sq, Sk), and what it hides is finite. keys is (B, 1, 1, Sk) and rows (B, 1, Sq, 1): what they hide may
-    be NaN, so it is never loaded.
+    pairs is (B, H, Sq, Sk), and what it hides is finite. keys is (B, 1, 1, Sk) and rows (B, 1, Sq, 1): what they hide
+    may be NaN, so it is never loaded.
     """
 
     pairs: tiles.View

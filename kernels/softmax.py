@@ -103,8 +103,8 @@ def finish(out, state, unit):
 def row(top, rest, unit):
     """The Row of what `finish` left, ready to use: the other pass needs it in every tile.
 
-    The log of the sum stays apart from the largest score: where that is large their float32 sum would lose it, and each of
-    n equal keys would weigh 1, not 1 / n.
+    The log of the sum stays apart from the largest score: where that is large their float32 sum would lose it, and each
+    of n equal keys would weigh 1, not 1 / n.
     """
     pivot = _pivot(top)
     if unit is None:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class View(NamedTuple):
-    """A (batch, head, row, column) tensor, or one plane of it: a (row, column) matrix. A broadcast axis has stride 0."""
+    """A (batch, head, row, column) tensor, or one plane of it, a (row, column) matrix. Broadcast axes have stride 0."""
 
     base: tl.tensor
     strides: tuple
@@ -29,8 +29,8 @@ def wide(dtype):
 def matrix(view, plane):
     """One head of one batch as a matrix."""
     # int64 before each product: a tensor may pass 2**31 elements.
-    base = view.base + tl.cast(plane.batch, tl.int64) * view.strides[0] + tl.cast(plane.head, tl.int64) * view.strides[1]
-    return View(base, (view.strides[2], view.strides[3]))
+    batch, head = tl.cast(plane.batch, tl.int64), tl.cast(plane.head, tl.int64)
+    return View(view.base + batch * view.strides[0] + head * view.strides[1], (view.strides[2], view.strides[3]))
 
 
 @triton.jit

@@ -1,0 +1,155 @@
+"""Every wrong argument raises, in one line that names it, and its nearest right neighbour works."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn import checks
+
+B, Hq, Hkv, Sq, Sk, D, Dv = 2, 4, 2, 3, 5, 8, 6
+
+
+def tensors(**changed):
+    good = dict(query=torch.randn(B, Hq, Sq, D), key=torch.randn(B, Hkv, Sk, D), value=torch.randn(B, Hkv, Sk, Dv))
+    return {**good, **changed}
+
+
+def bools(*shape):
+    return torch.ones(shape, dtype=torch.bool)
+
+
+# argument it must name, error, what the sentence must say, what is changed, a neighbour that is right
+WRONG = [
+    ("query", TypeError, "a tensor, got list", dict(query=[1.0]), {}),
+    ("key", TypeError, "a tensor, got NoneType", dict(key=None), {}),
+    ("value", TypeError, "a tensor, got float", dict(value=1.0), {}),
+    ("query", TypeError, "a floating dtype, got torch.int64", dict(query=torch.ones(B, Hq, Sq, D).long()), {}),
+    ("query", TypeError, "a strided tensor", dict(query=torch.ones(3, 4).to_sparse()), {}),
+    ("key", TypeError, "torch.float32, got torch.float16", dict(key=torch.ones(B, Hkv, Sk, D).half()), {}),
+    ("value", TypeError, "torch.float32, got torch.float64", dict(value=torch.ones(B, Hkv, Sk, Dv).double()), {}),
+    ("key", ValueError, "the device of query, cpu, got meta", dict(key=torch.ones(B, Hkv, Sk, D, device="meta")), {}),
+    ("value", ValueError, "device of query, cpu", dict(value=torch.ones(B, Hkv, Sk, Dv, device="meta")), {}),
+    ("query", ValueError, "rank 2, 3 or 4, got (8,)", dict(query=torch.ones(8)), {}),
+    ("query", ValueError, "rank 2, 3 or 4", dict(query=torch.ones(1, B, Hq, Sq, D)), {}),
+    ("key", ValueError, "the rank of query, 4", dict(key=torch.ones(B, Sk, D)), {}),
+    ("value", ValueError, "the rank of query, 4", dict(value=torch.ones(Sk, Dv)), {}),
+    ("query", ValueError, "1 or more", dict(query=torch.ones(B, Hq, Sq, 0), key=torch.ones(B, Hkv, Sk, 0)), {}),
+    ("value", ValueError, "1 or more", dict(value=torch.ones(B, Hkv, Sk, 0)), dict(value=torch.ones(B, Hkv, Sk, 1))),
+    ("key", ValueError, "the head dimension of query, 8", dict(key=torch.ones(B, Hkv, Sk, 9)), {}),
+    (
+        "key",
+        ValueError,
+        "the batch size of query, 2",
+        dict(key=torch.ones(1, Hkv, Sk, D), value=torch.ones(1, Hkv, Sk, Dv)),
+        {},
+    ),
+    ("value", ValueError, "as in key, (2, 2, 5, 8)", dict(value=torch.ones(B, Hkv, Sk + 1, Dv)), {}),
+    ("value", ValueError, "as in key", dict(value=torch.ones(B, 1, Sk, Dv)), {}),
+    (
+        "key",
+        ValueError,
+        "divides the 4 of query, got 3 heads",
+        dict(key=torch.ones(B, 3, Sk, D), value=torch.ones(B, 3, Sk, Dv)),
+        dict(key=torch.ones(B, 1, Sk, D), value=torch.ones(B, 1, Sk, Dv)),
+    ),
+    ("key", ValueError, "got 0 heads", dict(key=torch.ones(B, 0, Sk, D), value=torch.ones(B, 0, Sk, Dv)), {}),
+    ("mask", TypeError, "a bool tensor, True = may attend (say .bool())", dict(mask=torch.ones(Sq, Sk).int()), {}),
+    ("mask", TypeError, "got torch.float32", dict(mask=torch.zeros(Sq, Sk)), dict(mask=bools(Sq, Sk))),
+    ("mask", TypeError, "got list", dict(mask=[[True]]), {}),
+    ("mask", ValueError, "rank 2 or that of query, 4", dict(mask=bools(B, Sq, Sk)), dict(mask=bools(B, 1, Sq, Sk))),
+    ("mask", ValueError, "rank 2 or that of query, 4", dict(mask=bools(Sk)), dict(mask=bools(1, Sk))),
+    ("mask", ValueError, "broadcastable to (2, 4, 3, 5)", dict(mask=bools(Sq, Sk + 1)), dict(mask=bools(1, 1))),
+    ("mask", ValueError, "broadcastable to", dict(mask=bools(B, Hkv, Sq, Sk)), dict(mask=bools(B, Hq, 1, Sk))),
+    ("mask", ValueError, "the device of query, cpu, got meta", dict(mask=bools(Sq, Sk).to("meta")), {}),
+    ("key_mask", TypeError, "a bool tensor", dict(key_mask=torch.ones(B, Sk)), dict(key_mask=bools(B, Sk))),
+    ("key_mask", ValueError, "shape (2, 5), (1, 5) or (5,)", dict(key_mask=bools(B, Sq)), dict(key_mask=bools(1, Sk))),
+    ("key_mask", ValueError, "shape (2, 5)", dict(key_mask=bools(B, 1)), dict(key_mask=bools(Sk))),
+    ("key_mask", ValueError, "shape (2, 5)", dict(key_mask=bools(B, 1, Sk)), {}),
+    ("key_mask", ValueError, "device", dict(key_mask=bools(B, Sk).to("meta")), {}),
+    ("query_mask", TypeError, "a bool tensor", dict(query_mask=torch.ones(B, Sq).int()), {}),
+    ("query_mask", ValueError, "shape (2, 3)", dict(query_mask=bools(B, Sk)), dict(query_mask=bools(B, Sq))),
+    ("query_mask", ValueError, "shape (2, 3)", dict(query_mask=bools(3, Sq)), dict(query_mask=bools(Sq))),
+    ("query_mask", ValueError, "device", dict(query_mask=bools(B, Sq).to("meta")), {}),
+    ("causal", TypeError, "a bool, got 1", dict(causal=1), dict(causal=True)),
+    ("window", TypeError, "(left, right), each an int or None, got 3", dict(window=3), dict(window=(3, None))),
+    ("window", TypeError, "(left, right)", dict(window=(1, 2, 3)), dict(window=[1, 2])),
+    ("window", TypeError, "(left, right)", dict(window=(1.5, 2)), {}),
+    ("window", TypeError, "(left, right)", dict(window=(True, 2)), {}),
+    ("window", ValueError, "no negative side", dict(window=(-1, 0)), dict(window=(0, 0))),
+    ("window", ValueError, "no negative side", dict(window=(None, -1)), dict(window=(None, 2**40))),
+    ("align", ValueError, "'bottom_right' or 'top_left', got 'left'", dict(align="left"), dict(align="top_left")),
+    ("align", ValueError, "got None", dict(align=None), {}),
+    ("scale", TypeError, "a number, got str", dict(scale="1"), dict(scale=1)),
+    ("scale", TypeError, "a number, got bool", dict(scale=True), dict(scale=0)),
+    ("scale", TypeError, "a number, got Tensor", dict(scale=torch.tensor(1.0)), {}),
+    ("scale", ValueError, "a finite number, got nan", dict(scale=float("nan")), dict(scale=-1e30)),
+    ("scale", ValueError, "a finite number, got inf", dict(scale=float("inf")), {}),
+    (
+        "backend",
+        ValueError,
+        "None or one of 'triton', 'naive', got 'cuda'",
+        dict(backend="cuda"),
+        dict(backend="naive"),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: f"{row[0]}: {row[2]}")
+def test_a_wrong_argument_is_named(row):
+    argument, error, text, changed, neighbour = row
+    calls = [fa.attention, fa.explain]
+    if argument != "backend":
+        calls.append(fa.reference.attention)
+    for call in calls:
+        with pytest.raises(error) as raised:
+            call(**tensors(**changed))
+        message = str(raised.value)
+        assert message.startswith(f"{argument}: expected ") and ", got " in message and "\n" not in message
+        assert text in message
+        call(**tensors(**neighbour))
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_masks_of_lower_ranks(rank):
+    query, key = torch.randn(B, Sq, D), torch.randn(B, Sk, D)
+    if rank == 3:
+        fa.attention(query, key, key, mask=bools(B, Sq, Sk)), fa.attention(query, key, key, mask=bools(Sq, Sk))
+        with pytest.raises(ValueError, match="mask: expected rank 2 or that of query, 3"):
+            fa.attention(query, key, key, mask=bools(B, 1, Sq, Sk))
+        with pytest.raises(ValueError, match="mask: expected broadcastable"):
+            fa.attention(query, key, key, mask=bools(3, Sq, Sk))
+    else:
+        fa.attention(query[0], key[0], key[0], mask=bools(Sq, Sk), key_mask=bools(Sk))
+        with pytest.raises(ValueError, match="mask: expected rank 2"):
+            fa.attention(query[0], key[0], key[0], mask=bools(1, Sq, Sk))
+        with pytest.raises(ValueError, match="key_mask"):
+            fa.attention(query[0], key[0], key[0], key_mask=bools(2, Sk))
+
+
+def test_every_rule_has_a_row():
+    """What WRONG does not reach would be a rule that nobody has seen fail."""
+    reached = set()
+    rules = [*checks.TENSORS, *(rule for table in checks.OPTIONS.values() for rule in table)]
+    for _, _, _, changed, _ in WRONG:
+        if "backend" in changed:
+            continue
+        arguments = checks.Arguments(**tensors(**changed))
+        tables = [checks.TENSORS, *(checks.OPTIONS[name] for name in changed if name in checks.OPTIONS)]
+        for number, rule in enumerate(rule for table in tables for rule in table):
+            if rule.wrong(arguments):
+                reached.add(rules.index(rule))
+                break
+    assert reached == set(range(len(rules))), [rules[i].argument for i in set(range(len(rules))) - reached]
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match="causall"):
+        fa.attention(**tensors(), causall=True)
+
+
+def test_nothing_is_written_before_an_error():
+    wrong = tensors(key=torch.randn(B, Hkv, Sk, D + 1))
+    before = {name: x.clone() for name, x in wrong.items()}
+    with pytest.raises(ValueError):
+        fa.attention(**wrong)
+    assert all(torch.equal(before[name], wrong[name]) for name in wrong)
