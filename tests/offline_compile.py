@@ -150,7 +150,7 @@ def _everything_but_a_gpu(kernels, row):
             tempfile.TemporaryDirectory() as folder,
         ):
             triton.knobs.cache.dir = folder
-            triton.knobs.compilation.always_compile = True  # a cached kernel would leave no log
+            triton.knobs.compilation.always_compile = True
             triton.knobs.nvidia.dump_ptxas_log = True
             yield
     finally:
@@ -175,6 +175,7 @@ def _call(row):
 def compile_row(row):
     """The Report of a Row."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
+    compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
         _call(row)
@@ -205,7 +206,7 @@ def disassemble(cubin):
 
 
 def main_loop(sass):
-    """Instructions in the loop over blocks that take no mask: the shortest that multiplies matrices. None: there is none."""
+    """Length in instructions of the loop over blocks that take no mask: the shortest that multiplies matrices."""
     code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)]
     loops = []
     for at, text in code:
