@@ -13,13 +13,13 @@ from .screen import Problem, Screen, error
 
 def run(given) -> int:
     screen, began = Screen(given.json), time.monotonic()
-    machine.interpret_without_gpu()
+    devices = _devices(given.device, machine.device())
     cases = _named(given.case, {case.name: case for case in CASES}, "case")
     backends = _named(given.backend, {name: name for name in BACKENDS}, "backend")
     dtypes = given.dtype or DTYPES
     parts: list[tuple] = []
     left_out: list[tuple] = []
-    for device in _devices(given.device):
+    for device in devices:
         for backend in backends:
             for dtype in dtypes:
                 reasons = _reasons(backend, device, dtype)
@@ -36,8 +36,8 @@ def run(given) -> int:
         of = [one for one in found if (one["backend"], one["device"], one["dtype"]) == (backend, device, dtype)]
         title = f"{_where(backend, device)}, {dtype}: largest error / that of eager PyTorch, against float64"
         screen.table(title, ["case", *RESULTS.values(), ""], [_row(case, of) for case in cases], marks=True)
-    for backend, device, dtype, reasons in left_out:
-        screen.say(f"left out: {backend} on {device} in {dtype}: {'; '.join(reasons)}")
+    for line in _left_out(left_out):
+        screen.say(line)
     wrong = [one for one in found if not one["ok"]]
     for one in wrong:
         where = f"{one['backend']} on {one['device']} in {one['dtype']}, {one['case']}, {one['result']}"
@@ -53,11 +53,11 @@ def run(given) -> int:
     return 0 if ok else 1
 
 
-def _devices(named):
-    """The GPU, if there is one, for all; the CPU for the rest."""
+def _devices(named, fastest):
+    """The one named; or else the GPU, and the CPU for what runs there."""
     if named == "cuda" and not torch.cuda.is_available():
         raise Problem("device: torch finds no GPU")
-    return [named] if named else ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    return [named] if named else list(dict.fromkeys((fastest, "cpu")))
 
 
 def _named(names, known, what):
@@ -93,6 +93,14 @@ def _row(case, found):
         cell = f"{error(one['max_error'])} / {error(one['max_eager'])}" if one else ""
         cells.append(cell if one is None or one["ok"] else f"{cell} FAIL")
     return [case.name, *cells, "ok" if all(one["ok"] for one in results.values()) else "FAIL"]
+
+
+def _left_out(parts):
+    """One line for the dtypes that a backend leaves out for the same reasons."""
+    dtypes: dict[tuple, list[str]] = {}
+    for backend, device, dtype, reasons in parts:
+        dtypes.setdefault((backend, device, "; ".join(reasons)), []).append(dtype)
+    return [f"left out: {backend} on {device}, {', '.join(of)}: {why}" for (backend, device, why), of in dtypes.items()]
 
 
 def _where(backend, device):

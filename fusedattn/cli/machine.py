@@ -11,10 +11,17 @@ import torch
 from .. import __version__
 
 
-def interpret_without_gpu() -> None:
-    """Let Triton interpret kernels on CPU tensors where there is no GPU. It reads this once, when it is imported."""
-    if not torch.cuda.is_available() and "triton" not in sys.modules:
+def device() -> str:
+    """Where kernels run: "cuda", or "cpu" where there is no GPU or Triton is to interpret them.
+
+    Without a GPU it is told to, if it can be: it reads that once, when it is imported.
+    """
+    asked = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    if torch.cuda.is_available() and not asked:
+        return "cuda"
+    if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
+    return "cpu"
 
 
 def versions() -> dict[str, str | None]:

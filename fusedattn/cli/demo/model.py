@@ -69,8 +69,8 @@ class LanguageModel(nn.Module):
         return self
 
 
-def heads(layer: MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """query, key and value (B, H, S, D) of a layer."""
+def heads(layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value (B, H, S, D) of an attention layer."""
     query, key, value = (
         project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
@@ -86,7 +86,8 @@ class TorchAttention(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         with sdpa_kernel(SDPBackend.MATH):
-            out = F.scaled_dot_product_attention(*heads(self, x), is_causal=True)  # type: ignore[arg-type]
+            query, key, value = heads(self, x)
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 

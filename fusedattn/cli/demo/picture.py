@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy
 from torch import Tensor
 
 from .training import Point, bits
@@ -14,40 +15,41 @@ def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, 
     """Save a PNG. frequencies: nats a byte of their entropy. maps: (H, S, S) weights of one layer over the sentence."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(13.0, 6.6), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, width_ratios=(1.0, 1.22), wspace=0.03)
-    _losses(left.subplots(), points, frequencies, title)
-    grid = right.subplots(2, 2)
-    for head, axes in enumerate(grid.flat):
-        shown = _attention(axes, maps[head], sentence, f"head {head + 1}")
-    right.suptitle("What each head of the last layer attends to", fontsize=12, color=INK)
-    bar = right.colorbar(shown, ax=grid, fraction=0.03, aspect=45, pad=0.02)
-    bar.set_ticks([0.0, 0.25, 0.5, 0.75, 1.0])
-    bar.set_label("attention weight", color=INK, fontsize=9)
-    bar.ax.tick_params(labelsize=8, colors=INK)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(12.6, 7.0), dpi=150, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)  # no window, whatever the machine has
+    columns = (len(maps) + 1) // 2
+    cells = figure.add_gridspec(2, 1 + columns, width_ratios=(1.25, *(1.0,) * columns))
+    _losses(figure.add_subplot(cells[:, 0]), points, frequencies, title)
+    grid = [figure.add_subplot(cells[head // columns, 1 + head % columns]) for head in range(len(maps))]
+    for head, axes in enumerate(grid):
+        shown = _attention(axes, maps[head], sentence, f"Last layer, head {head + 1}")
+    bar = figure.colorbar(shown, ax=grid, fraction=0.025, aspect=50, pad=0.015, ticks=(0.0, 0.1, 0.25, 0.5, 0.75, 1.0))
+    bar.set_label("attention of a row's byte to a column's", color=INK, fontsize=10)
+    bar.ax.tick_params(labelsize=9, colors=INK, length=2)
     bar.outline.set_visible(False)
     figure.savefig(path, format="png")
 
 
 def _losses(axes, points, frequencies, title):
-    steps = [point.step for point in points]
+    steps, floor = [point.step for point in points], bits(frequencies)
     train, held_out = [bits(point.train) for point in points], [bits(point.held_out) for point in points]
-    axes.plot(steps, train, color=TRAIN, linewidth=2.0)
-    axes.plot(steps, held_out, color=HELD_OUT, linewidth=2.0)
-    axes.axhline(bits(frequencies), color="#999999", linewidth=1.0, linestyle="--")
-    axes.text(steps[-1], bits(frequencies) + 0.06, "byte frequencies alone", color="#777777", fontsize=9, ha="right")
-    for values, name, color in ((train, "train", TRAIN), (held_out, "held out", HELD_OUT)):
-        axes.annotate(
-            f"{name} {values[-1]:.2f}", (steps[-1], values[-1]), (8, 0), textcoords="offset points", color=color,
-            fontsize=10, va="center",
-        )  # fmt: skip
-    axes.set_xlim(0, steps[-1] * 1.22)
-    axes.set_ylim(0, 8.4)
+    axes.axhline(floor, color="#999999", linewidth=1.0, linestyle="--")
+    axes.text(steps[-1], floor + 0.05, "byte frequencies alone", color="#777777", fontsize=10, ha="right")
+    ends = ((train, "train", TRAIN, -1), (held_out, "held out", HELD_OUT, 1))
+    for values, name, color, side in ends:
+        axes.plot(steps, values, color=color, linewidth=2.2)
+        above = side if held_out[-1] >= train[-1] else -side
+        at, shift = (steps[-1], values[-1]), (0, 11 * above)
+        text = f"{name} {values[-1]:.2f}"
+        axes.annotate(text, at, shift, textcoords="offset points", color=color, fontsize=11, ha="right", va="center")
+    axes.set_xlim(0, steps[-1])
+    axes.set_ylim(max(0.0, min(train + held_out) // 1 - 1.0), 8.4)
     axes.set_title(title, fontsize=12, color=INK)
-    axes.set_xlabel("step", color=INK)
-    axes.set_ylabel("bits per byte", color=INK)
+    axes.set_xlabel("step", color=INK, fontsize=10)
+    axes.set_ylabel("bits per byte", color=INK, fontsize=10)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=0)
@@ -55,17 +57,18 @@ def _losses(axes, points, frequencies, title):
 
 
 def _attention(axes, weights, sentence, title):
-    signs = [SIGNS.get(letter, letter) for letter in sentence]
-    # Square roots spread the many small weights over the colours; the bar says what each stands for.
+    from matplotlib import colormaps
     from matplotlib.colors import PowerNorm
 
-    shown = axes.imshow(
-        weights.float().cpu().numpy(), cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest"
-    )
+    seen = weights.float().cpu().tril().numpy()
+    seen[~numpy.tri(len(seen), dtype=bool)] = numpy.nan  # what comes later is hidden, which is not a weight of 0
+    colors = colormaps["Blues"].with_extremes(bad="#f0f0f0")
+    # Square roots spread the many small weights over the colours; the bar says what each stands for.
+    shown = axes.imshow(seen, cmap=colors, norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
+    signs = [SIGNS.get(letter, letter) for letter in sentence]
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(range(len(signs)), signs, fontfamily="monospace", fontsize=6.5, color=INK)
-        axis.set_tick_params(length=0, pad=1.5)
-    axes.xaxis.tick_bottom()
-    axes.set_title(title, fontsize=10, color=INK, pad=3)
+        axis.set_ticks(range(len(signs)), signs, fontfamily="monospace", fontsize=9, color=INK)
+        axis.set_tick_params(length=0, pad=2)
+    axes.set_title(title, fontsize=11, color=INK, pad=4)
     axes.spines[:].set_color("#cccccc")
     return shown

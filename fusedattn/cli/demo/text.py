@@ -15,7 +15,7 @@ LEAST = 1000  # bytes of text; less teaches nothing
 
 
 class Text(NamedTuple):
-    """content (n,) uint8; starts (m,) of windows of CONTEXT + 1 to learn from; held_out (k, CONTEXT + 1), in none of them."""
+    """starts (m,): where windows to learn from begin; held_out (k, CONTEXT + 1): windows disjoint from those."""
 
     name: str
     content: bytes
@@ -29,7 +29,7 @@ class Text(NamedTuple):
 
 
 def load(path: str | None) -> Text:
-    """The text of a file; without one that of README.md here, or else the description this package was installed with."""
+    """The text of a file; without one that of README.md here, or else of the package's description."""
     name, content = _read(path)
     if len(content) < LEAST:
         raise Problem(
@@ -65,9 +65,9 @@ def _numbers(content):
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
 
-def sentence(text: Text, longest: int = 36) -> str:
+def sentence(text: Text, longest: int = 28) -> str:
     """A sentence, or as many first words of one as fit; the longest of plain prose there is."""
     plain = text.content.decode("ascii", errors="replace")
     found = [" ".join(words.split()) for words in re.findall(r"[A-Z][a-z]*(?:\s[A-Za-z,'-]+){3,}[.:]?", plain)]
-    cut = [one if len(one) <= longest else one[: longest + 1].rpartition(" ")[0] for one in found]
+    cut = [one if len(one) <= longest else one[: longest + 1].rpartition(" ")[0].rstrip(",-") for one in found]
     return max(cut, key=len, default="") or plain[:longest].replace("\ufffd", "?")

@@ -28,7 +28,7 @@ def times(shape: tuple[int, ...], dtype: torch.dtype, device: str, fused_reasons
     providers: dict[str, Callable] = {
         "fused": lambda *qkv: attention(*qkv, causal=True, backend="triton"),
         "naive": lambda *qkv: reference.eager(*qkv, causal=True),
-        "torch SDPA": lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True),
+        "torch SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     found = []
     for name, function in providers.items():

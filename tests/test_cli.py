@@ -1,0 +1,217 @@
+"""The command line: what each command answers, and its exit status."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusedattn import backends, cli, reference
+from fusedattn.cli import screen
+from fusedattn.cli.demo import text as texts
+from fusedattn.cli.demo import verify
+
+QUICK = ["--json", "--device", "cpu", "--backend", "naive", "--dtype", "float32", "--case", "causal"]
+PROSE = b"A short text, written many times over, is what this model learns by heart.\nNothing in it is new.\n" * 15
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_environment(monkeypatch):
+    """What a command changes of the process, it changes for one test."""
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def answer(capsys, *arguments):
+    """(exit status, the JSON a command printed)."""
+    status = cli.main(arguments)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def plant(monkeypatch, name, run):
+    """Let a backend take every call, and compute it by another function."""
+    planted = backends.BACKENDS[name]._replace(reasons=lambda call: [], run=run)
+    monkeypatch.setitem(backends.BACKENDS, name, planted)
+
+
+def slightly_wrong(call, need_lse):
+    out, lse = reference.run(call, need_lse)
+    return out * 1.001, lse
+
+
+def raising(call, need_lse):
+    raise RuntimeError("out of registers")
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["info"], ["check"], ["demo"]], ids=lambda command: " ".join(command) or "none"
+)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: fusedattn" in shown and ("--json" in shown or not command)
+
+
+def test_version_and_module():
+    shown = subprocess.run([sys.executable, "-m", "fusedattn", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("fusedattn ")
+
+
+def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
+    status, found = answer(capsys, "info", "--json")
+    assert status == 0 and found["versions"]["torch"] == torch.__version__
+    assert len(found["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    on_cpu = [one for one in found["backends"] if one["device"] == "cpu"]
+    assert [one["dtype"] for one in on_cpu] == list(cli.DTYPES)
+    assert all(one["takes"] == "naive" and one["reasons"]["triton"] for one in on_cpu)
+
+
+def test_info_in_words(capsys):
+    pytest.importorskip("rich")
+    assert cli.main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "CPU cores" in shown and "bfloat16" in shown and torch.__version__ in shown
+
+
+def test_check_compares_each_result_with_eager(capsys):
+    status, found = answer(capsys, "check", *QUICK)
+    assert status == 0 and found["ok"]
+    assert [one["result"] for one in found["results"]] == ["out", "lse", "d query", "d key", "d value"]
+    assert all(0 < one["max_error"] <= one["max_allowed"] and one["max_eager"] > 0 for one in found["results"])
+
+
+def test_check_runs_the_kernels(device, capsys):
+    if device == "cpu":
+        cases = ["--case", "causal", "--case", "padding"]
+    else:
+        cases = []
+    status, found = answer(capsys, "check", "--json", "--backend", "triton", "--device", device, *cases)
+    assert status == 0 and {one["backend"] for one in found["results"]} == {"triton"}
+    assert {one["dtype"] for one in found["results"]} >= {"float16", "bfloat16", "float32"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels are not interpreted")
+def test_check_interprets_kernels_without_being_told():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "fusedattn", "check", "--json", "--backend", "triton"]
+    shown = subprocess.run(
+        [*command, "--dtype", "float32", "--case", "causal"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    assert len(json.loads(shown.stdout)["results"]) == 5
+
+
+def test_check_fails_if_a_backend_is_wrong(monkeypatch, capsys):
+    plant(monkeypatch, "naive", slightly_wrong)
+    status, found = answer(capsys, "check", *QUICK)
+    assert status == 1 and not found["ok"]
+    assert {one["result"] for one in found["results"] if not one["ok"]} >= {"out", "d value"}
+
+
+def test_check_in_words_says_what_is_wrong(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    plant(monkeypatch, "naive", slightly_wrong)
+    assert cli.main(["check", *QUICK[1:]]) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL" in shown and "its largest error is" in shown
+
+
+def test_check_fails_if_a_backend_raises(monkeypatch, capsys):
+    plant(monkeypatch, "naive", raising)
+    status, found = answer(capsys, "check", *QUICK)
+    assert status == 1 and found["results"][0]["why"] == "RuntimeError: out of registers"
+
+
+def test_check_names_the_cases_there_are(capsys):
+    assert cli.main(["check", "--case", "casual"]) == 2
+    shown = capsys.readouterr().err
+    assert "got casual" in shown and "causal" in shown
+
+
+def test_without_rich_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None)
+    for command in (["info"], ["check"], ["demo"], ["demo", "--json"]):
+        assert cli.main(command) == 2
+        shown = capsys.readouterr().err
+        assert "pip install 'fusedattn[bench]'" in shown and shown.count("\n") == 1
+    assert answer(capsys, "check", *QUICK)[0] == 0
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """The arguments of a demo that takes seconds."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(verify, "DTYPES", (torch.float32,))
+    (tmp_path / "prose.txt").write_bytes(PROSE)
+    return ["demo", "--json", "--text", str(tmp_path / "prose.txt"), "--steps", "8", "--out", str(tmp_path / "out.png")]
+
+
+def test_demo_learns_checks_times_and_draws(demo, tmp_path, capsys):
+    status, found = answer(capsys, *demo)
+    assert status == 0 and found["ok"] and len(found["checks"]) >= 21
+    first, last = found["losses"][0], found["losses"][-1]
+    assert last["step"] == 8 and last["train"] < first["train"] and last["held_out"] < first["held_out"]
+    assert {one["provider"] for one in found["times"]} == {"fused", "naive", "torch SDPA"}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert found["left_out"] or any(one["what"] == "layer 2, float32" for one in found["checks"])
+
+
+def test_demo_fails_if_the_kernels_are_wrong(demo, monkeypatch, capsys):
+    plant(monkeypatch, "triton", slightly_wrong)
+    status, found = answer(capsys, *demo)
+    wrong = {one["what"] for one in found["checks"] if not one["ok"]}
+    assert status == 1 and wrong >= {"by triton", "layer 1, float32", "layer 2, float32"}
+
+
+@pytest.mark.parametrize("content, why", [(None, "cannot read"), (b"short", "expected at least")], ids=["no", "short"])
+def test_demo_needs_a_text(content, why, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "given.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main(["demo", "--json", "--text", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert why in shown and str(path) in shown and shown.count("\n") == 1
+
+
+def test_what_is_held_out_is_in_no_window_to_learn_from(tmp_path):
+    numbers = torch.randperm(2000).to(torch.int16).view(torch.uint8)  # pairs of bytes that occur once
+    (tmp_path / "pairs").write_bytes(bytes(numbers.tolist()))
+    text = texts.load(str(tmp_path / "pairs"))
+    windows = text.starts[:, None] + torch.arange(texts.CONTEXT + 1)
+    held = {text.content.index(bytes(one.tolist())) for one in text.held_out}
+    covered = {start + offset for start in held for offset in range(texts.CONTEXT + 1)}
+    assert len(held) == len(text.held_out) >= 2 and not covered & set(windows.flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (b"# Title\n\nThis is one sentence. And `code`", "This is one sentence."),
+        (b"Here is one that is much too long to be drawn in full.", "Here is one that is much too"),
+        (b"\xff" * 60, "?" * 28),
+    ],
+    ids=["whole", "cut", "no prose"],
+)
+def test_a_sentence_to_draw(content, expected):
+    empty = torch.empty(0)
+    assert texts.sentence(texts.Text("", content, empty, empty)) == expected
+
+
+def test_rich_is_not_needed_to_import_the_command_line():
+    assert importlib.util.find_spec("fusedattn.cli.demo") is not None
+    command = (
+        "import sys, fusedattn.cli; sys.exit(any(name in sys.modules for name in ('rich', 'matplotlib', 'triton')))"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True)
