@@ -88,6 +88,10 @@ def _heads(a: Arguments) -> tuple[int, int]:
     return (a.query.shape[1], a.key.shape[1]) if a.query.dim() == 4 else (1, 1)
 
 
+def _divides(heads: int, kv_heads: int) -> bool:
+    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
+
+
 def _is_side(side: Any) -> bool:
     return side is None or (isinstance(side, int | torch.SymInt) and not isinstance(side, bool))
 
@@ -138,7 +142,7 @@ TENSORS = (
     Rule(
         "key",
         ValueError,
-        lambda a: _heads(a)[0] != _heads(a)[1] and (_heads(a)[1] == 0 or _heads(a)[0] % _heads(a)[1] != 0),
+        lambda a: not _divides(*_heads(a)),
         "a number of heads that divides the {Hq} of query",
         lambda a: f"{_heads(a)[1]} heads",
     ),
@@ -242,6 +246,14 @@ def check(arguments: Arguments) -> None:
     _apply(TENSORS, arguments)
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:
+            _apply(OPTIONS[name], arguments)
+
+
+def check_options(**options) -> None:
+    """`check` for options alone, as a module gets them before there is a query."""
+    arguments = Arguments(None, None, None, **options)
+    for name, option in options.items():
+        if option is not DEFAULTS[name]:
             _apply(OPTIONS[name], arguments)
 
 

@@ -25,6 +25,8 @@ def dense(like, shape):
 
 def arrange(tensor, like):
     """`tensor` in the dtype and dimension order of `like`, without gaps; differentiable, a copy only if needed."""
+    if tensor.dtype == like.dtype and like.is_contiguous() and tensor.is_contiguous():
+        return tensor
     axes = order(like)
     tensor = tensor.to(like.dtype)
     if axes == tuple(range(tensor.dim())):

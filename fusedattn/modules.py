@@ -4,8 +4,9 @@ from torch import Tensor, nn
 
 from . import reference
 from .api import attention
+from .backends import check_name
 from .call import Arguments
-from .checks import checked, fail
+from .checks import check_options, checked, fail
 
 
 def _linear(inputs, outputs, bias, factory):
@@ -93,6 +94,8 @@ class MultiHeadAttention(nn.Module):
         _check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
+        check_options(causal=causal, window=window, scale=scale)
+        check_name(backend)
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_head_dim = head_dim, value_head_dim
@@ -172,6 +175,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         _refuse(dropout=(dropout, 0.0))
         _check_sizes(embed_dim=embed_dim)
+        check_options(scale=scale)
+        check_name(backend)
         self.embed_dim, self.scale, self.backend = embed_dim, scale, backend
         self.q_proj = _linear(embed_dim, embed_dim, bias, {})
         self.k_proj = _linear(embed_dim, embed_dim, bias, {})

@@ -63,6 +63,8 @@ def visible(call: Call, first: int, last: int) -> Tensor | None:
 
 def _prepared(call: Call, dtype: torch.dtype) -> Call:
     """The call in `dtype`, with zeros where key_mask and query_mask say that anything may stand."""
+    if call.query.dtype == dtype and call.key_mask is None and call.query_mask is None:
+        return call
     query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
     if call.key_mask is not None:
         hidden = ~call.key_mask[:, None, :, None]
@@ -75,7 +77,8 @@ def _prepared(call: Call, dtype: torch.dtype) -> Call:
 def _block(call: Call, first: int, last: int, need_lse: bool) -> tuple:
     """(output, lse or None) of rows first .. last - 1."""
     seen = visible(call, first, last)
-    out, lse, _ = formula(call.query[:, :, first:last], call.key, call.value, seen, call.scale, need_lse)
+    query = call.query if last - first == call.query.shape[2] else call.query[:, :, first:last]
+    out, lse, _ = formula(query, call.key, call.value, seen, call.scale, need_lse)
     if call.query_mask is not None:
         # Not for the values, 0 and -inf already, but for what comes back: their gradients may be NaN.
         hidden = ~call.query_mask[:, None, first:last]

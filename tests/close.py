@@ -26,7 +26,7 @@ def in_float64(tensors):
 
 
 def assert_close(got, tensors, options, grads="out and lse"):
-    """`got`, from `with_gradients`, is as good as eager PyTorch in the dtype of the inputs, measured against float64."""
+    """`got`, from `with_gradients`, is as good as eager PyTorch in the inputs' dtype, measured against float64."""
     eager = with_gradients(reference.eager, tensors, options, grads)
     oracle = with_gradients(reference.attention, in_float64(tensors), options, grads)
     wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}

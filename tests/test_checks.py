@@ -135,7 +135,7 @@ def test_every_rule_has_a_row():
             continue
         arguments = checks.Arguments(**tensors(**changed))
         tables = [checks.TENSORS, *(checks.OPTIONS[name] for name in changed if name in checks.OPTIONS)]
-        for number, rule in enumerate(rule for table in tables for rule in table):
+        for rule in (rule for table in tables for rule in table):
             if rule.wrong(arguments):
                 reached.add(rules.index(rule))
                 break

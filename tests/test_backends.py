@@ -1,0 +1,139 @@
+"""Which backend takes a call, and what is said about the others."""
+
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn import backends
+
+
+def draw(dtype=torch.float32, dim=8, device="cpu"):
+    return [torch.randn(1, 2, 4, dim, dtype=dtype, device=device) for _ in range(3)]
+
+
+def test_a_call_on_the_cpu_takes_naive():
+    said = fa.explain(*draw())
+    assert said.backend == "naive" and said.reasons["triton"]
+    assert str(said).startswith("takes naive\nnot triton: ")
+
+
+def test_one_that_is_named_runs_or_says_why_not(device):
+    assert fa.explain(*draw(device=device), backend="triton").backend == "triton"
+    wide = draw(dim=300, device=device)
+    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: .*head dimension of query is 300"):
+        fa.attention(*wide, backend="triton")
+    said = fa.explain(*wide, backend="triton")
+    assert said.backend is None and "NotImplementedError" in str(said) and len(said.reasons["triton"]) == 2
+    assert fa.attention(*wide, backend="naive").shape == (1, 2, 4, 300)
+
+
+def test_explain_names_tiles(device):
+    said = fa.explain(*draw(device=device), causal=True, backend="triton")
+    assert set(said.tiles) == {"forward", "prepare", "dq", "dkdv"}
+    assert "forward: tiles of" in str(said)
+
+
+def test_use_backend_is_for_the_thread_and_the_call_wins(device):
+    seen = []
+    with fa.use_backend("triton"):
+        assert fa.explain(*draw(device=device)).backend == "triton"
+        assert fa.explain(*draw(device=device), backend="naive").backend == "naive"
+        with fa.use_backend("naive"):
+            assert fa.explain(*draw(device=device)).backend == "naive"
+            with fa.use_backend(None):
+                assert fa.explain(*draw()).backend == "naive"
+        other = threading.Thread(target=lambda: seen.append(fa.explain(*draw()).backend))
+        other.start(), other.join()
+        with pytest.raises(NotImplementedError):
+            fa.attention(*draw(dim=300, device=device))
+    assert seen == ["naive"] and fa.explain(*draw()).backend == "naive"
+    with pytest.raises(ValueError, match="^backend: "):
+        fa.use_backend("fast").__enter__()
+    with pytest.raises(KeyError), fa.use_backend("triton"):
+        raise KeyError
+    assert fa.explain(*draw()).backend == "naive"
+
+
+def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
+    class Pretender:  # all that choose() asks of a tensor
+        device = torch.device("cuda")
+
+    call = backends.checked(backends.Arguments(*draw()))._replace(query=Pretender())
+    monkeypatch.setattr(backends, "_warned", set())
+    for reasons, expected in ((["too old"], 1), (["too old"], 0), (["too old", "too wide"], 1), ([], 0)):
+        table = {**backends.BACKENDS, "triton": backends.BACKENDS["triton"]._replace(reasons=lambda _, r=reasons: r)}
+        monkeypatch.setattr(backends, "BACKENDS", table)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert backends.choose(call).name == ("naive" if reasons else "triton")
+        assert len(caught) == expected and all("takes the naive path" in str(w.message) for w in caught)
+
+
+def test_without_triton_the_reason_says_so():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fusedattn as fa\n"
+        "x = torch.randn(1, 1, 3, 8)\n"
+        "print(fa.attention(x, x, x).shape, fa.explain(x, x, x))\n"
+        "try: fa.attention(x, x, x, backend='triton')\n"
+        "except NotImplementedError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "takes naive" in said and said.count("Triton is not installed") == 2
+
+
+def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
+    if device != "cpu":
+        pytest.skip("about CPU tensors")
+    program = (
+        "import torch, fusedattn as fa\n"
+        "x = torch.randn(1, 1, 3, 8)\n"
+        "try: fa.attention(x, x, x, backend='triton')\n"
+        "except NotImplementedError as error: print(error)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"}
+    ).stdout
+    assert "TRITON_INTERPRET=1" in said
+
+
+def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from fusedattn import configs, launch
+
+    tried = []
+    tiles = (configs.Tile(64, 64, 4, 1), configs.Tile(32, 16, 4, 1), configs.Tile(16, 16, 4, 1))
+    table = {**configs.INTERPRETED, "forward": tiles}
+    monkeypatch.setattr(configs, "INTERPRETED", table)
+    monkeypatch.setattr(launch, "_too_large", {})
+    real = launch.KERNELS["forward"]
+
+    class Small:
+        def __getitem__(self, grid):
+            def run(**arguments):
+                tried.append(arguments["BLOCK_M"])
+                if arguments["BLOCK_M"] > 32:
+                    raise OutOfResources(300000, 101376, "shared memory")
+                return real[grid](**arguments)
+
+            return run
+
+    monkeypatch.setitem(launch.KERNELS, "forward", Small())
+    if device != "cpu":
+        pytest.skip("the table patched is the interpreter's")
+    query, key, value = draw()
+    for _ in range(2):
+        torch.testing.assert_close(
+            fa.attention(query, key, value, backend="triton"), fa.attention(query, key, value), rtol=0, atol=1e-6
+        )
+    assert tried == [64, 32, 32]
+    monkeypatch.setattr(configs, "INTERPRETED", {**table, "forward": tiles[:1]})
+    monkeypatch.setattr(launch, "_too_large", {})
+    with pytest.raises(OutOfResources):
+        fa.attention(query, key, value, backend="triton")

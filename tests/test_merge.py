@@ -1,0 +1,75 @@
+"""Attention over two sets of keys, merged, is attention over both; with its gradients."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+
+def draw(dtype=torch.float64):
+    return [torch.randn(2, h, s, 8, dtype=dtype).requires_grad_() for h, s in ((4, 10), (2, 15), (2, 15))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_two_halves_make_the_whole(dtype):
+    query, key, value = draw(dtype)
+    mask = torch.rand(2, 1, 10, 15) < 0.6
+    mask[:, :, 0], mask[:, :, 1, :7], mask[:, :, 2, 7:] = (
+        False,
+        False,
+        False,
+    )  # nothing at all, on one side, on the other
+    halves = [
+        fa.attention(query, key[:, :, part], value[:, :, part], mask=mask[..., part], return_lse=True)
+        for part in (slice(0, 7), slice(7, 15))
+    ]
+    got = fa.merge(*halves[0], *halves[1])
+    want = fa.attention(query, key, value, mask=mask, return_lse=True)
+    tolerance = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else {}
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, **tolerance)
+    assert (got[0][:, :, 0] == 0).all() and (got[1][:, :, 0] == float("-inf")).all()
+    weights = [torch.randn_like(x) for x in got]
+    weights[1] = weights[1].masked_fill(want[1].isinf(), 0.0)
+    for a, b in zip(
+        torch.autograd.grad(got, (query, key, value), weights),
+        torch.autograd.grad(want, (query, key, value), weights),
+        strict=True,
+    ):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_gradients_of_first_and_second_order():
+    out_a, out_b = (torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    lse_a, lse_b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(fa.merge, (out_a, lse_a, out_b, lse_b))
+    assert torch.autograd.gradgradcheck(fa.merge, (out_a, lse_a, out_b, lse_b))
+
+
+def test_large_log_sums_do_not_overflow():
+    out = torch.ones(1, 1, 1, 2)
+    merged, lse = fa.merge(out, torch.full((1, 1, 1), 3e38), out * 3, torch.full((1, 1, 1), 3e38))
+    assert (merged == 2).all() and (lse == 3e38).all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "changed"),
+    [
+        ("out_a", TypeError, dict(out_a=[1.0])),
+        ("out_a", TypeError, dict(out_a=torch.ones(2, 3, 4).int())),
+        ("out_b", TypeError, dict(out_b=torch.ones(2, 3, 4).half())),
+        ("out_b", ValueError, dict(out_b=torch.ones(2, 3, 5))),
+        ("out_b", ValueError, dict(out_b=torch.ones(2, 3, 4, device="meta"))),
+        ("lse_a", TypeError, dict(lse_a=torch.ones(2, 3).half())),
+        ("lse_b", TypeError, dict(lse_b=torch.ones(2, 3).double())),
+        ("lse_b", ValueError, dict(lse_b=torch.ones(2, 4))),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(argument, error, changed):
+    good = dict(out_a=torch.ones(2, 3, 4), lse_a=torch.ones(2, 3), out_b=torch.ones(2, 3, 4), lse_b=torch.ones(2, 3))
+    fa.merge(**good)
+    with pytest.raises(error, match=f"^{argument}: expected .*, got "):
+        fa.merge(**{**good, **changed})

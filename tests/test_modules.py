@@ -1,0 +1,145 @@
+"""The modules: against torch's own, their masks, weights and errors."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedattn as fa
+
+
+def copied(layer):
+    """torch's module with the parameters of ours."""
+    twin = nn.MultiheadAttention(
+        layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, batch_first=True, bias=True
+    )
+    with torch.no_grad():
+        if twin._qkv_same_embed_dim:
+            twin.in_proj_weight.copy_(torch.cat([x.weight for x in (layer.q_proj, layer.k_proj, layer.v_proj)]))
+        else:
+            for name in "qkv":
+                getattr(twin, f"{name}_proj_weight").copy_(getattr(layer, f"{name}_proj").weight)
+        twin.in_proj_bias.copy_(torch.cat([x.bias for x in (layer.q_proj, layer.k_proj, layer.v_proj)]))
+        twin.out_proj.weight.copy_(layer.out_proj.weight)
+        twin.out_proj.bias.copy_(layer.out_proj.bias)
+    return twin
+
+
+def shake(layer):
+    """Biases start as zeros, which would hide a bias that is not used."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return layer
+
+
+@pytest.mark.parametrize("widths", [{}, dict(kdim=10, vdim=6)], ids=str)
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_it_equals_torchs_module(widths, need_weights):
+    layer = shake(fa.MultiHeadAttention(16, 4, **widths))
+    query, key, value = torch.randn(2, 5, 16), torch.randn(2, 7, layer.kdim), torch.randn(2, 7, layer.vdim)
+    key_mask = torch.arange(7) < torch.tensor([[5], [7]])
+    mask = torch.rand(5, 7) < 0.7
+    mask[:, 0] = True
+    out, weights = layer(query, key, value, mask, key_mask=key_mask, need_weights=need_weights)
+    want, want_weights = copied(layer)(
+        query, key, value, key_padding_mask=~key_mask, attn_mask=~mask, average_attn_weights=False
+    )
+    torch.testing.assert_close(out, want)
+    if need_weights:
+        torch.testing.assert_close(weights, want_weights)
+    else:
+        assert weights is None
+    got = torch.autograd.grad(out.sum(), list(layer.parameters()))
+    assert all(grad.isfinite().all() for grad in got) and len(got) == 8
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_grouped_heads_widths_and_options(backend, device):
+    layer = fa.MultiHeadAttention(
+        12, 4, num_kv_heads=2, head_dim=8, value_head_dim=5, causal=True, window=(3, None), scale=0.2, device=device
+    )
+    x = torch.randn(2, 9, 12, device=device, requires_grad=True)
+    want, want_weights = layer(x, need_weights=True)
+    layer.backend = backend
+    out, weights = layer(x, need_weights=True)
+    assert out.shape == (2, 9, 12) and weights.shape == (2, 4, 9, 9)
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(weights, want_weights, rtol=0, atol=2e-6)
+    value = layer.v_proj(x).unflatten(-1, (2, 5)).transpose(1, 2).repeat_interleave(2, 1)
+    again = layer.out_proj((weights @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, again, rtol=0, atol=2e-6)
+    assert torch.equal(layer(x)[0], out)  # asking for weights changes nothing
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_masks_of_every_rank_and_query_mask():
+    layer = shake(fa.MultiHeadAttention(8, 2))
+    x = torch.randn(3, 4, 8)
+    mask = torch.rand(4, 4) < 0.6
+    want = layer(x, mask=mask)[0]
+    for shape in ((3, 4, 4), (3, 1, 4, 4), (3, 2, 4, 4), (1, 4, 4)):
+        assert torch.equal(layer(x, mask=mask.expand(shape))[0], want)
+    query_mask = torch.tensor([[True, False, True, True]])
+    out, weights = layer(x, query_mask=query_mask, need_weights=True)
+    assert (weights[:, :, 1] == 0).all()
+    torch.testing.assert_close(out[:, 1], layer.out_proj.bias.expand(3, 8))
+
+
+def test_state_dict_names_and_initial_values():
+    torch.manual_seed(1)
+    layer = fa.MultiHeadAttention(8, 2, kdim=6, vdim=4, num_kv_heads=1, dtype=torch.float64)
+    shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
+    assert shapes == {
+        "q_proj.weight": (8, 8),
+        "q_proj.bias": (8,),
+        "k_proj.weight": (4, 6),
+        "k_proj.bias": (4,),
+        "v_proj.weight": (4, 4),
+        "v_proj.bias": (4,),
+        "out_proj.weight": (8, 8),
+        "out_proj.bias": (8,),
+    }
+    assert all(x.dtype == torch.float64 for x in layer.parameters())
+    assert all(p.bias is None for p in fa.MultiHeadAttention(8, 2, bias=False).children())
+
+
+def test_self_attention_is_one_head_without_output_projection():
+    layer = fa.SelfAttention(6)
+    assert sorted(name for name, _ in layer.named_children()) == ["k_proj", "q_proj", "v_proj"]
+    x, mask, key_mask = torch.randn(2, 5, 6), torch.ones(5, 5).tril().bool(), torch.ones(2, 5).bool()
+    key_mask[0, 3:] = False
+    out, weights = layer(x, mask, key_mask=key_mask, need_weights=True)
+    scores = (layer.q_proj(x) @ layer.k_proj(x).mT) / 6**0.5
+    want = scores.masked_fill(~(mask & key_mask[:, None]), float("-inf")).softmax(-1)
+    torch.testing.assert_close(weights, want)
+    torch.testing.assert_close(out, want @ layer.v_proj(x))
+    torch.testing.assert_close(layer(x, mask.expand(2, 5, 5), key_mask=key_mask)[0], out)
+    assert layer(x)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "make"),
+    [
+        ("embed_dim", ValueError, lambda: fa.MultiHeadAttention(0, 1)),
+        ("embed_dim", TypeError, lambda: fa.MultiHeadAttention(8.0, 1)),
+        ("num_heads", ValueError, lambda: fa.MultiHeadAttention(8, 3)),
+        ("num_kv_heads", ValueError, lambda: fa.MultiHeadAttention(8, 4, num_kv_heads=3)),
+        ("head_dim", ValueError, lambda: fa.MultiHeadAttention(8, 2, head_dim=0)),
+        ("dropout", NotImplementedError, lambda: fa.MultiHeadAttention(8, 2, dropout=0.1)),
+        ("softcap", NotImplementedError, lambda: fa.MultiHeadAttention(8, 2, softcap=30.0)),
+        ("dropout", NotImplementedError, lambda: fa.SelfAttention(8, dropout=0.1)),
+        ("backend", ValueError, lambda: fa.MultiHeadAttention(8, 2, backend="fast")),
+        ("window", ValueError, lambda: fa.MultiHeadAttention(8, 2, window=(-1, 0))),
+        ("scale", ValueError, lambda: fa.SelfAttention(8, scale=float("nan"))),
+        ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(2, 3, 9))),
+        ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(3, 8))),
+        ("value", ValueError, lambda: fa.MultiHeadAttention(8, 2, vdim=5)(torch.ones(1, 3, 8), torch.ones(1, 3, 8))),
+        ("x", TypeError, lambda: fa.SelfAttention(8)([1.0])),
+        ("mask", TypeError, lambda: fa.SelfAttention(8)(torch.ones(1, 3, 8), torch.ones(3, 3))),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(name, error, make):
+    with pytest.raises(error, match=f"^{name}: "):
+        make()

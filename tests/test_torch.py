@@ -1,0 +1,258 @@
+"""Inside PyTorch: compile, export, opcheck, torch.func, checkpointing, autocast, fake tensors."""
+
+import io
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fusedattn as fa
+
+BACKENDS = ("naive", "triton")
+HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
+
+
+def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False):
+    shapes = (batch, HQ, sq, D), (batch, HKV, sk, D), (batch, HKV, sk, DV)
+    return [torch.randn(s, dtype=dtype, device=device, requires_grad=requires_grad) for s in shapes]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, device):
+    return request.param
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def same(got, want, atol=2e-6):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+OPTIONS = {
+    "plain": lambda sq, sk, device: {},
+    "causal": lambda sq, sk, device: dict(causal=True),
+    "window": lambda sq, sk, device: dict(window=(3, 1), align="top_left"),
+    "masks": lambda sq, sk, device: dict(
+        mask=torch.ones(sq, sk, dtype=torch.bool, device=device).tril(4),
+        key_mask=torch.arange(sk, device=device)[None] < sk - 2,
+        query_mask=torch.arange(sq, device=device) > 0,
+    ),
+    "scale": lambda sq, sk, device: dict(scale=-0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
+    def step(query, key, value, options):
+        return fa.attention(query, key, value, return_lse=True, backend=backend, **options)
+
+    inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
+    got, want = torch.compile(step, fullgraph=True)(*inputs, options), step(*inputs, options)
+    same(got, want)
+    assert [x.stride() for x in got] == [x.stride() for x in want]
+    total = [sum(x.nan_to_num(0, 0, 0).square().sum() for x in results) for results in (got, want)]
+    same(*(torch.autograd.grad(loss, inputs) for loss in total), atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compile_does_not_recompile_for_each_length(device, backend, fresh):
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(lambda *x: fa.attention(*x, causal=True, backend=backend), fullgraph=True, dynamic=True)
+    for sq, sk in ((8, 9), (13, 20), (21, 33), (40, 41)):
+        inputs = draw(device, sq=sq, sk=sk)
+        same([step(*inputs)], [fa.attention(*inputs, causal=True, backend=backend)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compile_sees_use_backend(device, fresh):
+    inputs = draw(device)
+    step = torch.compile(lambda *x: fa.attention(*x), fullgraph=True)
+    with fa.use_backend("triton"):
+        assert torch.equal(step(*inputs), fa.attention(*inputs, backend="triton"))
+    with fa.use_backend("naive"):
+        same([step(*inputs)], [fa.attention(*inputs, backend="naive")])
+
+    def inside(*x):
+        with fa.use_backend("triton"):
+            return fa.attention(*x)
+
+    assert torch.equal(torch.compile(inside, fullgraph=True)(*inputs), fa.attention(*inputs, backend="triton"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export_with_dynamic_batch_and_lengths(device, backend):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = fa.MultiHeadAttention(16, 2, causal=True, backend=backend, device=device)
+
+        def forward(self, x, key_mask):
+            return self.attention(x, key_mask=key_mask)[0]
+
+    block, yes = Block(), torch.ones(3, 10, dtype=torch.bool, device=device)
+    free = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=512)}
+    program = torch.export.export(
+        block, (torch.randn(3, 10, 16, device=device), yes), dynamic_shapes={"x": free, "key_mask": free}
+    )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    x, key_mask = torch.randn(4, 17, 16, device=device), torch.rand(4, 17, device=device) < 0.8
+    same([loaded(x, key_mask)], [block(x, key_mask)])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("grads", [True, False])
+@pytest.mark.parametrize("permuted", [True, False])
+def test_operators_pass_opcheck(grads, permuted, device):
+    query, key, value = draw(device, sq=7, sk=13)
+    if permuted:
+        query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    key_mask = torch.rand(1, 13, device=device) < 0.7
+    query, key, value = (x.requires_grad_(grads) for x in (query, key, value))
+    pairs = (query, key, value, None, key_mask, None, 5, 0, False, 0.25)
+    torch.library.opcheck(torch.ops.fusedattn.forward, (*pairs, grads))
+    if grads:
+        out, lse, stats = (x.detach() for x in torch.ops.fusedattn.forward(*pairs, True))
+        pairs = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in pairs)
+        for grad_out, grad_lse, need in (
+            (torch.randn_like(out), torch.randn_like(lse), [True, True, True]),
+            (torch.randn_like(out), None, [True, False, False]),
+            (None, torch.randn_like(lse), [False, True, False]),
+        ):
+            torch.library.opcheck(torch.ops.fusedattn.backward, (grad_out, grad_lse, out, stats, *pairs, need))
+
+
+def loss(backend):
+    def compute(query, key, value):
+        out, lse = fa.attention(query, key, value, causal=True, return_lse=True, backend=backend)
+        return out.square().sum() + lse.nan_to_num(0, 0, 0).square().sum()
+
+    return compute
+
+
+def test_func_grad_and_vmap(device):
+    query, key, value = draw(device)
+    many = torch.randn(3, *query.shape, device=device)
+    fused, naive = loss("triton"), loss("naive")
+    for transform in (
+        lambda f: torch.func.grad(f, argnums=(0, 1, 2))(query, key, value),
+        lambda f: [torch.vmap(f, (0, None, None))(many, key, value)],
+        lambda f: [torch.vmap(f, (1, None, None))(many.movedim(0, 1), key, value)],
+        lambda f: torch.vmap(torch.func.grad(f, argnums=(0, 1)), (0, None, None))(many, key, value),
+        lambda f: [torch.func.grad(lambda k: torch.vmap(f, (0, None, None))(many, k, value).sum())(key)],
+        lambda f: [torch.vmap(torch.vmap(f, (0, None, None)), (0, None, None))(many[None], key, value)],
+        lambda f: [torch.func.jacrev(lambda q: f(q, key, value))(query)],
+    ):
+        same(transform(fused), transform(naive), atol=1e-4)
+
+
+def test_vmap_over_masks(device):
+    query, key, value = draw(device)
+    for shape, name in (((3, 1, 1, SQ, SK), "mask"), ((3, SQ, SK), "mask"), ((3, 1, SK), "key_mask")):
+        masks = torch.rand(shape, device=device) < 0.7
+        got, want = (
+            torch.vmap(lambda m, b=backend: fa.attention(query, key, value, backend=b, **{name: m}))(masks)  # noqa: B023
+            for backend in ("triton", "naive")
+        )
+        same([got], [want])
+
+
+def test_a_second_derivative_raises_or_is_right(device):
+    query, key, value = draw(device, requires_grad=True)
+    (first,) = torch.autograd.grad(loss("triton")(query, key, value), query, create_graph=True)
+    for ask in (
+        lambda: first.sum().backward(),
+        lambda: torch.autograd.grad(first.sum(), [query, key], allow_unused=True),
+        lambda: torch.func.grad(lambda q: torch.func.grad(loss("triton"))(q, key, value).sum())(query.detach()),
+        lambda: torch.func.hessian(lambda q: loss("triton")(q, key, value))(query.detach()),
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError), match="second derivatives|jvp"):
+            ask()
+    small = [x.double().detach().requires_grad_() for x in draw(device, batch=1, sq=3, sk=4)]
+    assert torch.autograd.gradgradcheck(loss("naive"), small, fast_mode=True)
+
+
+def test_forward_mode_raises_or_is_right(device):
+    query, key, value = draw(device)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: loss("triton")(q, key, value), (query,), (query,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        loss("triton")(forward_ad.make_dual(query, query), key, value)
+    _, tangent = torch.func.jvp(lambda q: loss("naive")(q, key, value), (query,), (query,))
+    torch.testing.assert_close(tangent, (torch.func.grad(loss("naive"))(query, key, value) * query).sum())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same_bits(reentrant, device, backend):
+    inputs = draw(device, requires_grad=True)
+    plain = torch.autograd.grad(loss(backend)(*inputs), inputs)
+    checkpoint(loss(backend), *inputs, use_reentrant=reentrant).backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, plain, strict=True))
+
+
+def test_what_the_backward_needs_is_seen_by_saved_tensors_hooks(device):
+    packed = []
+    inputs = draw(device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        out = fa.attention(*inputs, backend="triton")
+    pointers = {x.data_ptr() for x in packed}
+    assert {x.data_ptr() for x in (*inputs, out)} <= pointers
+
+
+def test_inputs_changed_between_forward_and_backward_raise(device, backend):
+    inputs = draw(device, requires_grad=True)
+    out = fa.attention(*inputs, backend=backend)
+    with torch.no_grad():
+        inputs[1].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_autocast_casts_as_sdpa_does_and_no_further(device, backend):
+    query, key, value = draw(device)
+    lower = [x.bfloat16() for x in (query, key, value)]
+    want = fa.attention(*lower, backend=backend)
+    with torch.autocast(device, torch.bfloat16):
+        got = fa.attention(query, lower[1], value, backend=backend)
+        again = fa.attention(*lower, backend=backend)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want) and torch.equal(again, want)
+    layer = fa.MultiHeadAttention(16, 2, backend=backend, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        layer(torch.randn(2, 5, 16, device=device))[0].float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    if device == "cpu":
+        with torch.autocast(device, torch.bfloat16):
+            assert fa.attention(*(x.double() for x in (query, key, value)), backend=backend).dtype == torch.float64
+
+
+def test_fake_tensors_have_the_strides_of_the_real(device, backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2)):
+        for expanded in (False, True):
+            query, key, value = draw(device)
+            query = query.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+            if expanded:
+                query = query[:1].expand(2, -1, -1, -1)
+            real = fa.attention(query, key, value, return_lse=True, backend=backend)
+            with FakeTensorMode() as mode:
+                fake = fa.attention(
+                    *(mode.from_tensor(x) for x in (query, key, value)), return_lse=True, backend=backend
+                )
+            for a, b in zip(real, fake, strict=True):
+                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_meta_tensors_have_a_shape():
+    assert fa.attention(*draw("meta")).shape == (2, HQ, SQ, DV)
