@@ -67,7 +67,7 @@ _LAYOUTS: dict[str, Callable] = {
 }
 
 CASES = (
-    Case("plain", batch=2, heads=2, kv_heads=2),
+    Case("plain", heads=2, kv_heads=2),
     Case("causal", options=dict(causal=True)),
     Case("causal, more keys", rows=19, keys=53, options=dict(causal=True)),
     Case("causal, top left", rows=19, keys=53, options=dict(causal=True, align="top_left")),

@@ -38,15 +38,26 @@ def _losses(axes, points, frequencies, title):
     train, held_out = [bits(point.train) for point in points], [bits(point.held_out) for point in points]
     axes.axhline(floor, color="#999999", linewidth=1.0, linestyle="--")
     axes.text(steps[-1], floor + 0.05, "byte frequencies alone", color="#777777", fontsize=10, ha="right")
-    ends = ((train, "train", TRAIN, -1), (held_out, "held out", HELD_OUT, 1))
-    for values, name, color, side in ends:
+    late = len(steps) * 3 // 4  # a label stands clear of the part of its curve that it is beside
+    train_above = train[-1] > held_out[-1]
+    for values, name, color, above in (
+        (train, "train", TRAIN, train_above),
+        (held_out, "held out", HELD_OUT, not train_above),
+    ):
         axes.plot(steps, values, color=color, linewidth=2.2)
-        above = side if held_out[-1] >= train[-1] else -side
-        at, shift = (steps[-1], values[-1]), (0, 11 * above)
-        text = f"{name} {values[-1]:.2f}"
-        axes.annotate(text, at, shift, textcoords="offset points", color=color, fontsize=11, ha="right", va="center")
+        edge, shift = (max(values[late:]), 11) if above else (min(values[late:]), -11)
+        axes.annotate(
+            f"{name} {values[-1]:.2f}",
+            (steps[-1], edge),
+            (0, shift),
+            textcoords="offset points",
+            color=color,
+            fontsize=11,
+            ha="right",
+            va="center",
+        )
     axes.set_xlim(0, steps[-1])
-    axes.set_ylim(max(0.0, min(train + held_out) // 1 - 1.0), 8.4)
+    axes.set_ylim(max(0.0, (min(train + held_out) - 0.4) // 1), 8.4)
     axes.set_title(title, fontsize=12, color=INK)
     axes.set_xlabel("step", color=INK, fontsize=10)
     axes.set_ylabel("bits per byte", color=INK, fontsize=10)
