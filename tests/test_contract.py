@@ -1,5 +1,8 @@
 """Facts of the contract that a tolerance cannot state: bits that may not change, rows that are empty, sizes of 0."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -209,3 +212,25 @@ def test_query_head_h_reads_kv_head_h_over_group(device, backend):
     for head in range(6):
         alone = fa.attention(query[:, [head]], key[:, [head // 3]], value[:, [head // 3]], backend=backend)
         torch.testing.assert_close(out[:, [head]], alone, rtol=0, atol=1e-6)
+
+
+def test_addresses_beyond_two_to_the_31(device):
+    """A view whose second batch lies 2**31 elements on. In a process of its own: 32-bit arithmetic would end it."""
+    if device != "cpu":
+        pytest.skip("test_gpu has its own, on real memory")
+    program = """
+import torch, fusedattn as fa
+tensors = [torch.randn(2, 1, 20, 16).half() for _ in range(4)]
+buffer = torch.empty(2**31 + 4096, dtype=torch.float16)  # virtual memory: only what is touched becomes real
+def run(query, key, value, grad):
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    out = fa.attention(*inputs, backend="triton")
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+want = run(*tensors)
+for number in range(4):
+    far = list(tensors)
+    far[number] = buffer.as_strided((2, 1, 20, 16), (2**31, 0, 16, 1)).copy_(tensors[number])
+    assert all(torch.equal(a, b) for a, b in zip(run(*far), want))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,175 @@
+"""What only a GPU can show: real sizes, every tile of the table, races, graphs, streams, memory."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+from .cases import Case
+from .close import INPUTS, assert_close, with_gradients
+
+pytestmark = pytest.mark.gpu
+HALF = (torch.bfloat16, torch.float16)
+DIMS = (8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+LENGTHS = (
+    *((1, 239), (3, 799), (127, 512), (127, 513), (113, 203), (128, 217), (108, 256), (256, 512), (1023, 1024)),
+    *((1, 1), (3, 3), (64, 1), (255, 256), (239, 1), (799, 3), (129, 127), (65, 63), (191, 193), (257, 33)),
+)
+
+
+@pytest.fixture
+def cuda():
+    """The GPU, where kernels are compiled for it."""
+    triton = pytest.importorskip("triton", reason="kernels need Triton")
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
+    return "cuda"
+
+
+def check(case, device):
+    tensors, options = case.draw(device)
+    got = with_gradients(fa.attention, tensors, options, case.grads, backend="triton")
+    assert_close(got, tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: f"D {DIMS[n]}")
+def test_head_dimensions(number, causal, cuda, poison):
+    dtype = (*HALF, torch.float32)[number % 3]
+    dims = dict(D=DIMS[number], Dv=DIMS[number - 1 if causal else number])
+    check(Case("dims", B=2, Hq=6, Hkv=3, Sq=257, Sk=331, dtype=dtype, causal=causal, **dims), cuda)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lengths(lengths, dim, cuda, poison):
+    rows, keys = lengths
+    for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
+        options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
+        check(Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options), cuda)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
+    """A tile that only smaller GPUs would take is tested on this one, alone."""
+    from fusedattn import configs, launch
+
+    case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
+    monkeypatch.setattr(launch, "_too_large", {})
+    choose = configs.tiles
+    most = max(len(tiles) for tiles in configs.TABLE.values())
+    for capability in (80, launch._capability(torch.device(cuda, torch.cuda.current_device()))):
+        for place in range(most):
+
+            def one(kernel, _, itemsize, width, place=place, capability=capability):
+                tiles = choose(kernel, capability, itemsize, width)
+                return tiles[min(place, len(tiles) - 1) :]
+
+            monkeypatch.setattr(configs, "tiles", one)
+            check(case, cuda)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_runs_give_the_same_bits(dim, cuda):
+    case = Case("races", B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
+    tensors, options = case.draw(cuda)
+    first = with_gradients(fa.attention, tensors, options, backend="triton")
+    for _ in range(200):
+        again = with_gradients(fa.attention, tensors, options, backend="triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_more_planes_than_a_grid_axis_holds(cuda):
+    check(Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16), cuda)
+
+
+def test_tensors_beyond_two_to_the_31(cuda):
+    query, key, value = (torch.randn(2, 1, 17000, 64, device=cuda).half() for _ in range(3))
+    buffer = torch.zeros(2**31 + 2**22, dtype=torch.float16, device=cuda)
+    far = buffer.as_strided(key.shape, (2**31, 0, 64, 1))
+    far.copy_(key)
+    want = fa.attention(query, key, value, causal=True, backend="triton")
+    assert torch.equal(fa.attention(query, far, value, causal=True, backend="triton"), want)
+    far.copy_(query)
+    assert torch.equal(fa.attention(far, key, value, causal=True, backend="triton"), want)
+    rows = torch.randn(1, 34, 2**20, 64, device=cuda, dtype=torch.float16)  # 2.3e9 elements
+    out = fa.attention(rows, key[:1, :, :64], value[:1, :, :64], backend="triton")
+    want = fa.attention(rows[:, -1:, -64:], key[:1, :, :64], value[:1, :, :64], backend="triton")
+    torch.testing.assert_close(out[:, -1:, -64:], want)
+
+
+def test_a_graph_replays_on_new_values(cuda):
+    inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+
+    def step():
+        out = fa.attention(*inputs, causal=True, backend="triton")
+        return (out, *torch.autograd.grad(out, inputs, grad))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs:
+            x.normal_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_it_waits_for_the_stream_it_is_called_on(cuda):
+    inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
+    new = [torch.randn_like(x) for x in inputs]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        for x, y in zip(inputs, new, strict=True):
+            x.copy_(y)
+        out = fa.attention(*inputs, backend="triton")
+    side.synchronize()
+    assert torch.equal(out, fa.attention(*new, backend="triton"))
+
+
+def test_every_gpu_of_the_machine(cuda):
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(0):
+            check(Case("device", Sq=100, Sk=100, D=64, Dv=64, dtype=torch.float16), torch.device(cuda, index))
+
+
+def test_float32_products_follow_torchs_setting(cuda):
+    """Without "tf32" as good as eager float32, which `check` holds everything to; with it worse, but no worse than TF32."""
+    case = Case("precision", Sq=200, Sk=200, D=64, Dv=64)
+    tensors, options = case.draw(cuda)
+    before = torch.backends.cuda.matmul.fp32_precision
+    oracle = with_gradients(fa.reference.attention, {name: x.double() for name, x in tensors.items()}, options)
+    errors = {}
+    try:
+        for setting in ("ieee", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = setting
+            got = with_gradients(fa.attention, tensors, options, backend="triton")
+            errors[setting] = max((got[name].double() - oracle[name]).abs().max().item() for name in ("out", *INPUTS))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert errors["ieee"] < 2e-5 < errors["tf32"] < 2e-2
+
+
+def test_memory_is_linear_in_the_sequence(cuda):
+    peaks = []
+    for length in (4096, 8192):
+        inputs = [torch.randn(1, 8, length, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+        grad = torch.randn_like(inputs[0])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out, lse = fa.attention(*inputs, return_lse=True, backend="triton")
+        torch.autograd.grad(out, inputs, grad)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        ideal = 4 * out.nbytes + lse.nbytes  # output, lse and three gradients
+        held = 3 * out.nbytes
+        assert held + peaks[-1] <= 1.2 * (held + ideal)
+    assert peaks[1] <= 2.1 * peaks[0]
