@@ -78,7 +78,7 @@ def _common(query, key, value, mask, key_mask, query_mask, left, right, top_left
 
 
 KERNELS = {kernel.__name__: kernel for kernel in (attention.forward, gradients.prepare, gradients.dq, gradients.dkdv)}
-_too_large = {}  # (kernel, device, dtype, width): how many of its tiles the device could not hold
+_too_large: dict[tuple, int] = {}  # (kernel, device, dtype, width): how many of its tiles the device could not hold
 
 
 def _kind(name, query, value):

@@ -142,7 +142,7 @@ def test_every_gpu_of_the_machine(cuda):
 
 
 def test_float32_products_follow_torchs_setting(cuda):
-    """Without "tf32" as good as eager float32, which `check` holds everything to; with it worse, but no worse than TF32."""
+    """Without "tf32" as good as eager float32, which `check` holds everything to; with it no worse than TF32."""
     case = Case("precision", Sq=200, Sk=200, D=64, Dv=64)
     tensors, options = case.draw(cuda)
     before = torch.backends.cuda.matmul.fp32_precision
