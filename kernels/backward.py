@@ -78,12 +78,12 @@ def _across(row):
 
 
 @triton.jit
-def _tile(x, dp, row, r, c, band, masks, plane, score, CHECK: tl.constexpr):
-    """(weights, gradient of the scores) of a tile of products x = q @ k.T; row, r and c broadcast, either way round."""
+def _weights(x, row, r, c, band, masks, plane, score, CHECK: tl.constexpr):
+    """Weights of one tile of products x = q @ k.T; row, r and c come already broadcast, either way round."""
     p = softmax.weights(scores.apply(score, x), row.softmax, score.unit)
     if CHECK:
         p = tl.where(hidden.visible(masks, band, plane, r, c), p, 0.0)
-    return p, p * (dp - row.delta)
+    return p
 
 
 @triton.jit
@@ -113,8 +113,9 @@ def _walk_keys(
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=dq.dtype)
+        p = _weights(x, _down(row), rows[:, None], cols[None, :], band, masks, plane, score, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=dq.dtype)
-        p, ds = _tile(x, dp, _down(row), rows[:, None], cols[None, :], band, masks, plane, score, CHECK)
+        ds = p * (dp - _down(row).delta)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
     return dq
 
@@ -144,21 +145,28 @@ def _walk_rows(
 ):
     """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
 
-    One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128.
+    One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
+    a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
     """
-    count = end - begin
-    for t in tl.range(0, count * GROUP):
-        plane = span.member(kv, t // count, GROUP)
-        rows = (begin + t % count) * BLOCK_M + tl.arange(0, BLOCK_M)
+    member, block = begin * 0, begin
+    for _ in tl.range(0, (end - begin) * GROUP):
+        plane = span.member(kv, member, GROUP)
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
         q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
         do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
         row = _load_rows(Rows, plane, rows, band.rows)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=dk.dtype)
-        dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=dk.dtype)
-        p, ds = _tile(x, dp, _across(row), rows[None, :], cols[:, None], band, masks, plane, score, CHECK)
+        p = _weights(x, _across(row), rows[None, :], cols[:, None], band, masks, plane, score, CHECK)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
+        dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=dk.dtype)
+        ds = p * (dp - _across(row).delta)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+        block += 1
+        if GROUP > 1:
+            wrap = block == end
+            member += wrap.to(tl.int32)
+            block = tl.where(wrap, begin, block)
     return dk, dv
 
 
