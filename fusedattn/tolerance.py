@@ -76,9 +76,9 @@ def verdicts(
 def _floor(dtype, size, share):
     """The error that a result of a size may have even where eager PyTorch happens to have none.
 
-    All of it at most, `share` of it on average: its own rounding; that of terms of order one that cancel, in the type that
-    kernels sum in (a row that sees one key has a gradient of 0, the difference of two equal sums); that of the oracle
-    itself, all there is where float64 is what is tested (exp, log and a sum of some dozen terms: 64 roundings).
+    All of it at most, `share` of it on average: its own rounding; that of terms of order one that cancel, in the type
+    that kernels sum in (a row that sees one key has a gradient of 0, the difference of two equal sums); that of the
+    oracle itself, all there is where float64 is what is tested (exp, log, a sum of some dozen terms: 64 roundings).
     """
     own, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return share * (own * size + 8 * summed + 64 * torch.finfo(torch.float64).eps * (size + 1.0))
