@@ -138,7 +138,6 @@ def test_self_attention_is_one_head_without_output_projection():
         ("x", TypeError, lambda: fa.SelfAttention(8)([1.0])),
         ("mask", TypeError, lambda: fa.SelfAttention(8)(torch.ones(1, 3, 8), torch.ones(3, 3))),
     ],
-    ids=str,
 )
 def test_a_wrong_argument_is_named(name, error, make):
     with pytest.raises(error, match=f"^{name}: "):
