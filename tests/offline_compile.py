@@ -37,8 +37,8 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",
 }
 
-# What `everything` may spill beyond a tile's budget: a mask takes more instructions a turn than the rest of it. It may also
-# wait for each wgmma, as dq at D >= 128 and dkdv do where a turn loads a mask of pairs.
+# What `everything` may spill beyond a tile's budget: its masks take more instructions a turn than all the rest. It may
+# also wait for each wgmma, as dq at D >= 128 and dkdv do where a turn loads a mask of pairs.
 EXTRA_SPILLS = 512
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
