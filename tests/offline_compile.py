@@ -38,7 +38,7 @@ INSTRUCTIONS = {
 }
 
 # What `everything` may spill beyond a tile's budget: its masks take more instructions a turn than all the rest. It may
-# also wait for each wgmma, as dq at D >= 128 and dkdv do where a turn loads a mask of pairs.
+# also wait for each wgmma in turn, as most do on sm_90 where a turn loads a mask of pairs.
 EXTRA_SPILLS = 512
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
