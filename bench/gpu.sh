@@ -24,7 +24,7 @@ cd "$tree" || exit 1
 unset TRITON_INTERPRET
 export PYTHONPATH=$tree PYTHONUNBUFFERED=1
 
-timeout 40 "$python" - <<'PYTHON' || exit 1
+timeout 120 "$python" - <<'PYTHON' || exit 1
 import platform, torch, triton, fusedattn, fusedattn.bench, fusedattn.kernels
 print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)
 if torch.cuda.is_available():

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import backends
 from .call import Arguments, drop
-from .checks import checked, fail
+from .checks import FLOATING, checked, fail
 
 
 def attention(
@@ -84,8 +84,8 @@ def _check_merge(out_a, lse_a, out_b, lse_b):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
         if tensor.device != out_a.device:
             fail(ValueError, name, f"the device of out_a, {out_a.device}", tensor.device)
-    if not out_a.dtype.is_floating_point:
-        fail(TypeError, "out_a", "a floating dtype", out_a.dtype)
+    if out_a.dtype not in FLOATING:
+        fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out_a.dtype)
     if out_b.dtype != out_a.dtype:
         fail(TypeError, "out_b", f"the dtype of out_a, {out_a.dtype}", out_b.dtype)
     if out_a.dim() == 0 or out_b.shape != out_a.shape:

@@ -34,7 +34,7 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     if torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         reasons.append(f"the GPU has compute capability {major}.{minor}, less than 8.0")
-    if not (triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
+    if not (triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
         reasons.append("Triton found no C compiler (gcc or clang)")
     return tuple(reasons)
 
@@ -53,12 +53,12 @@ def _triton_reasons(call: Call) -> list[str]:
     device, dtype = call.query.device, call.query.dtype
     reasons = list(_machine_reasons(device))
     if dtype == torch.float64 and device.type == "cuda":
-        reasons.append("float64 has no tensor cores")
+        reasons.append("float64 is for the naive path")
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
     batch, heads, rows, _ = call.query.shape
-    if batch * heads * max(rows, call.key.shape[2]) > 2**31 * 16:
+    if batch * heads * (max(rows, call.key.shape[2]) + 15) // 16 >= 2**31:  # no tile has fewer than 16 rows or keys
         reasons.append("the grid would pass 2**31 programs")
     return reasons
 
@@ -81,7 +81,7 @@ _warned: set[str] = set()
 
 
 def check_name(name) -> None:
-    if name is not None and name not in BACKENDS:
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
         fail(ValueError, "backend", f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
 
 
@@ -92,6 +92,7 @@ def use_backend(name: str | None):
     Args:
         name: "triton" or "naive"; None gives the choice back.
     Raises: ValueError for another name. Calls inside raise NotImplementedError if the backend cannot take them.
+    What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
     """
     check_name(name)
     before = getattr(_chosen, "name", None)
@@ -118,10 +119,11 @@ def choose(call: Call, name: str | None = None) -> Backend:
     if call.query.device.type != "cuda":
         return BACKENDS["naive"]
     reasons = BACKENDS["triton"].reasons(call)
-    for reason in reasons:
-        if reason not in _warned:
-            _warned.add(reason)
-            warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=4)
+    if not torch.compiler.is_compiling():  # it cannot trace a warning
+        for reason in reasons:
+            if reason not in _warned:
+                _warned.add(reason)
+                warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=3)
     return BACKENDS["naive" if reasons else "triton"]
 
 

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; larger ones would overflow
+
 
 class Arguments(NamedTuple):
     """What the caller passed, unchecked, but for query, key and value under autocast: those are already cast."""
@@ -40,11 +42,6 @@ class Call(NamedTuple):
     top_left: bool
     scale: float
 
-    @property
-    def group(self) -> int:
-        """Query heads that share a kv head."""
-        return self.query.shape[1] // self.key.shape[1] if self.key.shape[1] else 1
-
 
 def autocasting(tensor: Tensor) -> bool:
     """Whether autocast is enabled on the device of a tensor; some devices, such as meta, do not know it."""
@@ -70,7 +67,7 @@ def autocast(arguments: Arguments) -> Arguments:
 def normalise(arguments: Arguments) -> Call:
     """The Call of arguments that have passed every check."""
     query, key, value, mask, key_mask, query_mask, causal, window, align, scale = arguments
-    left, right = (None, None) if window is None else window
+    left, right = (None if side is None else min(side, UNBOUNDED) for side in window or (None, None))
     if causal:
         right = 0
     missing = 4 - query.dim()

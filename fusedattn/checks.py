@@ -1,6 +1,5 @@
 """Everything a caller can get wrong, a row each: the argument, what is wrong with it, what was expected and got."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from .call import Arguments, Call, autocast, normalise
 
+LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,6 +29,16 @@ def _is_tensor(name: str) -> Rule:
         lambda a: not isinstance(getattr(a, name), Tensor),
         "a tensor",
         lambda a: type(getattr(a, name)).__name__,
+    )
+
+
+def _is_strided(name: str) -> Rule:
+    return Rule(
+        name,
+        TypeError,
+        lambda a: getattr(a, name).layout != torch.strided or getattr(a, name).is_nested,
+        "a strided tensor",
+        lambda a: "a nested tensor" if getattr(a, name).is_nested else getattr(a, name).layout,
     )
 
 
@@ -101,13 +111,9 @@ TENSORS = (
     _is_tensor("query"),
     _is_tensor("key"),
     _is_tensor("value"),
-    Rule(
-        "query",
-        TypeError,
-        lambda a: a.query.layout != torch.strided or a.query.is_nested,
-        "a strided tensor",
-        lambda a: "a nested tensor" if a.query.is_nested else a.query.layout,
-    ),
+    _is_strided("query"),
+    _is_strided("key"),
+    _is_strided("value"),
     Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", _dtype("query")),
     Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", _dtype("key")),
     Rule("value", TypeError, lambda a: a.value.dtype != a.query.dtype, "the dtype of query, {dtype}", _dtype("value")),
@@ -151,6 +157,7 @@ TENSORS = (
 OPTIONS = {
     "mask": (
         _is_bool("mask"),
+        _is_strided("mask"),
         _on_device("mask"),
         Rule(
             "mask",
@@ -167,9 +174,15 @@ OPTIONS = {
             _shape("mask"),
         ),
     ),
-    "key_mask": (_is_bool("key_mask"), _on_device("key_mask"), _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2])),
+    "key_mask": (
+        _is_bool("key_mask"),
+        _is_strided("key_mask"),
+        _on_device("key_mask"),
+        _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2]),
+    ),
     "query_mask": (
         _is_bool("query_mask"),
+        _is_strided("query_mask"),
         _on_device("query_mask"),
         _tokens("query_mask", "{Sq}", lambda a: a.query.shape[-2]),
     ),
@@ -207,7 +220,15 @@ OPTIONS = {
             "a number",
             lambda a: type(a.scale).__name__,
         ),
-        Rule("scale", ValueError, lambda a: not math.isfinite(a.scale), "a finite number", _given("scale")),
+        # Not math.isfinite: the compiler cannot trace it on a number that varies.
+        Rule("scale", ValueError, lambda a: not -LARGEST <= a.scale <= LARGEST, "a finite number", _given("scale")),
+        Rule(
+            "scale",
+            ValueError,
+            lambda a: isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and abs(a.scale) > LARGEST_SINGLE,
+            "a number that float32 can hold",
+            _given("scale"),
+        ),
     ),
 }
 DEFAULTS = Arguments._field_defaults

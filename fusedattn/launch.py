@@ -88,7 +88,8 @@ def _kind(name, query, value):
 def candidates(name, query, value):
     """Tiles that a kernel may take for these tensors, best first, less those that the device is known not to hold."""
     kind = _kind(name, query, value)
-    return configs.tiles(name, _capability(query.device), query.element_size(), kind[-1])[_too_large.get(kind, 0) :]
+    tiles = configs.tiles(name, _capability(query.device), query.element_size(), kind[-1])
+    return tiles[min(_too_large.get(kind, 0), len(tiles) - 1) :]
 
 
 def _launch(name, query, value, length, planes, arguments, by_keys=False):
@@ -106,7 +107,9 @@ def _launch(name, query, value, length, planes, arguments, by_keys=False):
                 if not left:
                     raise
                 kind = _kind(name, query, value)
-                _too_large[kind] = _too_large.get(kind, 0) + 1
+                # Counted from the end: another thread may have come as far meanwhile.
+                whole = configs.tiles(name, _capability(query.device), query.element_size(), kind[-1])
+                _too_large[kind] = len(whole) - left
 
 
 def forward(out, lse, stats, query, key, value, *options):

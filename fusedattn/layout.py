@@ -6,13 +6,17 @@ def order(tensor):
     strides = tensor.stride()
     if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
         return tuple(range(tensor.dim()))
-    axes = []
-    for axis, stride in enumerate(strides):
-        # Dimensions of one element keep their place, whatever stride they carry. No sort(): strides may be symbolic.
-        place = len(axes)
-        while place and strides[axes[place - 1]] < stride and tensor.shape[axis] > 1:
+    # Dimensions of one element keep their place, whatever stride they carry. No sort(): strides may be symbolic.
+    places = [axis for axis in range(tensor.dim()) if tensor.shape[axis] > 1]
+    sorted_axes: list[int] = []
+    for axis in places:
+        place = len(sorted_axes)
+        while place and strides[sorted_axes[place - 1]] < strides[axis]:
             place -= 1
-        axes.insert(place, axis)
+        sorted_axes.insert(place, axis)
+    axes = list(range(tensor.dim()))
+    for place, axis in zip(places, sorted_axes, strict=True):
+        axes[place] = axis
     return tuple(axes)
 
 

@@ -122,7 +122,8 @@ class MultiHeadAttention(nn.Module):
         Args:
             query: (B, Sq, E). key: (B, Sk, kdim), query by default. value: (B, Sk, vdim), key by default.
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk).
-            key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token.
+            key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
+                must be finite for the gradients of the projections, which are linear in it.
             need_weights: also return the weights; they need memory for all pairs.
         Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing has the bias of
             out_proj, and weights 0.

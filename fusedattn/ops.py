@@ -105,24 +105,53 @@ def _batch(x, dim):
     return x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
 
 
-def _run_backward(*arguments):
-    return torch.ops.fusedattn.backward(*arguments)
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError(
+        "fusedattn: second derivatives of the fused kernels are not implemented; backend='naive' has them"
+    )
+
+
+def _keep(ctx, inputs, output):
+    """setup_context of the forward: what its derivative needs."""
+    *pairs, _ = inputs
+    out, lse, stats = output
+    ctx.save_for_backward(out, stats, *pairs[:_TENSORS])
+    ctx.numbers = pairs[_TENSORS:]
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(run, ctx, grad_out, grad_lse):
+    """Gradients of the inputs of the forward, from `run`, which is the backward operator in one form or another."""
+    if grad_out is None and grad_lse is None:
+        return (None,) * 11
+    need = list(ctx.needs_input_grad[:3])
+    grads = run(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers, need)
+    return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *(None,) * 8)
+
+
+# Of the operators themselves, for graphs that are compiled or exported, and for who calls them by name.
+torch.library.register_autograd(
+    "fusedattn::forward",
+    lambda ctx, grad_out, grad_lse, _: _differentiate(torch.ops.fusedattn.backward, ctx, grad_out, grad_lse),
+    setup_context=_keep,
+    lib=_LIBRARY,
+)
+torch.library.register_autograd("fusedattn::backward", _no_second_derivative, lib=_LIBRARY)
 
 
 class _Backward(torch.autograd.Function):
-    """The backward operator; it exists so that a second derivative, and nothing else, raises."""
+    """The backward operator; it exists so that a second derivative, and nothing else, raises under torch.func too."""
 
-    forward = staticmethod(_run_backward)
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fusedattn.backward(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "fusedattn: second derivatives of the fused kernels are not implemented; backend='naive' has them"
-        )
+    backward = staticmethod(_no_second_derivative)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -131,30 +160,17 @@ class _Backward(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator and its derivative."""
+    """The forward operator and its derivative, as eager code takes them: in half the time, and under torch.func too."""
 
     @staticmethod
     def forward(*arguments):
         return torch.ops.fusedattn.forward(*arguments)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *pairs, _ = inputs
-        out, lse, stats = output
-        ctx.save_for_backward(out, stats, *pairs[:_TENSORS])
-        ctx.numbers = pairs[_TENSORS:]
-        ctx.mark_non_differentiable(stats)
-        ctx.set_materialize_grads(False)
+    setup_context = staticmethod(_keep)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _):
-        need = list(ctx.needs_input_grad[:3])
-        if grad_out is None and grad_lse is None:
-            return (None,) * 11
-        # The compiler cannot trace a backward that only raises; it has no second derivative of its own either.
-        run = _run_backward if torch.compiler.is_compiling() else _Backward.apply
-        grads = run(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers, need)
-        return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *(None,) * 8)
+        return _differentiate(_Backward.apply, ctx, grad_out, grad_lse)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -162,19 +178,19 @@ class _Attention(torch.autograd.Function):
         return _unfolded(info.batch_size, _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch)))
 
 
-def _differentiated(call: Call) -> bool:
-    """Whether anybody may ask for a derivative; torch.func and forward-mode AD do not show in requires_grad."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value)):
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked call: the backend "triton"."""
-    save = _differentiated(call)
-    out, lse, _ = (_Attention.apply if save else torch.ops.fusedattn.forward)(*call, save)
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
+    # Neither of these shows in requires_grad.
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if torch.compiler.is_compiling():
+        if transformed:
+            raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
+        out, lse, _ = torch.ops.fusedattn.forward(*call, save)
+    elif save or transformed:
+        out, lse, _ = _Attention.apply(*call, True)
+    else:
+        out, lse, _ = torch.ops.fusedattn.forward(*call, False)
     return out, lse
 
 

@@ -87,11 +87,17 @@ def _block(call: Call, first: int, last: int, need_lse: bool) -> tuple:
     return out, lse
 
 
+def _block_of(first: int, last: int, need_lse: bool, *fields) -> tuple:
+    """`_block` as a checkpoint wants it: it keeps track of tensors that are arguments, not of those inside one."""
+    return _block(Call(*fields), first, last, need_lse)
+
+
 def _blocks(call: Call, need_lse: bool) -> tuple:
     """(output, lse or None), rows by the block where the scores of all of them would pass the budget."""
     batch, heads, rows, _ = call.query.shape
     row_bytes = batch * heads * call.key.shape[2] * call.query.element_size()
-    if rows * row_bytes <= BUDGET:
+    # To a compiler the budget would be a guard on every size, and another graph for each length.
+    if torch.compiler.is_compiling() or rows * row_bytes <= BUDGET:
         return _block(call, 0, rows, need_lse)
     step = max(1, BUDGET // row_bytes)
     spans = [(first, min(first + step, rows)) for first in range(0, rows, step)]
@@ -99,7 +105,8 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
     if needs_grad and not torch._C._are_functorch_transforms_active():
         parts = [
-            checkpoint(_block, call, *span, need_lse, use_reentrant=False, preserve_rng_state=False) for span in spans
+            checkpoint(_block_of, *span, need_lse, *call, use_reentrant=False, preserve_rng_state=False)
+            for span in spans
         ]
     else:
         parts = [_block(call, *span, need_lse) for span in spans]
@@ -156,7 +163,8 @@ def attention(
 ):
     """`fusedattn.attention`, computed naively: same arguments, same answers, any device.
 
-    Queries are taken in blocks where the score matrix would pass `BUDGET` bytes, in the backward too.
+    Queries are taken in blocks where the score matrix would pass `BUDGET` bytes, in the backward too; but for code that
+    is compiled, where all rows are taken at once, and under torch.func, where blocks are not computed again.
     """
     call = checked(Arguments(query, key, value, mask, key_mask, query_mask, causal, window, align, scale))
     out, lse = run(call, return_lse)

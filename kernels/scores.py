@@ -19,9 +19,10 @@ class Score(NamedTuple):
 def score(scale):
     """The Score of a call: the scale waits for the softmax where nothing else needs scaled scores.
 
-    There it costs no instruction. It must be positive, for the softmax looks for the largest score before it scales.
+    There it costs no instruction. It must be positive, for the softmax looks for the largest score before it scales,
+    and leave room in float32 for a factor of a few, both ways.
     """
-    return Score(None, scale) if scale > 0 else Score(scale, None)
+    return Score(None, scale) if 2.0**-100 < scale < 2.0**100 else Score(scale, None)
 
 
 @triton.jit

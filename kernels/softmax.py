@@ -78,7 +78,7 @@ def step(state, s, unit):
         top = tl.maximum(state.top, highest * (unit * (LOG2E / 4)))
         pivot = _pivot(top)
         steps = _steps(pivot)
-        p = tl.math.exp2(s * (steps * (unit * (LOG2E / 4)))[:, None] - (pivot * steps)[:, None])
+        p = tl.math.exp2(tl.fma(s, (steps * (unit * (LOG2E / 4)))[:, None], -(pivot * steps)[:, None]))
         decay = tl.math.exp2((state.top - pivot) * steps)
     return p, decay, State(largest, top, state.total * decay + tl.sum(p, 1))
 
@@ -120,4 +120,4 @@ def weights(s, row, unit):
     if unit is None:
         return tl.math.exp2((s - row.pivot) * LOG2E - row.rest)
     else:
-        return tl.math.exp2((s * row.unit - row.pivot) - row.rest)
+        return tl.math.exp2(tl.fma(s, row.unit, -row.pivot) - row.rest)

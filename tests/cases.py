@@ -63,6 +63,8 @@ class Case(NamedTuple):
             }
         wide = torch.promote_types(self.dtype, torch.float32)
         tensors["lse"] = normal(self.B, self.Hq, self.Sq).to(wide)
+        if self.expanded:
+            tensors["lse"] = tensors["lse"][:1, :1, :1].expand(tensors["lse"].shape)
         options = dict(causal=self.causal, window=self.window, align=self.align, scale=self.scale)
         if self.mask is not None:
             shape = {

@@ -156,6 +156,12 @@ def test_an_output_never_shares_memory_with_an_input_and_neighbours_stay_untouch
         assert fence.isnan().all() and tensors[name].as_strided(fence.shape, (1,), 0).isnan().all()
 
 
+def test_a_dimension_of_one_element_has_no_place_in_the_order(device, backend):
+    query = torch.randn(1, 5, 3, 16, device=device).permute(2, 0, 1, 3)  # strides (16, 240, 48, 1)
+    out = fa.attention(query, query, query, backend=backend)
+    assert [out.stride(axis) for axis in (0, 2, 3)] == [query.stride(axis) for axis in (0, 2, 3)]
+
+
 def test_lower_ranks_are_one_head_and_one_batch(device, backend):
     query, key, value = (torch.randn(3, 1, 20, 16, device=device) for _ in range(3))
     mask, key_mask = torch.rand(3, 20, 20, device=device) < 0.7, torch.rand(3, 20, device=device) < 0.7
@@ -203,6 +209,23 @@ def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
             left, right = (7 if side is None else side for side in window)
             want = [[float(i + shift - left <= j <= i + shift + right) for j in range(7)] for i in range(5)]
             assert ((out[0, 0] > 0) == torch.tensor(want, device=device).bool()).all(), (align, window)
+
+
+@pytest.mark.parametrize("side", [2**31 - 1, 2**31, sys.maxsize, 2**70])
+def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
+    tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)
+    for window, same in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
+        got = results(Case("wide"), device, backend, tensors, dict(window=window))
+        assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=same)))
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e30, 3e38, -3e38])
+def test_scales_at_the_ends_of_float32(scale, device, backend):
+    tensors, _ = Case("ends", spread=min(1 / abs(scale), 1.0), grads="out").draw(device)
+    got = results(Case("ends", grads="out"), device, backend, tensors, dict(scale=scale))
+    want = fa.attention(*(tensors[name].double() for name in INPUTS), scale=scale)
+    torch.testing.assert_close(got["out"].double(), want, rtol=0, atol=2e-6)
+    assert all(x.isfinite().all() for x in got.values())
 
 
 def test_query_head_h_reads_kv_head_h_over_group(device, backend):

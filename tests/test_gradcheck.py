@@ -16,6 +16,8 @@ def test_gradients_against_finite_differences(name, device):
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")
     case = cases.Case(name)._replace(**SMALL, dtype=torch.float64)._replace(**OPTIONS[name])
+    if case.window is not None:  # narrow enough to hide something of so few keys
+        case = case._replace(window=tuple(None if side is None else side % 3 for side in case.window))
     tensors, options = case.draw()
     for hidden in ("key", "value", "query"):  # finite differences of what is NaN are NaN
         tensors[hidden] = tensors[hidden].nan_to_num(0.0, 0.0, 0.0)

@@ -100,6 +100,21 @@ def test_blocks_of_queries_change_nothing_but_rounding(case, monkeypatch):
         )
 
 
+def test_blocks_keep_to_autograds_rules(monkeypatch):
+    """What they need in the backward is seen by hooks, and may not change in between."""
+    query, key, value = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    monkeypatch.setattr(reference, "BUDGET", 4 * 2 * 40 * 10)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.data_ptr()) or x, lambda x: x):
+        fa.attention(query, key, value)
+    assert {key.data_ptr(), value.data_ptr()} <= set(packed)
+    out = fa.attention(query, key, value)
+    with torch.no_grad():
+        key.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_under_torch_func_blocks_are_right_too(monkeypatch):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
     whole = torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query)

@@ -104,7 +104,7 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
             return self.attention(x, key_mask=key_mask)[0]
 
     block, yes = Block(), torch.ones(3, 10, dtype=torch.bool, device=device)
-    free = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=512)}
+    free = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=65536)}
     program = torch.export.export(
         block, (torch.randn(3, 10, 16, device=device), yes), dynamic_shapes={"x": free, "key_mask": free}
     )
@@ -144,6 +144,85 @@ def loss(backend):
         return out.square().sum() + lse.nan_to_num(0, 0, 0).square().sum()
 
     return compute
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_func_inside_compile_raises_or_is_right(device, backend, fresh):
+    query, key, value = draw(device)
+    fn = loss(backend)
+    transforms = {
+        "grad": lambda q: torch.func.grad(fn)(q, key, value),
+        "vmap of grad": lambda q: torch.vmap(torch.func.grad(fn), (0, None, None))(q[None], key, value)[0],
+        "jvp": lambda q: torch.func.jvp(lambda x: fn(x, key, value), (q,), (q,))[1],
+    }
+    for name, transform in transforms.items():
+        for compiler in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            compiled = torch.compile(transform, fullgraph=True, backend=compiler)
+            if backend == "triton":
+                with pytest.raises(Exception, match="Observed exception|NotImplementedError"):
+                    compiled(query)
+            else:
+                torch.testing.assert_close(compiled(query), transform(query)), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_gradient_penalty_of_a_compiled_call_raises(compiler, device, fresh):
+    query, key, value = draw(device, requires_grad=True)
+    result = torch.compile(loss("triton"), fullgraph=True, backend=compiler)(query, key, value)
+    with pytest.raises(RuntimeError, match="second derivatives|double backward"):
+        (grad,) = torch.autograd.grad(result, query, create_graph=True)
+        (result + grad.square().sum()).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_tensor_in_several_places_compiles(device, backend, fresh):
+    x = torch.randn(2, HQ, SQ, D, device=device, requires_grad=True)
+    real = torch.arange(SQ, device=device)[None] < 7
+
+    def step(x):
+        return fa.attention(x, x, x, key_mask=real, query_mask=real, backend=backend).square().sum()
+
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)
+    same(got, torch.autograd.grad(step(x), x), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_module_has_its_gradients(device, backend):
+    layer, x = fa.MultiHeadAttention(16, 2, backend=backend, device=device), torch.randn(2, 5, 16, device=device)
+    exported = torch.export.export(layer, (x,)).module()
+    exported(x)[0].square().sum().backward()
+    layer(x)[0].square().sum().backward()
+    twins = dict(exported.named_parameters())
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(twins[name].grad, parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scale_that_varies_compiles(device, backend, fresh):
+    inputs = draw(device)
+    step = torch.compile(
+        lambda scale: fa.attention(*inputs, scale=scale, backend=backend), fullgraph=True, backend="eager"
+    )
+    for scale in (0.5, 0.25, 0.125):
+        same([step(scale)], [fa.attention(*inputs, scale=scale, backend=backend)])
+
+
+def test_the_operators_have_their_derivative_when_called_by_name(device):
+    query, key, value = draw(device, requires_grad=True)
+    options = (None, None, None, None, 0, False, 0.25, True)
+    out, lse, _ = torch.ops.fusedattn.forward(query, key, value, *options)
+    want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend="triton")
+    both = [
+        torch.autograd.grad(a.sum() + b[..., 1:].sum(), (query, key, value)) for a, b in ((out, lse), (want, want_lse))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    (grad,) = torch.autograd.grad(
+        torch.ops.fusedattn.forward(query, key, value, *options)[0].sum(), query, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        grad.sum().backward()
 
 
 def test_func_grad_and_vmap(device):
