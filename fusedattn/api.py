@@ -54,8 +54,8 @@ def attention(
             of a key to the row's own position.
         sinks: floating (Hq,), a score that each row of the head also attends to, and that has no value.
         dropout_p: the share of weights set to 0, the rest being scaled by 1 / (1 - dropout_p).
-        seed: int or one int64 on query's device; what is dropped depends on it, the head and the place alone. Drawn from
-            torch's generator of the device by default.
+        seed: int or one int64 on query's device; what is dropped depends on it, the head and the place alone. Drawn
+            from torch's generator of the device by default.
         return_lse: also return the log-sum-exp of the visible scores, the sink's included.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
         backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
