@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .call import Arguments, drop
+from .call import Arguments
 from .checks import FLOATING, checked, fail
+from .reference import results
 
 
 def attention(
@@ -14,13 +15,20 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "bottom_right",
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
+    return_weights: bool = False,
     backend: str | None = None,
 ):
     """softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
@@ -34,24 +42,34 @@ def attention(
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
             head, rank 2 (S, D) one head of one batch. Under autocast they are cast as torch's SDPA casts them.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). What it hides is finite.
+        bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. What they hide may
             hold anything, NaN included, and changes nothing.
         causal: row i sees no key after its own position. The same as 0 on the right of the window.
         window: (left, right), how many keys a row sees before and after its own position; None is unbounded.
         align: "bottom_right" sets the last row level with the last key, "top_left" the first with the first.
         scale: any finite number; 1 / sqrt(D) by default.
-        return_lse: also return the log-sum-exp of the visible scores.
+        softcap: scores become softcap * tanh(score / softcap), before anything is added to them.
+        alibi_slopes: floating (Hq,) or (B, Hq); slope * distance is subtracted from the scores, the distance being that
+            of a key to the row's own position.
+        sinks: floating (Hq,), a score that each row of the head also attends to, and that has no value.
+        dropout_p: the share of weights set to 0, the rest being scaled by 1 / (1 - dropout_p).
+        seed: int or one int64 on query's device; what is dropped depends on it, the head and the place alone. Drawn
+            from torch's generator of the device by default.
+        return_lse: also return the log-sum-exp of the visible scores, the sink's included.
+        return_weights: also return the weights, after dropout: output = weights @ value to rounding.
         backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
 
-    Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse a tuple (output, lse), lse
-        (B, Hq, Sq) float32 (float64 for float64), natural log, differentiable. A row that sees nothing: 0 and -inf.
+    Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
+        (output[, lse][, weights]): lse (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk)
+        in query's dtype; both differentiable. A row that sees nothing: 0, -inf (or the sink) and 0.
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    call = checked(Arguments(query, key, value, mask, key_mask, query_mask, causal, window, align, scale))
+    options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
+    call = checked(Arguments(query, key, value, *options, dropout_p, seed))
     out, lse = backends.choose(call, backend).run(call, return_lse)
-    rank = query.dim()
-    return (drop(out, rank), drop(lse, rank)) if return_lse else drop(out, rank)
+    return results(call, query.dim(), out, lse, return_lse, return_weights)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,9 @@ def _triton_reasons(call: Call) -> list[str]:
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
+    for name in ("bias", "softcap", "alibi_slopes", "sinks", "seed"):
+        if getattr(call, name) is not None:
+            reasons.append(f"{'dropout_p' if name == 'seed' else name} is not in the kernels yet")
     batch, heads, rows, _ = call.query.shape
     if batch * heads * (max(rows, call.key.shape[2]) + 15) // 16 >= 2**31:  # no tile has fewer than 16 rows or keys
         reasons.append("the grid would pass 2**31 programs")
@@ -148,7 +151,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(query, key, value, *, backend=None, return_lse=False, **options) -> Explanation:
+def explain(query, key, value, *, backend=None, return_lse=False, return_weights=False, **options) -> Explanation:
     """Which backend `fusedattn.attention` takes for these arguments, and why each other one does not. Computes nothing.
 
     Args: those of `fusedattn.attention`.

@@ -15,32 +15,50 @@ class Arguments(NamedTuple):
     key: Any
     value: Any
     mask: Any = None
+    bias: Any = None
     key_mask: Any = None
     query_mask: Any = None
     causal: Any = False
     window: Any = None
     align: Any = "bottom_right"
     scale: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_p: Any = 0.0
+    seed: Any = None
 
 
 class Call(NamedTuple):
     """The same call, checked and in one form.
 
-    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). mask of rank 4 broadcasts to (B, Hq, Sq, Sk);
-    key_mask is (1 or B, Sk), query_mask (1 or B, Sq). Row i sees keys shift + i - left .. shift + i + right; None is
-    unbounded; shift is 0 if top_left, otherwise Sk - Sq.
+    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). mask and bias, of rank 4, broadcast to
+    (B, Hq, Sq, Sk); key_mask is (1 or B, Sk), query_mask (1 or B, Sq), alibi_slopes (1 or B, Hq), sinks (Hq,). Row i
+    sees keys shift + i - left .. shift + i + right; None is unbounded; shift is 0 if top_left, otherwise Sk - Sq. seed
+    is a tensor of one int64 where dropout_p is not 0, otherwise None.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None
+    bias: Tensor | None
     key_mask: Tensor | None
     query_mask: Tensor | None
     left: int | None
     right: int | None
     top_left: bool
     scale: float
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: Tensor | None
+
+    @property
+    def shift(self) -> int:
+        """How far below the diagonal of the score matrix a row stands level with a key."""
+        return 0 if self.top_left else self.key.shape[2] - self.query.shape[2]
 
 
 def autocasting(tensor: Tensor) -> bool:
@@ -64,29 +82,56 @@ def autocast(arguments: Arguments) -> Arguments:
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 
+def _rank4(pairs: Tensor | None) -> Tensor | None:
+    """A mask or bias with the dimensions that it, or the query, did not have: heads after the batch."""
+    if pairs is None or pairs.dim() == 4:
+        return pairs
+    return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
+
+
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    """(n,) as (1, n): shared by the batch."""
+    return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
+
+
+def _seed(seed: Any, device: torch.device) -> Tensor:
+    """One int64 on the device; drawn from torch's generator, never fetched, where the caller gives none."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
 def normalise(arguments: Arguments) -> Call:
     """The Call of arguments that have passed every check."""
-    query, key, value, mask, key_mask, query_mask, causal, window, align, scale = arguments
-    left, right = (None if side is None else min(side, UNBOUNDED) for side in window or (None, None))
-    if causal:
-        right = 0
-    missing = 4 - query.dim()
-    if missing == 1:
+    a = arguments
+    query, key, value = a.query, a.key, a.value
+    left, right = (None if side is None else min(side, UNBOUNDED) for side in a.window or (None, None))
+    if query.dim() == 3:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        if mask is not None and mask.dim() == 3:
-            mask = mask.unsqueeze(1)
-    elif missing == 2:
+    elif query.dim() == 2:
         query, key, value = query[None, None], key[None, None], value[None, None]
-    if mask is not None and mask.dim() == 2:
-        mask = mask[None, None]
-    if key_mask is not None and key_mask.dim() == 1:
-        key_mask = key_mask[None]
-    if query_mask is not None and query_mask.dim() == 1:
-        query_mask = query_mask[None]
-    # Where nothing is bounded, alignment means nothing: one kernel for both.
-    top_left = align == "top_left" and (left is not None or right is not None)
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Call(query, key, value, mask, key_mask, query_mask, left, right, top_left, scale)
+    if a.causal:
+        right = 0
+    # Where nothing is bounded and no distance counts, alignment means nothing: one kernel for both.
+    aligned = left is not None or right is not None or a.alibi_slopes is not None
+    return Call(
+        query,
+        key,
+        value,
+        _rank4(a.mask),
+        _rank4(a.bias),
+        _rows(a.key_mask),
+        _rows(a.query_mask),
+        left,
+        right,
+        a.align == "top_left" and aligned,
+        query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
+        None if a.softcap is None else float(a.softcap),
+        _rows(a.alibi_slopes),
+        a.sinks,
+        float(a.dropout_p),
+        _seed(a.seed, query.device) if a.dropout_p else None,
+    )
 
 
 def drop(tensor: Tensor, rank: int) -> Tensor:

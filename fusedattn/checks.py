@@ -52,6 +52,36 @@ def _is_bool(name: str) -> Rule:
     )
 
 
+def _is_floating(name: str) -> Rule:
+    return Rule(
+        name,
+        TypeError,
+        lambda a: not isinstance(getattr(a, name), Tensor) or not getattr(a, name).dtype.is_floating_point,
+        "a floating tensor",
+        lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__),
+    )
+
+
+def _is_number(name: str) -> Rule:
+    kinds = int | float | torch.SymFloat | torch.SymInt
+    return Rule(
+        name,
+        TypeError,
+        lambda a: not isinstance(getattr(a, name), kinds) or isinstance(getattr(a, name), bool),
+        "a number",
+        lambda a: type(getattr(a, name)).__name__,
+    )
+
+
+def _pairs(name: str) -> tuple[Rule, ...]:
+    """What broadcasts to the scores: a mask or a bias."""
+    rank, shape = "rank 2 or that of query, {rank}", "broadcastable to {scores}"
+    return (
+        Rule(name, ValueError, lambda a: getattr(a, name).dim() not in (2, a.query.dim()), rank, _shape(name)),
+        Rule(name, ValueError, lambda a: not _broadcasts(getattr(a, name), _scores(a)), shape, _shape(name)),
+    )
+
+
 def _on_device(name: str) -> Rule:
     return Rule(
         name,
@@ -60,6 +90,11 @@ def _on_device(name: str) -> Rule:
         "the device of query, {device}",
         lambda a: getattr(a, name).device,
     )
+
+
+def _place(name: str) -> tuple[Rule, ...]:
+    """What holds for every tensor: how and where it is stored."""
+    return (_is_strided(name), _on_device(name))
 
 
 def _broadcasts(tensor: Tensor, shape: tuple) -> bool:
@@ -76,8 +111,7 @@ def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
 
     def wrong(a):
         mask = getattr(a, name)
-        batch = a.query.shape[0] if a.query.dim() > 2 else 1
-        return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not _broadcasts(mask, (batch, size(a)))
+        return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not _broadcasts(mask, (_batch(a), size(a)))
 
     return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", _shape(name))
 
@@ -92,6 +126,10 @@ def _dtype(name: str) -> Callable[[Arguments], Any]:
 
 def _given(name: str) -> Callable[[Arguments], Any]:
     return lambda a: repr(getattr(a, name))
+
+
+def _batch(a: Arguments) -> int:
+    return a.query.shape[0] if a.query.dim() > 2 else 1
 
 
 def _heads(a: Arguments) -> tuple[int, int]:
@@ -155,35 +193,16 @@ TENSORS = (
 )
 
 OPTIONS = {
-    "mask": (
-        _is_bool("mask"),
-        _is_strided("mask"),
-        _on_device("mask"),
-        Rule(
-            "mask",
-            ValueError,
-            lambda a: a.mask.dim() not in (2, a.query.dim()),
-            "rank 2 or that of query, {rank}",
-            _shape("mask"),
-        ),
-        Rule(
-            "mask",
-            ValueError,
-            lambda a: not _broadcasts(a.mask, _scores(a)),
-            "broadcastable to {scores}",
-            _shape("mask"),
-        ),
-    ),
+    "mask": (_is_bool("mask"), *_place("mask"), *_pairs("mask")),
+    "bias": (_is_floating("bias"), *_place("bias"), *_pairs("bias")),
     "key_mask": (
         _is_bool("key_mask"),
-        _is_strided("key_mask"),
-        _on_device("key_mask"),
+        *_place("key_mask"),
         _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2]),
     ),
     "query_mask": (
         _is_bool("query_mask"),
-        _is_strided("query_mask"),
-        _on_device("query_mask"),
+        *_place("query_mask"),
         _tokens("query_mask", "{Sq}", lambda a: a.query.shape[-2]),
     ),
     "causal": (Rule("causal", TypeError, lambda a: not isinstance(a.causal, bool), "a bool", _given("causal")),),
@@ -213,13 +232,7 @@ OPTIONS = {
         ),
     ),
     "scale": (
-        Rule(
-            "scale",
-            TypeError,
-            lambda a: not isinstance(a.scale, int | float | torch.SymFloat | torch.SymInt) or isinstance(a.scale, bool),
-            "a number",
-            lambda a: type(a.scale).__name__,
-        ),
+        _is_number("scale"),
         # Not math.isfinite: the compiler cannot trace it on a number that varies.
         Rule("scale", ValueError, lambda a: not -LARGEST <= a.scale <= LARGEST, "a finite number", _given("scale")),
         Rule(
@@ -228,6 +241,63 @@ OPTIONS = {
             lambda a: isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and abs(a.scale) > LARGEST_SINGLE,
             "a number that float32 can hold",
             _given("scale"),
+        ),
+    ),
+    "softcap": (
+        _is_number("softcap"),
+        Rule(
+            "softcap",
+            ValueError,
+            lambda a: not 0 < a.softcap <= LARGEST,
+            "a finite number above 0",
+            _given("softcap"),
+        ),
+    ),
+    "alibi_slopes": (
+        _is_floating("alibi_slopes"),
+        *_place("alibi_slopes"),
+        Rule(
+            "alibi_slopes",
+            ValueError,
+            lambda a: tuple(a.alibi_slopes.shape) not in ((_heads(a)[0],), (_batch(a), _heads(a)[0])),
+            "shape ({Hq},) or ({B}, {Hq})",
+            _shape("alibi_slopes"),
+        ),
+    ),
+    "sinks": (
+        _is_floating("sinks"),
+        *_place("sinks"),
+        Rule("sinks", ValueError, lambda a: tuple(a.sinks.shape) != (_heads(a)[0],), "shape ({Hq},)", _shape("sinks")),
+    ),
+    "dropout_p": (
+        _is_number("dropout_p"),
+        Rule("dropout_p", ValueError, lambda a: not 0 <= a.dropout_p <= 1, "a number from 0 to 1", _given("dropout_p")),
+    ),
+    "seed": (
+        Rule(
+            "seed",
+            TypeError,
+            lambda a: (
+                a.seed.dtype != torch.int64
+                if isinstance(a.seed, Tensor)
+                else not isinstance(a.seed, int | torch.SymInt) or isinstance(a.seed, bool)
+            ),
+            "an int or a tensor of one int64",
+            lambda a: getattr(a.seed, "dtype", type(a.seed).__name__),
+        ),
+        Rule(
+            "seed",
+            ValueError,
+            lambda a: isinstance(a.seed, Tensor) and (a.seed.numel() != 1 or a.seed.device != a.query.device),
+            "one element on the device of query, {device}",
+            lambda a: f"shape {tuple(a.seed.shape)} on {a.seed.device}",
+        ),
+        Rule(
+            "seed",
+            ValueError,
+            lambda a: not isinstance(a.seed, Tensor) and not -(2**63) <= a.seed < 2**63,
+            "an int of 64 bits",
+            _given("seed"),
         ),
     ),
 }
@@ -239,7 +309,7 @@ FACTS: dict[str, Callable[[Arguments], Any]] = {
     "device": lambda a: a.query.device,
     "dtype": lambda a: a.query.dtype,
     "rank": lambda a: a.query.dim(),
-    "B": lambda a: a.query.shape[0] if a.query.dim() > 2 else 1,
+    "B": lambda a: _batch(a),
     "Hq": lambda a: _heads(a)[0],
     "D": lambda a: a.query.shape[-1],
     "Sq": lambda a: a.query.shape[-2],

@@ -2,11 +2,9 @@
 
 from torch import Tensor, nn
 
-from . import reference
 from .api import attention
 from .backends import check_name
-from .call import Arguments
-from .checks import check_options, checked, fail
+from .checks import check_options, fail
 
 
 def _linear(inputs, outputs, bias, factory):
@@ -32,13 +30,22 @@ def _check_input(name, tensor, width):
         fail(ValueError, name, f"shape (batch, length, {width})", tuple(tensor.shape))
 
 
-def _attend(query, key, value, backend, need_weights, **options):
+def _check_dropout(dropout):
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        fail(TypeError, "dropout", "a number", type(dropout).__name__)
+    if not 0 <= dropout <= 1:
+        fail(ValueError, "dropout", "a number from 0 to 1", dropout)
+
+
+def _by_head(pairs):
+    """A mask or bias of rank 3 (B, Sq, Sk) as one for all heads; any other as it is."""
+    return pairs.unsqueeze(1) if isinstance(pairs, Tensor) and pairs.dim() == 3 else pairs
+
+
+def _attend(query, key, value, need_weights, **options):
     """(output, weights or None); asking for weights changes nothing in the output."""
-    out = attention(query, key, value, backend=backend, **options)
-    if not need_weights:
-        return out, None
-    weights = reference.weights(checked(Arguments(query, key, value, **options)))
-    return out, weights if query.dim() == 4 else weights[:, 0]
+    got = attention(query, key, value, return_weights=need_weights, **options)
+    return got if need_weights else (got, None)
 
 
 class MultiHeadAttention(nn.Module):
@@ -53,10 +60,10 @@ class MultiHeadAttention(nn.Module):
         kdim, vdim: widths of key and value; embed_dim by default.
         head_dim: D; embed_dim // num_heads by default. value_head_dim: Dv; head_dim by default.
         bias: whether projections have one.
-        causal, window, scale: as in `fusedattn.attention`.
-        dropout, softcap: not supported yet: anything but 0.0 and None raises.
+        dropout: the share of attention weights dropped while training.
+        causal, window, scale, softcap: as in `fusedattn.attention`.
         backend: as in `fusedattn.attention`; "naive" is the reference module, with the same parameters.
-    Raises: ValueError, TypeError for sizes that do not fit, NotImplementedError for what is not supported yet.
+    Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
 
@@ -81,7 +88,6 @@ class MultiHeadAttention(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        _refuse(dropout=(dropout, 0.0), softcap=(softcap, None))
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -94,12 +100,14 @@ class MultiHeadAttention(nn.Module):
         _check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
-        check_options(causal=causal, window=window, scale=scale)
+        check_options(causal=causal, window=window, scale=scale, softcap=softcap)
+        _check_dropout(dropout)
         check_name(backend)
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_head_dim = head_dim, value_head_dim
-        self.causal, self.window, self.scale, self.backend = causal, window, scale, backend
+        self.causal, self.window, self.scale, self.softcap = causal, window, scale, softcap
+        self.dropout, self.backend = dropout, backend
         factory = dict(device=device, dtype=dtype)
         self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, factory)
         self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, factory)
@@ -115,6 +123,7 @@ class MultiHeadAttention(nn.Module):
         *,
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
+        bias: Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key and value.
@@ -124,7 +133,8 @@ class MultiHeadAttention(nn.Module):
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk).
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
                 must be finite for the gradients of the projections, which are linear in it.
-            need_weights: also return the weights; they need memory for all pairs.
+            bias: floating, added to the scores, of the shapes a mask may have.
+            need_weights: also return the weights, after dropout; they need memory for all pairs.
         Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing has the bias of
             out_proj, and weights 0.
         """
@@ -133,20 +143,21 @@ class MultiHeadAttention(nn.Module):
         _check_input("query", query, self.embed_dim)
         _check_input("key", key, self.kdim)
         _check_input("value", value, self.vdim)
-        if isinstance(mask, Tensor) and mask.dim() == 3:
-            mask = mask.unsqueeze(1)
         out, weights = _attend(
             self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2),
             self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
             self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2),
-            self.backend,
             need_weights,
-            mask=mask,
+            mask=_by_head(mask),
+            bias=_by_head(bias),
             key_mask=key_mask,
             query_mask=query_mask,
             causal=self.causal,
             window=self.window,
             scale=self.scale,
+            softcap=self.softcap,
+            dropout_p=self.dropout if self.training else 0.0,
+            backend=self.backend,
         )
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
@@ -159,9 +170,9 @@ class SelfAttention(nn.Module):
 
     Args:
         embed_dim: E, the width of input and output.
-        bias: whether projections have one. scale: as in `fusedattn.attention`.
-        dropout: not supported yet: anything but 0.0 raises.
-        backend: as in `fusedattn.attention`.
+        dropout: the share of attention weights dropped while training.
+        bias: whether projections have one.
+        scale, backend: as in `fusedattn.attention`.
     """
 
     def __init__(
@@ -174,11 +185,11 @@ class SelfAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        _refuse(dropout=(dropout, 0.0))
         _check_sizes(embed_dim=embed_dim)
         check_options(scale=scale)
+        _check_dropout(dropout)
         check_name(backend)
-        self.embed_dim, self.scale, self.backend = embed_dim, scale, backend
+        self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend
         self.q_proj = _linear(embed_dim, embed_dim, bias, {})
         self.k_proj = _linear(embed_dim, embed_dim, bias, {})
         self.v_proj = _linear(embed_dim, embed_dim, bias, {})
@@ -192,10 +203,14 @@ class SelfAttention(nn.Module):
         """
         _check_input("x", x, self.embed_dim)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return _attend(query, key, value, self.backend, need_weights, mask=mask, key_mask=key_mask, scale=self.scale)
-
-
-def _refuse(**options):
-    for name, (given, default) in options.items():
-        if given != default:
-            raise NotImplementedError(f"{name}: not supported yet, expected {default}, got {given!r}")
+        return _attend(
+            query,
+            key,
+            value,
+            need_weights,
+            mask=mask,
+            key_mask=key_mask,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )

@@ -183,14 +183,18 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
     # Neither of these shows in requires_grad.
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    pairs = (
+        *(call.query, call.key, call.value, call.mask, call.key_mask, call.query_mask),
+        *(call.left, call.right, call.top_left, call.scale),
+    )
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
-        out, lse, _ = torch.ops.fusedattn.forward(*call, save)
+        out, lse, _ = torch.ops.fusedattn.forward(*pairs, save)
     elif save or transformed:
-        out, lse, _ = _Attention.apply(*call, True)
+        out, lse, _ = _Attention.apply(*pairs, True)
     else:
-        out, lse, _ = torch.ops.fusedattn.forward(*call, False)
+        out, lse, _ = torch.ops.fusedattn.forward(*pairs, False)
     return out, lse
 
 

@@ -1,9 +1,12 @@
 """The naive path: attention as its definition reads. Every kernel is held to it, and without a GPU it is what runs."""
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from . import philox
 from .call import Arguments, Call, autocasting, drop
 from .checks import checked
 from .layout import arrange
@@ -11,59 +14,106 @@ from .layout import arrange
 BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
 
 
-def formula(query, key, value, visible=None, scale=1.0, need_lse=True):
+def formula(
+    query, key, value, visible=None, scale=1.0, need_lse=True, *, softcap=None, added=(), sinks=None, factor=None
+):
     """(output, lse or None, weights) by the definition, every step in the dtype of the inputs.
 
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv).
-        visible: bool, broadcasts to (B, Hq, Sq, Sk); None is all. A row that sees nothing has output 0 and lse -inf.
+        visible: bool, broadcasts to (B, Hq, Sq, Sk); None is all. A row that sees nothing has output 0 and lse -inf, or
+            the sink.
+        added: tensors that broadcast to (B, Hq, Sq, Sk), added to the scores one after the other.
+        sinks: (Hq,), what each head attends to besides the keys. factor: multiplies the weights, as dropout does.
     Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
     """
     if key.shape[1] != query.shape[1]:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    for term in added:
+        scores = scores + term
+    empty = None
     if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    elif visible is not None:
         # A row of -inf would be NaN in the softmax and in its gradient: such a row is computed as zeros, then dropped.
         empty = ~visible.any(-1, keepdim=True)
-        scores = scores.masked_fill(~visible, float("-inf")).masked_fill(empty, 0.0)
+        scores = scores.masked_fill(empty, 0.0)
     weights = scores.softmax(-1)
     lse = scores.logsumexp(-1) if need_lse else None
-    if visible is not None:
+    if sinks is not None:
+        weights = weights[..., :-1]
+    if empty is not None:
         weights = weights.masked_fill(empty, 0.0)
         lse = lse.masked_fill(empty.squeeze(-1), float("-inf")) if need_lse else None
+    if factor is not None:
+        weights = weights * factor
     return weights @ value, lse, weights
+
+
+def _rows_of(pairs: Tensor, first: int, last: int) -> Tensor:
+    """Rows first .. last - 1 of what broadcasts to (B, Hq, Sq, Sk)."""
+    return pairs if pairs.shape[-2] == 1 else pairs[:, :, first:last]
+
+
+def _offsets(call: Call, first: int, last: int) -> Tensor:
+    """(last - first, Sk): how far to the right of its row's own position each key stands."""
+    device = call.query.device
+    row = torch.arange(first, last, device=device)[:, None] + call.shift
+    return torch.arange(call.key.shape[2], device=device)[None, :] - row
 
 
 def visible(call: Call, first: int, last: int) -> Tensor | None:
     """Which keys rows first .. last - 1 may attend, broadcastable to (B, Hq, last - first, Sk); None is all of them."""
     conditions = []
     if call.mask is not None:
-        conditions.append(call.mask if call.mask.shape[-2] == 1 else call.mask[:, :, first:last])
+        conditions.append(_rows_of(call.mask, first, last))
+    if call.bias is not None:
+        conditions.append(_rows_of(call.bias, first, last) > float("-inf"))
     if call.key_mask is not None:
         conditions.append(call.key_mask[:, None, None, :])
     if call.query_mask is not None:
         conditions.append(call.query_mask[:, None, first:last, None])
     if call.left is not None or call.right is not None:
-        device, keys = call.query.device, call.key.shape[2]
-        shift = 0 if call.top_left else keys - call.query.shape[2]
-        row = torch.arange(first, last, device=device)[:, None] + shift
-        key = torch.arange(keys, device=device)[None, :]
+        offset = _offsets(call, first, last)
         if call.left is not None:
-            conditions.append(key >= row - call.left)
+            conditions.append(offset >= -call.left)
         if call.right is not None:
-            conditions.append(key <= row + call.right)
-    if not conditions:
+            conditions.append(offset <= call.right)
+    return functools.reduce(torch.Tensor.logical_and, conditions) if conditions else None
+
+
+def _added(call: Call, first: int, last: int) -> list[Tensor]:
+    """What is added to the scores of rows first .. last - 1."""
+    terms = []
+    if call.alibi_slopes is not None:
+        distance = _offsets(call, first, last).abs().to(call.query.dtype)
+        terms.append(-call.alibi_slopes[:, :, None, None] * distance)
+    if call.bias is not None:
+        terms.append(_rows_of(call.bias, first, last))
+    return terms
+
+
+def _factor(call: Call, first: int, last: int) -> Tensor | None:
+    """What dropout multiplies the weights of rows first .. last - 1 by: 0 or 1 / (1 - dropout_p)."""
+    if call.seed is None:
         return None
-    seen = conditions[0]
-    for condition in conditions[1:]:
-        seen = seen & condition
-    return seen
+    batch, heads, keys = *call.query.shape[:2], call.key.shape[2]
+    planes = torch.arange(batch * heads, device=call.query.device)
+    kept = philox.keep(call.seed, planes, first, last, keys, call.dropout_p).view(batch, heads, last - first, keys)
+    return kept.to(call.query.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
 
 
 def _prepared(call: Call, dtype: torch.dtype) -> Call:
     """The call in `dtype`, with zeros where key_mask and query_mask say that anything may stand."""
-    if call.query.dtype == dtype and call.key_mask is None and call.query_mask is None:
+    floating = (call.query, call.bias, call.alibi_slopes, call.sinks)
+    if call.key_mask is None and call.query_mask is None and all(x is None or x.dtype == dtype for x in floating):
         return call
     query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
     if call.key_mask is not None:
@@ -71,19 +121,44 @@ def _prepared(call: Call, dtype: torch.dtype) -> Call:
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     if call.query_mask is not None:
         query = query.masked_fill(~call.query_mask[:, None, :, None], 0.0)
-    return call._replace(query=query, key=key, value=value)
+    bias, slopes, sinks = (None if x is None else _cast(x, dtype) for x in (call.bias, call.alibi_slopes, call.sinks))
+    return call._replace(query=query, key=key, value=value, bias=bias, alibi_slopes=slopes, sinks=sinks)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`, where what is finite stays so: float64's finfo.min is a number, not a mask."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(tensor.dtype).min < lowest:
+        tensor = tensor.clamp(lowest, -lowest).masked_fill(tensor == float("-inf"), float("-inf"))
+    return tensor.to(dtype)
+
+
+def _compute(call: Call, first: int, last: int, need_lse: bool) -> tuple:
+    """(output, lse or None, weights) of rows first .. last - 1."""
+    return formula(
+        call.query if last - first == call.query.shape[2] else call.query[:, :, first:last],
+        call.key,
+        call.value,
+        visible(call, first, last),
+        call.scale,
+        need_lse,
+        softcap=call.softcap,
+        added=_added(call, first, last),
+        sinks=call.sinks,
+        factor=_factor(call, first, last),
+    )
 
 
 def _block(call: Call, first: int, last: int, need_lse: bool) -> tuple:
     """(output, lse or None) of rows first .. last - 1."""
-    seen = visible(call, first, last)
-    query = call.query if last - first == call.query.shape[2] else call.query[:, :, first:last]
-    out, lse, _ = formula(query, call.key, call.value, seen, call.scale, need_lse)
+    out, lse, _ = _compute(call, first, last, need_lse)
     if call.query_mask is not None:
-        # Not for the values, 0 and -inf already, but for what comes back: their gradients may be NaN.
+        # Not for the values, which are these already, but for what comes back: their gradients may be NaN.
         hidden = ~call.query_mask[:, None, first:last]
         out = out.masked_fill(hidden[..., None], 0.0)
-        lse = lse.masked_fill(hidden, float("-inf")) if need_lse else None
+        if need_lse:
+            nothing = lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.detach()[None, :, None]
+            lse = torch.where(hidden, nothing, lse)
     return out, lse
 
 
@@ -101,7 +176,8 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
         return _block(call, 0, rows, need_lse)
     step = max(1, BUDGET // row_bytes)
     spans = [(first, min(first + step, rows)) for first in range(0, rows, step)]
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
+    tensors = (x for x in call if isinstance(x, Tensor))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
     if needs_grad and not torch._C._are_functorch_transforms_active():
         parts = [
@@ -132,9 +208,18 @@ def weights(call: Call) -> Tensor:
     if autocasting(call.query):
         with torch.autocast(call.query.device.type, enabled=False):
             return weights(call)
-    plain = _prepared(call, _wide(call))
-    seen = visible(plain, 0, plain.query.shape[2])
-    return formula(plain.query, plain.key, plain.value, seen, plain.scale, need_lse=False)[2].to(call.query.dtype)
+    return _compute(_prepared(call, _wide(call)), 0, call.query.shape[2], False)[2].to(call.query.dtype)
+
+
+def results(call: Call, rank: int, out: Tensor, lse: Tensor | None, return_lse: bool, return_weights: bool):
+    """What the caller of a function of ours gets: out, or a tuple (out[, lse][, weights]), of the query's rank."""
+    got = [out]
+    if return_lse:
+        got.append(lse)
+    if return_weights:
+        got.append(weights(call))
+    got = [drop(x, rank) for x in got]
+    return tuple(got) if len(got) > 1 else got[0]
 
 
 def eager(query, key, value, *, return_lse=False, **options):
@@ -144,7 +229,7 @@ def eager(query, key, value, *, return_lse=False, **options):
     """
     call = checked(Arguments(query, key, value, **options))
     out, lse = _block(_prepared(call, call.query.dtype), 0, call.query.shape[2], return_lse)
-    return (drop(out, query.dim()), drop(lse, query.dim())) if return_lse else drop(out, query.dim())
+    return results(call, query.dim(), out, lse, return_lse, return_weights=False)
 
 
 def attention(
@@ -153,19 +238,26 @@ def attention(
     value,
     *,
     mask=None,
+    bias=None,
     key_mask=None,
     query_mask=None,
     causal=False,
     window=None,
     align="bottom_right",
     scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout_p=0.0,
+    seed=None,
     return_lse=False,
+    return_weights=False,
 ):
     """`fusedattn.attention`, computed naively: same arguments, same answers, any device.
 
     Queries are taken in blocks where the score matrix would pass `BUDGET` bytes, in the backward too; but for code that
     is compiled, where all rows are taken at once, and under torch.func, where blocks are not computed again.
     """
-    call = checked(Arguments(query, key, value, mask, key_mask, query_mask, causal, window, align, scale))
-    out, lse = run(call, return_lse)
-    return (drop(out, query.dim()), drop(lse, query.dim())) if return_lse else drop(out, query.dim())
+    options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
+    call = checked(Arguments(query, key, value, *options, dropout_p, seed))
+    return results(call, query.dim(), *run(call, return_lse), return_lse, return_weights)

@@ -86,6 +86,34 @@ def test_masks_of_every_rank_and_query_mask():
     torch.testing.assert_close(out[:, 1], layer.out_proj.bias.expand(3, 8))
 
 
+def test_dropout_is_for_training_and_for_weights():
+    layer = shake(fa.MultiHeadAttention(8, 2, dropout=0.5))
+    x = torch.randn(2, 20, 8)
+    torch.manual_seed(3)
+    out, weights = layer(x, need_weights=True)
+    torch.manual_seed(3)
+    assert torch.equal(layer(x)[0], out)  # asking for weights changes nothing
+    value = layer.v_proj(x).unflatten(-1, (2, 4)).transpose(1, 2)
+    torch.testing.assert_close(layer.out_proj((weights @ value).transpose(1, 2).flatten(2)), out)
+    assert 0.4 < (weights == 0).float().mean() < 0.6 and not torch.equal(layer(x)[0], out)
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0]) and (layer(x, need_weights=True)[1] > 0).all()
+    single = fa.SelfAttention(8, dropout=0.5)
+    assert (single(x, need_weights=True)[1] == 0).any() and (single.eval()(x, need_weights=True)[1] > 0).all()
+
+
+def test_bias_and_softcap_reach_attention():
+    layer = shake(fa.MultiHeadAttention(8, 2, softcap=0.5))
+    x, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 5, requires_grad=True)
+    out, weights = layer(x, bias=bias, need_weights=True)
+    query, key = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj))
+    want = (0.5 * torch.tanh(query @ key.mT / 2 / 0.5) + bias[:, None]).softmax(-1)
+    torch.testing.assert_close(weights, want)
+    assert torch.equal(layer(x, bias=bias[:, None])[0], out)
+    out.sum().backward()
+    assert bias.grad.abs().sum() > 0
+
+
 def test_state_dict_names_and_initial_values():
     torch.manual_seed(1)
     layer = fa.MultiHeadAttention(8, 2, kdim=6, vdim=4, num_kv_heads=1, dtype=torch.float64)
@@ -126,9 +154,10 @@ def test_self_attention_is_one_head_without_output_projection():
         ("num_heads", ValueError, lambda: fa.MultiHeadAttention(8, 3)),
         ("num_kv_heads", ValueError, lambda: fa.MultiHeadAttention(8, 4, num_kv_heads=3)),
         ("head_dim", ValueError, lambda: fa.MultiHeadAttention(8, 2, head_dim=0)),
-        ("dropout", NotImplementedError, lambda: fa.MultiHeadAttention(8, 2, dropout=0.1)),
-        ("softcap", NotImplementedError, lambda: fa.MultiHeadAttention(8, 2, softcap=30.0)),
-        ("dropout", NotImplementedError, lambda: fa.SelfAttention(8, dropout=0.1)),
+        ("dropout", ValueError, lambda: fa.MultiHeadAttention(8, 2, dropout=1.1)),
+        ("dropout", TypeError, lambda: fa.MultiHeadAttention(8, 2, dropout=True)),
+        ("dropout", ValueError, lambda: fa.SelfAttention(8, dropout=float("nan"))),
+        ("softcap", ValueError, lambda: fa.MultiHeadAttention(8, 2, softcap=0.0)),
         ("backend", ValueError, lambda: fa.MultiHeadAttention(8, 2, backend="fast")),
         ("window", ValueError, lambda: fa.MultiHeadAttention(8, 2, window=(-1, 0))),
         ("scale", ValueError, lambda: fa.SelfAttention(8, scale=float("nan"))),

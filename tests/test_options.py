@@ -1,0 +1,263 @@
+"""Bias, softcap, ALiBi, sinks, dropout and weights on the naive path: by the definition, with every derivative."""
+
+import itertools
+import math
+
+import numpy
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedattn as fa
+from fusedattn import philox, reference
+
+B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 5, 6, 4, 3
+
+
+def draw(dtype=torch.float64, requires_grad=False):
+    shapes = (B, HQ, SQ, D), (B, HKV, SK, D), (B, HKV, SK, DV)
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
+
+
+def bias(*shape):
+    made = torch.randn(*shape, dtype=torch.float64)
+    if made.shape[-2:] == (SQ, SK):
+        made[..., 1, :] = float("-inf")  # a row that sees nothing
+        made[..., 2, ::2] = float("-inf")
+    return made
+
+
+OPTIONS = {
+    "bias": lambda: dict(bias=bias(B, HQ, SQ, SK)),
+    "bias over heads": lambda: dict(bias=bias(B, 1, SQ, SK)),
+    "bias of rank 2": lambda: dict(bias=bias(SQ, SK)),
+    "bias of keys": lambda: dict(bias=bias(1, HQ, 1, SK)),
+    "bias of rows": lambda: dict(bias=bias(B, 1, SQ, 1)),
+    "softcap": lambda: dict(softcap=0.7),
+    "alibi": lambda: dict(alibi_slopes=torch.rand(HQ, dtype=torch.float64)),
+    "alibi of each batch, top left": lambda: dict(
+        alibi_slopes=torch.rand(B, HQ, dtype=torch.float64), align="top_left"
+    ),
+    "sinks": lambda: dict(sinks=torch.randn(HQ, dtype=torch.float64)),
+    "dropout": lambda: dict(dropout_p=0.3, seed=1234567890123),
+    "causal": lambda: dict(causal=True),
+    "masks": lambda: dict(mask=torch.rand(B, 1, SQ, SK) < 0.7, query_mask=torch.rand(B, SQ) < 0.8),
+}
+
+
+def by_the_definition(query, key, value, o):
+    """(out, lse, weights), one pair at a time, in Python floats, as DESIGN has it."""
+    shift = 0 if o.get("align") == "top_left" else SK - SQ
+    lse = torch.full((B, HQ, SQ), float("-inf"), dtype=torch.float64)
+    weights = torch.zeros(B, HQ, SQ, SK, dtype=torch.float64)
+    whole = torch.broadcast_to(o.get("bias", torch.zeros(1, 1)), (B, HQ, SQ, SK)).tolist()
+    slopes = torch.broadcast_to(o.get("alibi_slopes", torch.zeros(HQ)), (B, HQ)).tolist()
+    mask = torch.broadcast_to(o.get("mask", torch.ones(1, 1, dtype=torch.bool)), (B, HQ, SQ, SK))
+    for b, h, i in itertools.product(range(B), range(HQ), range(SQ)):
+        scores = {}
+        for j in range(SK):
+            s = D**-0.5 * float(query[b, h, i] @ key[b, h // (HQ // HKV), j])
+            if "softcap" in o:
+                s = o["softcap"] * math.tanh(s / o["softcap"])
+            s = s - slopes[b][h] * abs(i + shift - j) + whole[b][h][i][j]
+            seen = mask[b, h, i, j] and s > float("-inf") and ("query_mask" not in o or o["query_mask"][b, i])
+            if seen and not (o.get("causal") and j > i + shift):
+                scores[j] = s
+        total = sum(map(math.exp, scores.values())) + (math.exp(o["sinks"][h]) if "sinks" in o else 0.0)
+        if total:
+            lse[b, h, i] = math.log(total)
+        for j, s in scores.items():
+            weights[b, h, i, j] = math.exp(s) / total
+    if "dropout_p" in o:
+        words = torch.stack([by_numpy(o["seed"], plane, SQ, SK) for plane in range(B * HQ)]).view(B, HQ, SQ, SK)
+        weights = weights * (words >= int(o["dropout_p"] * 2**32)) / (1 - o["dropout_p"])
+    return weights @ value.repeat_interleave(HQ // HKV, 1), lse, weights
+
+
+def by_numpy(seed, plane, rows, keys):
+    """The word that decides each pair of a plane: Philox4x32-7 in NumPy's unsigned integers."""
+    low, word = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
+    i, j = numpy.arange(rows, dtype=numpy.uint64)[:, None], numpy.arange(keys, dtype=numpy.uint64)[None, :]
+    i_half, j_half = ((x >> numpy.uint64(4)) * numpy.uint64(8) + (x & numpy.uint64(7)) for x in (i, j))
+    zero = numpy.zeros((rows, keys), numpy.uint64)
+    c0, c1, c2, c3 = i_half + zero, j_half + zero, zero + numpy.uint64(plane % 2**32), zero + numpy.uint64(plane >> 32)
+    k0, k1 = seed % 2**32, seed % 2**64 >> 32
+    for _ in range(7):
+        a, b = c0 * numpy.uint64(0xD2511F53), c2 * numpy.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> word) ^ c1 ^ numpy.uint64(k0), b & low, (a >> word) ^ c3 ^ numpy.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    which = 2 * (i >> numpy.uint64(3) & numpy.uint64(1)) + (j >> numpy.uint64(3) & numpy.uint64(1))
+    return torch.from_numpy(numpy.choose(which.astype(int), [c0, c1, c2, c3]).astype(numpy.int64))
+
+
+def joined(names):
+    return {name: option for each in names for name, option in OPTIONS[each]().items()}
+
+
+PAIRS = [
+    names
+    for number in (1, 2)
+    for names in itertools.combinations(OPTIONS, number)
+    if len({name.split()[0] for name in names}) == number
+]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+def test_the_definition_pair_by_pair(names):
+    tensors, options = draw(), joined(names)
+    got = fa.attention(*tensors, **options, return_lse=True, return_weights=True)
+    for a, b in zip(got, by_the_definition(*tensors, options), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+def test_gradients_against_finite_differences(names):
+    tensors, options = draw(requires_grad=True), joined(names)
+    learned = [name for name in ("bias", "alibi_slopes", "sinks") if name in options]
+    hidden = options["bias"].isinf() if "bias" in options else None
+    free = [options[name].masked_fill(hidden, 0.0) if name == "bias" else options[name] for name in learned]
+
+    def compute(query, key, value, *given):
+        given = dict(zip(learned, given, strict=True))
+        if "bias" in given:
+            given["bias"] = given["bias"].masked_fill(hidden, float("-inf"))
+        out, lse, weights = fa.attention(
+            query, key, value, **{**options, **given}, return_lse=True, return_weights=True
+        )
+        if "query_mask" in options:  # what comes back to a hidden row is not looked at, not even for its sink
+            lse = lse.masked_fill(~options["query_mask"][:, None], 0.0)
+        return out, lse.masked_fill(lse.isinf(), 0.0), weights
+
+    inputs = (*tensors, *(x.detach().requires_grad_() for x in free))
+    assert torch.autograd.gradcheck(compute, inputs, fast_mode=True)
+    if len(names) == 1:
+        assert torch.autograd.gradgradcheck(compute, inputs, fast_mode=True)
+
+
+def test_bias_alone_requires_grad():
+    given = torch.randn(1, HQ, 1, SK, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(fa.attention(*draw(), bias=given).square().sum(), given)
+    assert grad.shape == given.shape and grad.abs().min() > 0
+
+
+def test_any_floating_dtype_of_bias_slopes_and_sinks():
+    tensors = draw(torch.float32)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        options = dict(bias=torch.randn(SQ, SK), alibi_slopes=torch.rand(HQ), sinks=torch.randn(HQ))
+        options = {name: x.to(dtype).requires_grad_() for name, x in options.items()}
+        out = fa.attention(*tensors, **options)
+        assert out.dtype == torch.float32
+        assert all(g.dtype == dtype for g in torch.autograd.grad(out.sum(), list(options.values())))
+        want = fa.attention(*tensors, **{name: x.detach().float() for name, x in options.items()})
+        torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_row_of_the_lowest_number_is_not_empty(dtype):
+    tensors = draw(torch.float32, requires_grad=True)
+    lowest = torch.zeros(SQ, SK, dtype=dtype)
+    lowest[1] = torch.finfo(dtype).min
+    out, lse, weights = fa.attention(*tensors, bias=lowest, return_lse=True, return_weights=True)
+    torch.testing.assert_close(weights[:, :, 1], torch.full((B, HQ, SK), 1 / SK))
+    torch.testing.assert_close(out[:, :, 1], tensors[2].mean(2).repeat_interleave(HQ // HKV, 1))
+    assert lse.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
+
+
+def test_a_row_that_sees_only_its_sink():
+    tensors, sinks = draw(requires_grad=True), torch.randn(HQ, dtype=torch.float64, requires_grad=True)
+    query_mask = torch.tensor([[True, False, True, True, True]])
+    tensors[0].data[:, :, 1] = float("nan")
+    none = torch.ones(SQ, SK, dtype=torch.bool)
+    none[2] = False
+    out, lse, weights = fa.attention(
+        *tensors, mask=none, query_mask=query_mask, sinks=sinks, return_lse=True, return_weights=True
+    )
+    for row in (1, 2):
+        assert (out[:, :, row] == 0).all() and (weights[:, :, row] == 0).all()
+        torch.testing.assert_close(lse[:, :, row], sinks.expand(B, HQ))
+    upstream = torch.ones_like(lse)
+    upstream[:, :, 1] = float("nan")  # what query_mask hides may hold anything on its way back too
+    grads = torch.autograd.grad([out, lse], [*tensors, sinks], [torch.ones_like(out), upstream])
+    assert all(grad.isfinite().all() for grad in grads) and (grads[0][:, :, 1:3] == 0).all()
+
+
+def test_dropout_depends_on_seed_head_and_place_alone():
+    seed = torch.tensor([2**62 + 12345])
+    planes = torch.tensor([3, 2**33 + 1])
+    for first, last, keys in ((0, 40, 37), (5, 33, 70), (16, 17, 16), (0, 1, 1)):
+        got = philox.words(seed, planes, first, last, keys)
+        for number, plane in enumerate(planes.tolist()):
+            assert torch.equal(got[number], by_numpy(int(seed), plane, last, keys)[first:])
+    negative = philox.words(torch.tensor([-5]), planes[:1], 0, 20, 20)[0]
+    assert torch.equal(negative, by_numpy(2**64 - 5, 3, 20, 20))
+    kept = philox.keep(seed, torch.arange(4), 0, 300, 300, 0.17).float().mean()
+    assert abs(float(kept) - 0.83) < 0.01
+
+
+def test_dropout_of_everything_and_of_nothing():
+    tensors = draw(requires_grad=True)
+    out = fa.attention(*tensors, dropout_p=1.0)
+    assert (out == 0).all() and all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), tensors))
+    state = torch.get_rng_state()
+    assert torch.equal(fa.attention(*tensors, dropout_p=0.0, seed=3), fa.attention(*tensors))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_draws_anew_from_torchs_generator():
+    tensors = draw()
+    torch.manual_seed(5)
+    first, second = (fa.attention(*tensors, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(fa.attention(*tensors, dropout_p=0.5), first) and not torch.equal(first, second)
+    same = [fa.attention(*tensors, dropout_p=0.5, seed=seed) for seed in (7, torch.tensor(7), torch.tensor([7]))]
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_inside_checkpoint(reentrant):
+    tensors = draw(requires_grad=True)
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(fa.attention(*tensors, dropout_p=0.4).square().sum(), tensors)
+    torch.manual_seed(5)
+    checkpoint(lambda *x: fa.attention(*x, dropout_p=0.4).square().sum(), *tensors, use_reentrant=reentrant).backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(tensors, plain, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_calls_drop_what_eager_calls_drop():
+    torch._dynamo.reset()
+    tensors = draw(torch.float32)
+    options = dict(bias=torch.randn(SQ, SK), softcap=5.0, alibi_slopes=torch.rand(HQ), sinks=torch.randn(HQ))
+
+    def step(query, key, value, seed):
+        return fa.attention(query, key, value, dropout_p=0.5, seed=seed, **options)
+
+    compiled, seed = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.tensor([11])
+    torch.testing.assert_close(compiled(*tensors, seed), step(*tensors, seed))
+    free = torch.compile(lambda *x: fa.attention(*x, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    assert not torch.equal(free(*tensors), free(*tensors))
+
+
+def test_blocks_of_queries_change_nothing_but_rounding(monkeypatch):
+    learned = dict(bias=bias(B, 1, SQ, SK), alibi_slopes=torch.rand(HQ).double(), sinks=torch.randn(HQ).double())
+    learned = {name: x.requires_grad_() for name, x in learned.items()}
+    tensors, options = draw(requires_grad=True), dict(softcap=2.0, dropout_p=0.4, seed=3, **learned)
+    inputs = (*tensors, *learned.values())
+
+    def both():
+        out, lse = fa.attention(*tensors, **options, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse.square().sum(), inputs)
+
+    whole = both()
+    monkeypatch.setattr(reference, "BUDGET", 8 * B * HQ * SK * 2)
+    for a, b in zip(both(), whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_weights_come_in_the_dtype_and_rank_of_the_query():
+    query, key, value = (torch.randn(3, s, 8).bfloat16() for s in (4, 5, 5))
+    out, weights = fa.attention(query, key, value, return_weights=True)
+    assert weights.shape == (3, 4, 5) and weights.dtype == torch.bfloat16
+    assert fa.attention(query[0], key[0], value[0], return_weights=True)[1].shape == (4, 5)
+    assert torch.equal(fa.attention(query, key, value), out)
