@@ -214,7 +214,7 @@ def weights(call: Call) -> Tensor:
 def results(call: Call, rank: int, out: Tensor, lse: Tensor | None, return_lse: bool, return_weights: bool):
     """What the caller of a function of ours gets: out, or a tuple (out[, lse][, weights]), of the query's rank."""
     got = [out]
-    if return_lse:
+    if return_lse and lse is not None:  # a backend that has it anyway gives it unasked
         got.append(lse)
     if return_weights:
         got.append(weights(call))
