@@ -4,12 +4,15 @@ Philox4x32 of seven rounds, keyed by the seed; the counter is a place in the gri
 depend on nothing else. Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
+SLAB = 2**16  # counters drawn at a time: their words fit a cache
 WORD = 0xFFFFFFFF  # words are kept in int64, whose products wrap: their lower 64 bits are right
 
 
@@ -24,33 +27,48 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
+def _drawn(
+    seed: Tensor, planes: Tensor, first: int, last: int, keys: int, decide: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`decide` of the word of each pair (i, j): (planes, last - first, keys).
+
+    One call of Philox serves i and i + 8, j and j + 8.
+    """
+    device, columns = planes.device, -(-keys // 16) * 8
+    start, end = first // 16 * 8, -(-last // 16) * 8  # counters of rows: half as many, in steps of 8
+    key = [seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD]
+    plane, column = planes.reshape(-1, 1, 1), torch.arange(columns, device=device)[None, None, :]
+    # A compiler fuses what here has to fit the cache, and would take the number of slabs for a guard on sizes.
+    whole = torch.compiler.is_compiling()
+    step = end - start if whole else max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
+    slabs = []
+    for row in range(start, end, max(1, step)):
+        rows = torch.arange(row, end if whole else min(row + step, end), device=device)[None, :, None]
+        shape = torch.broadcast_shapes(plane.shape, rows.shape, column.shape)
+        words = _rounds([x.expand(shape) for x in (rows, column, plane & WORD, plane >> 32)], key)
+        # [plane, half of i, low bits of i, half of j, low bits of j, bit 3 of i, bit 3 of j]
+        slab = torch.stack([decide(word) for word in words], -1).reshape(*shape[:1], -1, 8, columns // 8, 8, 2, 2)
+        slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).reshape(shape[0], -1, columns * 2))
+    grid = torch.cat(slabs, 1) if slabs else decide(plane.new_zeros(planes.numel(), 0, columns * 2))
+    return grid[:, first - start * 2 : last - start * 2, :keys]
+
+
 def words(seed: Tensor, planes: Tensor, first: int, last: int, keys: int) -> Tensor:
     """The word that decides each pair (i, j), as int64 in [0, 2**32).
 
     Args:
-        seed: one int64. planes: int64, b * Hq + h of each plane.
+        seed: one int64.
+        planes: int64, b * Hq + h of each plane.
         first, last: rows i to draw for. keys: j is 0 .. keys - 1.
-    Returns: (planes, last - first, keys). One call of Philox gives the words of i, i + 8 and j, j + 8.
+    Returns: (planes, last - first, keys).
     """
-    device = planes.device
-    start, rows = first // 16 * 8, -(-last // 16) * 8 - first // 16 * 8
-    i = torch.arange(start, start + rows, device=device)[None, :, None]
-    columns = -(-keys // 16) * 8
-    j = torch.arange(columns, device=device)[None, None, :]
-    plane = planes.reshape(-1, 1, 1)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    shape = torch.broadcast_shapes(i.shape, j.shape, plane.shape)
-    counter = [x.expand(shape) for x in (i + zero, j + zero, plane & WORD, plane >> 32)]
-    seed = seed.reshape(())
-    drawn = torch.stack(_rounds(counter, [seed & WORD, (seed >> 32) & WORD]), -1)
-    # [plane, half of i, low bits of i, half of j, low bits of j, bit 3 of i, bit 3 of j]
-    drawn = drawn.reshape(-1, rows // 8, 8, columns // 8, 8, 2, 2).permute(0, 1, 5, 2, 3, 6, 4)
-    return drawn.reshape(-1, rows * 2, columns * 2)[:, first - start * 2 : last - start * 2, :keys]
+    return _drawn(seed, planes, first, last, keys, lambda word: word)
 
 
 def keep(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, dropout_p: float) -> Tensor:
     """Which pairs dropout keeps, bool (planes, last - first, keys)."""
-    return words(seed, planes, first, last, keys) >= threshold(dropout_p)
+    least = threshold(dropout_p)
+    return _drawn(seed, planes, first, last, keys, lambda word: word >= least)
 
 
 def threshold(dropout_p: float) -> int:

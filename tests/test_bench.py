@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, cost, host, memory, providers, rows, table, warm
+from fusedattn.bench import attention, cases, cost, dropout, host, memory, providers, rows, table, warm
 
 import fusedattn as fa
 
@@ -234,6 +234,18 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 
 @needs_bash
+def test_what_dropout_costs_is_written_as_rows(tmp_path, capsys):
+    path = tmp_path / "dropout.csv"
+    dropout.main(["--length", "48", "--repeats", "3", "--csv", str(path), "--commit", "abc"])
+    with open(path, newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["provider"] for row in written] == ["fusedattn:naive", "naive"]
+    assert all(float(row["ms_p50"]) > 0 and row["options"] == "dropout=0.1" for row in written)
+    assert "ratio" in capsys.readouterr().out
+    kept = {name: (step() > 0).float().mean().item() for name, step in dropout.steps(256).items()}
+    assert all(abs(share - 0.9) < 0.02 for share in kept.values())
+
+
 @pytest.mark.parametrize("name", ["gpu.sh", "tree.sh"])
 def test_scripts_parse(name):
     subprocess.run(["bash", "-n", str(ROOT / "bench" / name)], check=True)
