@@ -1,4 +1,4 @@
-"""What does drawing dropout's bits cost the naive path, beside torch's own dropout?    python -m fusedattn.bench.dropout
+"""What do dropout's bits cost the naive path, beside torch's own dropout?    python -m fusedattn.bench.dropout
 
 A grid of 4096 x 4096 weights of one head, in float32: the mask of `fusedattn.philox` times the weights, and
 torch.nn.functional.dropout, whose bits depend on the order in which they are drawn. In turns, no gradients.

@@ -230,10 +230,6 @@ def test_host_time_is_written_as_rows(tmp_path):
     assert len(written) == 2 * len(host.CASES)
 
 
-needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-
-
-@needs_bash
 def test_what_dropout_costs_is_written_as_rows(tmp_path, capsys):
     path = tmp_path / "dropout.csv"
     dropout.main(["--length", "48", "--repeats", "3", "--csv", str(path), "--commit", "abc"])
@@ -246,6 +242,10 @@ def test_what_dropout_costs_is_written_as_rows(tmp_path, capsys):
     assert all(abs(share - 0.9) < 0.02 for share in kept.values())
 
 
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@needs_bash
 @pytest.mark.parametrize("name", ["gpu.sh", "tree.sh"])
 def test_scripts_parse(name):
     subprocess.run(["bash", "-n", str(ROOT / "bench" / name)], check=True)
