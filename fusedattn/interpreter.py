@@ -1,7 +1,9 @@
-"""Triton's interpreter, made right for bfloat16: it multiplies and sums the bits as integers, and truncates casts."""
+"""Triton's interpreter, made right for bfloat16: it multiplies and sums the bits as integers, and truncates casts.
+
+It needs NumPy, as nothing else does: only what interprets imports this.
+"""
 
 import numpy
-import triton
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
@@ -40,6 +42,6 @@ def repair():
     builder.create_dot, builder.cast_impl, builder.knows_bfloat16 = create_dot, cast_impl, True
 
 
-def active():
-    """Whether kernels run in the interpreter, as TRITON_INTERPRET=1 asks before triton is imported."""
-    return triton.knobs.runtime.interpret
+def quiet():
+    """A context without NumPy's warnings, which it has of every infinity: the interpreter computes with NumPy."""
+    return numpy.errstate(all="ignore")

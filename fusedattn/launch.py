@@ -1,27 +1,35 @@
 """From tensors to kernels: views, grids and tiles. Sizes of 0 do not get here: `ops` answers for them."""
 
+import contextlib
 import functools
 
-import numpy
 import torch
-from triton import cdiv
+from triton import cdiv, knobs
 from triton.runtime.errors import OutOfResources
 
-from . import configs, interpreter
+from . import configs
 from .kernels import backward as gradients
 from .kernels import forward as attention
 from .kernels.masks import Masks
 from .kernels.scores import score
 from .kernels.tiles import View, width
 
-if interpreter.active():
+
+def interpreting():
+    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 asks before Triton is imported."""
+    return knobs.runtime.interpret
+
+
+if interpreting():
+    from . import interpreter
+
     interpreter.repair()
 
 
 @functools.cache
 def _capability(device):
     """90 for compute capability (9, 0); None where kernels are interpreted."""
-    if interpreter.active():
+    if interpreting():
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
@@ -92,11 +100,17 @@ def candidates(name, query, value):
     return tiles[min(_too_large.get(kind, 0), len(tiles) - 1) :]
 
 
+def _surroundings(device):
+    """What a launch needs around it: the device of its tensors, or an interpreter that does not warn."""
+    if interpreting():
+        return interpreter.quiet()
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _launch(name, query, value, length, planes, arguments, by_keys=False):
     """Run a kernel over the blocks of `length` in each plane, with the first of its tiles that fits the device."""
     kernel, tiles = KERNELS[name], candidates(name, query, value)
-    guard = torch.cuda.device(query.device) if query.is_cuda else numpy.errstate(all="ignore")
-    with guard:
+    with _surroundings(query.device):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
             sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
             programs = cdiv(length, tile.keys if by_keys else tile.rows) * planes

@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fusedattn import configs, interpreter, launch, ops
+from fusedattn import configs, launch, ops
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
 SMALLEST = min(SHARED.values())
@@ -275,7 +275,7 @@ def main(arguments=None):
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="such as 90 for sm_90")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
     options = parser.parse_args(arguments)
-    if interpreter.active():
+    if launch.interpreting():
         sys.exit("offline_compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
     rows = [row for row in table(options.capability) if options.filter in str(row)]

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -190,3 +191,13 @@ def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     where = run("import fusedattn as a, fusedattn.kernels as k; print(*a.__path__, *k.__path__, sep='\\n')", tmp_path)
     assert where.splitlines() == [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
+
+
+def test_launching_kernels_needs_no_numpy():
+    """Only the interpreter does; NumPy is not a dependency of ours, nor of torch."""
+    pytest.importorskip("triton")
+    program = (
+        "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore'); import fusedattn.launch"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
