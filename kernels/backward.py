@@ -33,7 +33,7 @@ def prepare(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows (B, Hq, Sq, 4: pivot, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
+    """Rows (B, Hq, Sq, 4: shift, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
 
     A row that saw nothing has delta 0 whatever its incoming gradients hold.
     """
@@ -51,7 +51,7 @@ def prepare(
     if GradLse is not None:
         delta -= tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
     table = tiles.table(Rows, plane, q_len, 4)
-    tiles.store_column(table, rows, q_len, 0, row.pivot)
+    tiles.store_column(table, rows, q_len, 0, row.shift)
     tiles.store_column(table, rows, q_len, 1, row.rest)
     tiles.store_column(table, rows, q_len, 2, row.unit)
     tiles.store_column(table, rows, q_len, 3, tl.where(rest == float("inf"), 0.0, delta))
@@ -59,22 +59,22 @@ def prepare(
 
 @triton.jit
 def _load_rows(Rows, plane, rows, n):
-    pivot, rest, unit, delta = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
-    return Row(softmax.Row(pivot, rest, unit), delta)
+    shift, rest, unit, delta = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
+    return Row(softmax.Row(shift, rest, unit), delta)
 
 
 @triton.jit
 def _down(row):
     """For tiles of [rows, keys]."""
     s = row.softmax
-    return Row(softmax.Row(s.pivot[:, None], s.rest[:, None], s.unit[:, None]), row.delta[:, None])
+    return Row(softmax.Row(s.shift[:, None], s.rest[:, None], s.unit[:, None]), row.delta[:, None])
 
 
 @triton.jit
 def _across(row):
     """For tiles of [keys, rows]."""
     s = row.softmax
-    return Row(softmax.Row(s.pivot[None, :], s.rest[None, :], s.unit[None, :]), row.delta[None, :])
+    return Row(softmax.Row(s.shift[None, :], s.rest[None, :], s.unit[None, :]), row.delta[None, :])
 
 
 @triton.jit

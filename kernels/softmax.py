@@ -25,9 +25,9 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What gives the weights of a row back, from `row`."""
+    """What gives the weights of a row back, from `row`: what is added to a score, and what is taken from its power."""
 
-    pivot: tl.tensor
+    shift: tl.tensor
     rest: tl.tensor
     unit: tl.tensor
 
@@ -108,16 +108,16 @@ def row(top, rest, unit):
     """
     pivot = _pivot(top)
     if unit is None:
-        return Row(pivot, rest, pivot)
+        return Row(-pivot, rest, pivot)
     else:
         steps = _steps(pivot)
-        return Row(pivot * steps, rest, steps * (unit * (LOG2E / 4)))
+        return Row(-pivot * steps, rest, steps * (unit * (LOG2E / 4)))
 
 
 @triton.jit
 def weights(s, row, unit):
     """The weights again, from scores and their rows, which come already broadcast. Rows that saw nothing weigh 0."""
     if unit is None:
-        return tl.math.exp2((s - row.pivot) * LOG2E - row.rest)
+        return tl.math.exp2((s + row.shift) * LOG2E - row.rest)
     else:
-        return tl.math.exp2(tl.fma(s, row.unit, -row.pivot) - row.rest)
+        return tl.math.exp2(tl.fma(s, row.unit, row.shift) - row.rest)
