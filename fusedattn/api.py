@@ -68,8 +68,8 @@ def attention(
     """
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
-    out, lse = backends.choose(call, backend).run(call, return_lse)
-    return results(call, query.dim(), out, lse, return_lse, return_weights)
+    out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
+    return results(query.dim(), out, lse if return_lse else None, weights)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,27 +39,24 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _machine_reasons(device: torch.device) -> tuple[str, ...]:
+def machine_reasons(device: torch.device) -> tuple[str, ...]:
     """Why Triton kernels cannot run on tensors of a device, whatever the call."""
     return _find_machine_reasons(device)
 
 
 # A constant to the compiler. torch.compiler.assume_constant_result sets the same mark, but imports the compiler.
-_machine_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+machine_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _triton_reasons(call: Call) -> list[str]:
     """Why this call cannot take the universal kernels; empty if it can."""
     device, dtype = call.query.device, call.query.dtype
-    reasons = list(_machine_reasons(device))
+    reasons = list(machine_reasons(device))
     if dtype == torch.float64 and device.type == "cuda":
         reasons.append("float64 is for the naive path")
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
-    for name in ("bias", "softcap", "alibi_slopes", "sinks", "seed"):
-        if getattr(call, name) is not None:
-            reasons.append(f"{'dropout_p' if name == 'seed' else name} is not in the kernels yet")
     batch, heads, rows, _ = call.query.shape
     if batch * heads * (max(rows, call.key.shape[2]) + 15) // 16 >= 2**31:  # no tile has fewer than 16 rows or keys
         reasons.append("the grid would pass 2**31 programs")
@@ -67,15 +64,18 @@ def _triton_reasons(call: Call) -> list[str]:
 
 
 class Backend(NamedTuple):
-    """reasons(call) lists why it cannot take a call; run(call, need_lse) gives (output, lse or None)."""
+    """reasons(call) lists why it cannot take a call; run(call, need_lse, need_weights) gives (output, lse, weights).
+
+    What is not needed may be None.
+    """
 
     name: str
     reasons: Callable[[Call], list[str]]
-    run: Callable[[Call, bool], tuple]
+    run: Callable[[Call, bool, bool], tuple]
 
 
 BACKENDS = {
-    "triton": Backend("triton", _triton_reasons, lambda call, need_lse: ops.run(call)),
+    "triton": Backend("triton", _triton_reasons, ops.run),
     "naive": Backend("naive", lambda call: [], reference.run),
 }
 

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
+TENSORS = 11  # how many are tensors, or None
 UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; larger ones would overflow
 
 
@@ -29,31 +31,46 @@ class Arguments(NamedTuple):
     seed: Any = None
 
 
-class Call(NamedTuple):
-    """The same call, checked and in one form.
+class Plan(NamedTuple):
+    """Masks, and which blocks of pairs they leave: what `fusedattn.plan` makes, to be passed as mask= again and again.
 
-    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). mask and bias, of rank 4, broadcast to
-    (B, Hq, Sq, Sk); key_mask is (1 or B, Sk), query_mask (1 or B, Sq), alibi_slopes (1 or B, Hq), sinks (Hq,). Row i
-    sees keys shift + i - left .. shift + i + right; None is unbounded; shift is 0 if top_left, otherwise Sk - Sq. seed
-    is a tensor of one int64 where dropout_p is not 0, otherwise None.
+    mask, key_mask and query_mask are what it was made of: while a plan is in use they must not change. marks is (1 or B,
+    1 or Hq, blocks of queries, blocks of keys) of bytes, for 64 x 64 pairs each: 0 where none is seen, 3 where all are.
+    None where no kernel could read it.
+    """
+
+    mask: Tensor | None
+    key_mask: Tensor | None
+    query_mask: Tensor | None
+    marks: Tensor | None
+
+
+class Call(NamedTuple):
+    """The same call, checked and in one form: first the tensors, of which the first DIFFERENTIABLE have gradients.
+
+    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). bias and mask, of rank 4, broadcast to
+    (B, Hq, Sq, Sk); alibi_slopes and sinks are (1 or B, Hq), key_mask (1 or B, Sk), query_mask (1 or B, Sq). seed is a
+    tensor of one int64 where dropout_p is not 0, otherwise None. marks are those of a Plan. Row i sees keys
+    shift + i - left .. shift + i + right; None is unbounded; shift is 0 if top_left, otherwise Sk - Sq.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
     bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    mask: Tensor | None
     key_mask: Tensor | None
     query_mask: Tensor | None
+    seed: Tensor | None
+    marks: Tensor | None
     left: int | None
     right: int | None
     top_left: bool
     scale: float
     softcap: float | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
     dropout_p: float
-    seed: Tensor | None
 
     @property
     def shift(self) -> int:
@@ -82,14 +99,14 @@ def autocast(arguments: Arguments) -> Arguments:
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 
-def _rank4(pairs: Tensor | None) -> Tensor | None:
+def rank4(pairs: Tensor | None) -> Tensor | None:
     """A mask or bias with the dimensions that it, or the query, did not have: heads after the batch."""
     if pairs is None or pairs.dim() == 4:
         return pairs
     return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
 
 
-def _rows(tensor: Tensor | None) -> Tensor | None:
+def rows(tensor: Tensor | None) -> Tensor | None:
     """(n,) as (1, n): shared by the batch."""
     return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
 
@@ -101,8 +118,8 @@ def _seed(seed: Any, device: torch.device) -> Tensor:
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def normalise(arguments: Arguments) -> Call:
-    """The Call of arguments that have passed every check."""
+def normalise(arguments: Arguments, marks: Tensor | None = None) -> Call:
+    """The Call of arguments that have passed every check, and the marks of the plan that their masks came from."""
     a = arguments
     query, key, value = a.query, a.key, a.value
     left, right = (None if side is None else min(side, UNBOUNDED) for side in a.window or (None, None))
@@ -118,19 +135,20 @@ def normalise(arguments: Arguments) -> Call:
         query,
         key,
         value,
-        _rank4(a.mask),
-        _rank4(a.bias),
-        _rows(a.key_mask),
-        _rows(a.query_mask),
+        rank4(a.bias),
+        rows(a.alibi_slopes),
+        rows(a.sinks),
+        rank4(a.mask),
+        rows(a.key_mask),
+        rows(a.query_mask),
+        _seed(a.seed, query.device) if a.dropout_p else None,
+        marks,
         left,
         right,
         a.align == "top_left" and aligned,
         query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
         None if a.softcap is None else float(a.softcap),
-        _rows(a.alibi_slopes),
-        a.sinks,
         float(a.dropout_p),
-        _seed(a.seed, query.device) if a.dropout_p else None,
     )
 
 

@@ -20,9 +20,11 @@ class Tile(NamedTuple):
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = {
     "forward": (Tile(32, 16, 4, 1),),
+    "weights": (Tile(16, 32, 4, 1),),
     "prepare": (Tile(32, None, 4, 1),),
     "dq": (Tile(32, 16, 4, 1),),
     "dkdv": (Tile(16, 32, 4, 1),),
+    "dbias": (Tile(32, 16, 4, 1),),
 }
 
 # (pass, architecture, bytes of an element, width): from the best to what fits anywhere. The width is that of the wider
@@ -63,10 +65,30 @@ TABLE = {
     # The rows that wgmma multiplies at once: delta is then summed as dp is.
     ("prepare", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("prepare", 90, 2, 256): (Tile(64, None, 4, 1),),
+    ("weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
+    ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
+    ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),
+    ("weights", 80, 4, 64): (Tile(32, 32, 4, 1),),
+    ("weights", 80, 4, 128): (Tile(32, 32, 4, 1),),
+    ("weights", 80, 4, 256): (Tile(32, 32, 4, 1),),
+    ("dbias", 80, 2, 64): (Tile(64, 64, 4, 2),),
+    ("dbias", 80, 2, 128): (Tile(64, 64, 8, 1),),
+    ("dbias", 80, 2, 256): (Tile(32, 32, 4, 1),),
+    ("dbias", 80, 4, 64): (Tile(32, 32, 4, 1),),
+    ("dbias", 80, 4, 128): (Tile(32, 32, 8, 1),),
+    ("dbias", 80, 4, 256): (Tile(16, 16, 4, 1),),
 }
 
+# The same for calls with a bias, slopes, a cap or dropout.
+RICH: dict = {}
 
-def tiles(kernel, capability, itemsize, width):
+
+def grain(capability):
+    """Rows and keys of a block that is marked as seen or not; capability None is Triton's interpreter."""
+    return 16 if capability is None else 64
+
+
+def tiles(kernel, capability, itemsize, width, rich=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
@@ -74,13 +96,15 @@ def tiles(kernel, capability, itemsize, width):
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.
+        rich: whether a bias, slopes, a cap or dropout need registers too; without rows of their own they take the rest.
     """
     if capability is None:
         return INTERPRETED[kernel]
     width = 64 if width <= 64 else 128 if width <= 128 else 256
     # 86, 89 and 120 have little shared memory and no wgmma; 100 has both.
     architecture = 90 if 90 <= capability < 120 else 80
-    for key in ((kernel, architecture, itemsize, width), (kernel, 80, itemsize, width), (kernel, 80, 2, width)):
-        if key in TABLE:
-            return TABLE[key]
+    for place in ((architecture, itemsize), (80, itemsize), (80, 2)):
+        for table in (RICH, TABLE) if rich else (TABLE,):
+            if (kernel, *place, width) in table:
+                return table[kernel, *place, width]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")

@@ -8,8 +8,12 @@ from triton import cdiv, knobs
 from triton.runtime.errors import OutOfResources
 
 from . import configs
+from .call import Call
 from .kernels import backward as gradients
+from .kernels import blocks
 from .kernels import forward as attention
+from .kernels import weights as recomputed
+from .kernels.dropout import noise
 from .kernels.masks import Masks
 from .kernels.scores import score
 from .kernels.tiles import View, width
@@ -27,11 +31,11 @@ if interpreting():
 
 
 @functools.cache
-def _capability(device):
+def capability(device):
     """90 for compute capability (9, 0); None where kernels are interpreted."""
     if interpreting():
         return None
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_devicecapability(device)
     return major * 10 + minor
 
 
@@ -49,9 +53,22 @@ def _view(tensor):
     )
 
 
-def _mask(tensor, *shape):
+def _bytes(mask, *shape):
     """The View that Masks wants of a bool tensor; absent stays None."""
-    return None if tensor is None else _view(tensor.view(torch.uint8).expand(shape))
+    return None if mask is None else _view(mask.view(torch.uint8).expand(shape))
+
+
+def _masks(mask, key_mask, query_mask, batch, heads, rows, keys):
+    return Masks(
+        pairs=_bytes(mask, batch, heads, rows, keys),
+        keys=_bytes(None if key_mask is None else key_mask[:, None, None, :], batch, 1, 1, keys),
+        rows=_bytes(None if query_mask is None else query_mask[:, None, :, None], batch, 1, rows, 1),
+    )
+
+
+def _each_head(tensor, batch, heads):
+    """The View of one number a head of a (1 or B, Hq) tensor."""
+    return None if tensor is None else _view(tensor[:, :, None, None].expand(batch, heads, 1, 1))
 
 
 def _side(side, rows, keys):
@@ -59,44 +76,78 @@ def _side(side, rows, keys):
     return None if side is None else min(side, rows + keys)
 
 
-def _common(query, key, value, mask, key_mask, query_mask, left, right, top_left, scale):
+def _sizes(call):
+    """(B, Hq, Sq, Sk)"""
+    return (*call.query.shape[:3], call.key.shape[2])
+
+
+def _score(call):
+    batch, heads, rows, keys = _sizes(call)
+    bias = None if call.bias is None else _view(call.bias.expand(batch, heads, rows, keys))
+    slopes, sinks = (_each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
+    return score(call.scale, call.softcap, slopes, bias, sinks)
+
+
+def _band(call):
+    rows, keys = call.query.shape[2], call.key.shape[2]
+    left, right = (_side(side, rows, keys) for side in (call.left, call.right))
+    return dict(q_len=rows, k_len=keys, left=left, right=right, TOP_LEFT=call.top_left)
+
+
+def _common(call):
     """The arguments that kernels over pairs share."""
-    (batch, heads, rows, dim), keys = query.shape, key.shape[2]
+    query, key, value = call.query, call.key, call.value
     return dict(
         Q=_view(query),
         K=_view(key),
         V=_view(value),
-        masks=Masks(
-            pairs=_mask(mask, batch, heads, rows, keys),
-            keys=_mask(None if key_mask is None else key_mask[:, None, None, :], batch, 1, 1, keys),
-            rows=_mask(None if query_mask is None else query_mask[:, None, :, None], batch, 1, rows, 1),
-        ),
-        q_len=rows,
-        k_len=keys,
-        left=_side(left, rows, keys),
-        right=_side(right, rows, keys),
-        score=score(scale),
-        HEADS=heads,
-        GROUP=heads // key.shape[1],
-        D=dim,
+        masks=_masks(call.mask, call.key_mask, call.query_mask, *_sizes(call)),
+        noise=None if call.seed is None else noise(call.seed, call.dropout_p),
+        score=_score(call),
+        HEADS=query.shape[1],
+        GROUP=query.shape[1] // key.shape[1],
+        D=query.shape[3],
         DV=value.shape[3],
-        TOP_LEFT=top_left,
         PRECISION=_precision(query.dtype),
+        **_band(call),
     )
 
 
-KERNELS = {kernel.__name__: kernel for kernel in (attention.forward, gradients.prepare, gradients.dq, gradients.dkdv)}
-_too_large: dict[tuple, int] = {}  # (kernel, device, dtype, width): how many of its tiles the device could not hold
+KERNELS = {
+    kernel.__name__: kernel
+    for kernel in (
+        attention.forward,
+        recomputed.weights,
+        gradients.prepare,
+        gradients.dq,
+        gradients.dkdv,
+        gradients.dbias,
+        blocks.mark,
+        blocks.list_blocks,
+    )
+}
+_too_large: dict[tuple, int] = {}  # (kernel, device, dtype, width, rich): how many of its tiles the device cannot hold
 
 
-def _kind(name, query, value):
-    return name, query.device, query.dtype, max(width.fn(query.shape[3]), width.fn(value.shape[3]))
+def _kind(name, call):
+    query, value = call.query, call.value
+    return name, query.device, query.dtype, max(width.fn(query.shape[3]), width.fn(value.shape[3])), _rich(call)
 
 
-def candidates(name, query, value):
-    """Tiles that a kernel may take for these tensors, best first, less those that the device is known not to hold."""
-    kind = _kind(name, query, value)
-    tiles = configs.tiles(name, _capability(query.device), query.element_size(), kind[-1])
+def _rich(call):
+    """Whether a pair costs registers beyond its score and its weight."""
+    return any(x is not None for x in (call.bias, call.alibi_slopes, call.softcap, call.seed))
+
+
+def _tiles(kind):
+    name, device, dtype, width, rich = kind
+    return configs.tiles(name, capability(device), dtype.itemsize, width, rich)
+
+
+def candidates(name, call):
+    """Tiles that a kernel may take for a call, best first, less those that the device is known not to hold."""
+    kind = _kind(name, call)
+    tiles = _tiles(kind)
     return tiles[min(_too_large.get(kind, 0), len(tiles) - 1) :]
 
 
@@ -107,46 +158,176 @@ def _surroundings(device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _launch(name, query, value, length, planes, arguments, by_keys=False):
-    """Run a kernel over the blocks of `length` in each plane, with the first of its tiles that fits the device."""
-    kernel, tiles = KERNELS[name], candidates(name, query, value)
-    with _surroundings(query.device):
+def _launch(name, call, programs, arguments, lists=None):
+    """Run a kernel with the first of its tiles that fits the device.
+
+    Args:
+        programs: of a tile, how many there are to run. lists: of a tile, its `lists` argument, if the kernel has one.
+    """
+    kernel, tiles = KERNELS[name], candidates(name, call)
+    with _surroundings(call.query.device):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
             sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-            programs = cdiv(length, tile.keys if by_keys else tile.rows) * planes
+            if lists is not None:
+                sizes["lists"] = lists(tile)
             try:
-                kernel[(programs,)](**arguments, **sizes, num_warps=tile.warps, num_stages=tile.stages)
+                kernel[(programs(tile),)](**arguments, **sizes, num_warps=tile.warps, num_stages=tile.stages)
                 return
             except OutOfResources:
                 if not left:
                     raise
-                kind = _kind(name, query, value)
+                kind = _kind(name, call)
                 # Counted from the end: another thread may have come as far meanwhile.
-                whole = configs.tiles(name, _capability(query.device), query.element_size(), kind[-1])
-                _too_large[kind] = len(whole) - left
+                _too_large[kind] = len(_tiles(kind)) - left
 
 
-def forward(out, lse, stats, query, key, value, *options):
-    """Fill out, lse and, unless None, stats."""
-    batch, heads, rows, _ = query.shape
-    arguments = _common(query, key, value, *options)
-    arguments |= dict(Out=_view(out), Lse=lse, Stats=stats)
-    _launch("forward", query, value, rows, batch * heads, arguments)
+def new_marks(mask, key_mask, query_mask, bias):
+    """Uninitialised marks, of whatever sizes the masks and the bias differ along; any may be None, but not all."""
+    given = [x for x in (mask, bias) if x is not None]
+    given += [] if key_mask is None else [key_mask[:, None, None, :]]
+    given += [] if query_mask is None else [query_mask[:, None, :, None]]
+    grain = configs.grain(capability(given[0].device))
+    batch, heads, rows, keys = torch.broadcast_shapes(*(x.shape for x in given))
+    marks = given[0].new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
+    return marks, (rows, keys)
 
 
-def backward(grads, grad_out, grad_lse, out, stats, query, key, value, *options):
-    """Fill grads: those of query, key and value, None for what is not needed (key and value go together)."""
-    (batch, heads, rows, _), (_, kv_heads, keys, _) = query.shape, key.shape
-    grad_query, grad_key, grad_value = grads
-    arguments = _common(query, key, value, *options)
-    table = stats.new_empty(batch, heads, rows, 4)
-    prepare = dict(Out=_view(out), GradOut=_view(grad_out), GradLse=grad_lse, Stats=stats, Rows=table)
-    prepare |= {name: arguments[name] for name in ("q_len", "score", "HEADS", "DV", "PRECISION")}
-    _launch("prepare", query, value, rows, batch * heads, prepare)
+def mark(mask, key_mask, query_mask, bias):
+    """The marks of blocks of pairs: bytes, as `kernels.blocks.mark` has them."""
+    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias)
+    batch, heads = marks.shape[:2]
+    if marks.numel():
+        with _surroundings(marks.device):
+            KERNELS["mark"][(marks.numel(),)](
+                Marks=marks,
+                masks=_masks(mask, key_mask, query_mask, batch, heads, rows, keys),
+                bias=None if bias is None else _view(bias.expand(batch, heads, rows, keys)),
+                rows=rows,
+                keys=keys,
+                HEADS=heads,
+                GRAIN=configs.grain(capability(marks.device)),
+                num_warps=4,
+            )
+    return marks
 
-    arguments |= dict(GradOut=_view(grad_out), Rows=table)
-    if grad_query is not None:
-        _launch("dq", query, value, rows, batch * heads, arguments | dict(GradQ=_view(grad_query)))
-    if grad_key is not None:
-        arguments |= dict(GradK=_view(grad_key), GradV=_view(grad_value))
-        _launch("dkdv", query, value, keys, batch * kv_heads, arguments, by_keys=True)
+
+def list_blocks(call, marks, grain, tile, by_keys=False):
+    """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
+    batch, heads, rows, keys = _sizes(call)
+    group = heads // call.key.shape[1]
+    planes, length, turns = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
+    if by_keys:
+        planes, length, turns = max(1, planes // group), turns, length * group
+    lists = marks.new_empty((marks.shape[0], planes, length, 2, turns + 2), dtype=torch.int64)
+    if lists.numel():
+        KERNELS["list_blocks"][(lists.shape[0] * planes * length,)](
+            Lists=lists,
+            marks=_view(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
+            HEADS=planes,
+            GROUP=group if by_keys else 1,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            GRAIN=grain,
+            BY_KEYS=by_keys,
+            CHUNK=256,
+            num_warps=4,
+            **_band(call),
+        )
+    return _view(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
+
+
+def _listing(call):
+    """Of a call, the function by_keys -> (tile -> its lists); None in them where nothing but a band hides."""
+    grain = configs.grain(capability(call.query.device))
+    marks = call.marks
+    if marks is None and any(x is not None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
+        marks = mark(call.mask, call.key_mask, call.query_mask, call.bias)
+    if marks is None:
+        return lambda by_keys: lambda tile: None
+    return lambda by_keys: lambda tile: list_blocks(call, marks, grain, tile, by_keys)
+
+
+def forward(out, lse, weights, stats, call: Call):
+    """Fill out, lse and, unless None, weights and stats; weights need stats."""
+    batch, heads, rows, keys = _sizes(call)
+    common = _common(call)
+    _launch(
+        "forward",
+        call,
+        lambda tile: cdiv(rows, tile.rows) * batch * heads,
+        common | dict(Out=_view(out), Lse=lse, Stats=stats),
+        lists=_listing(call)(by_keys=False),
+    )
+    if weights is not None:
+        arguments = {name: common[name] for name in common if name not in ("V", "DV")}
+        _launch(
+            "weights",
+            call,
+            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * batch * heads,
+            arguments | dict(Weights=_view(weights), Stats=stats),
+        )
+
+
+def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):
+    """Fill grads, of the first fields of a Call; None for what is not needed (key and value go together).
+
+    grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
+    """
+    batch, heads, rows, keys = _sizes(call)
+    kv_heads, planes = call.key.shape[1], batch * heads
+    grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
+    common, listing = _common(call), _listing(call)
+    weights, grad_weights = (None if grad_weights is None else _view(x) for x in (weights, grad_weights))
+
+    def table(columns, length=rows, new=stats.new_empty):
+        return new((batch, heads, length, columns))
+
+    rows_table, sink_sums = table(4), None if grad_sinks is None else table(1)
+    prepare = dict(Out=_view(out), GradOut=_view(grad_out), GradLse=grad_lse, Weights=weights)
+    prepare |= dict(GradWeights=grad_weights, Stats=stats, Rows=rows_table, GradSinks=sink_sums)
+    prepare |= {name: common[name] for name in ("q_len", "k_len", "score", "HEADS", "DV", "PRECISION")}
+    _launch("prepare", call, lambda tile: cdiv(rows, tile.rows) * planes, prepare)
+    common |= dict(GradOut=_view(grad_out), GradWeights=grad_weights, Rows=rows_table)
+
+    # Where the bias is broadcast decides whose loops its gradient is a sum over.
+    by_rows = by_keys = over_planes = whole = None
+    if grad_bias is not None:
+        if grad_bias.shape[3] == 1:
+            by_rows = table(1)
+        elif grad_bias.shape[2] == 1:
+            by_keys = table(3, keys, stats.new_zeros)
+        elif grad_bias.shape[:2] != (batch, heads):
+            over_planes = _view(grad_bias)
+        else:
+            whole = _view(grad_bias.zero_())
+    slope_sums = None if grad_slopes is None else table(1)
+
+    if any(x is not None for x in (grad_query, whole, by_rows, slope_sums)):
+        own = dict(GradQ=None if grad_query is None else _view(grad_query), GradBias=whole)
+        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums)
+        _launch(
+            "dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=listing(by_keys=False)
+        )
+    if grad_key is not None or by_keys is not None:
+        own = dict(zip(("GradK", "GradV"), (None if x is None else _view(x) for x in (grad_key, grad_value)), strict=True))
+        _launch(
+            "dkdv",
+            call,
+            lambda tile: cdiv(keys, tile.keys) * batch * kv_heads,
+            common | own | dict(BiasSums=by_keys),
+            lists=listing(by_keys=True),
+        )
+    if over_planes is not None:
+        shared = dict(GradBias=over_planes, BATCHES=batch, BIAS_BATCHES=grad_bias.shape[0], BIAS_HEADS=grad_bias.shape[1])
+        _launch(
+            "dbias",
+            call,
+            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * grad_bias.shape[0] * grad_bias.shape[1],
+            common | shared,
+        )
+
+    for sums, grad in ((by_rows, grad_bias), (sink_sums, grad_sinks), (slope_sums, grad_slopes)):
+        if sums is not None:
+            grad.copy_(sums.sum_to_size(grad.shape) if grad.dim() == 4 else sums.sum((2, 3)).sum_to_size(grad.shape))
+    if by_keys is not None:
+        grad_bias.copy_(by_keys.sum(3)[:, :, None, :].sum_to_size(grad_bias.shape))

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch (torch.ops.fusedattn), and their derivative.
+"""The kernels as operators of torch (torch.ops.fusedattn), and their derivatives.
 
 Operators are opaque to the compiler: a schema, an implementation for CUDA and for CPU (Triton's interpreter), and a
 fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
@@ -7,61 +7,68 @@ fake one that makes tensors of the same shapes, dtypes and strides. Autograd sit
 import torch
 from torch import Tensor
 
-from .call import Call
+from . import configs, reference
+from .call import DIFFERENTIABLE, TENSORS, Call
 from .layout import dense
 
-_PAIRS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_mask, Tensor? query_mask, "
-    "SymInt? left, SymInt? right, bool top_left, float scale"
+_CALL = (  # the fields of a Call, in their order
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
+    "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p"
 )
+_INPUTS = Call._fields[:DIFFERENTIABLE]
 _LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does
-_LIBRARY.define(f"forward({_PAIRS}, bool save) -> (Tensor out, Tensor lse, Tensor stats)")
 _LIBRARY.define(
-    f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor stats, {_PAIRS}, bool[3] need)"
-    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    f"forward({_CALL}, bool need_weights, bool save) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 )
-_TENSORS = 6  # how many of _PAIRS come before the numbers
+_LIBRARY.define(
+    "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
+    f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})"
+)
+_LIBRARY.define("mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask) -> Tensor")
+_BEFORE = 6  # how many arguments of backward come before the fields of the Call
 
 
-def _statistics(query: Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
+def _new_forward(*arguments):
+    """Uninitialised (out, lse, weights, stats).
+
+    weights (B, Hq, Sq, Sk) is empty unless needed; stats (B, Hq, Sq, 2) is what recomputes them, and empty if nothing will.
+    """
+    *fields, need_weights, save = arguments
+    call = Call(*fields)
+    rows = call.query.shape[:3]
+    lse = call.query.new_empty(rows, dtype=torch.promote_types(call.query.dtype, torch.float32))
+    weights = call.query.new_empty((*rows, call.key.shape[2]) if need_weights else (0,))
+    out = dense(call.query, (*rows, call.value.shape[3]))
+    return out, lse, weights, lse.new_empty((*rows, 2) if save or need_weights else (0,))
 
 
-def _new_forward(query, key, value, mask, key_mask, query_mask, left, right, top_left, scale, save):
-    """Uninitialised (out, lse, stats): stats (B, Hq, Sq, 2) is for the backward alone, and empty unless it is saved."""
-    rows = query.shape[:3]
-    lse = query.new_empty(rows, dtype=_statistics(query))
-    return dense(query, (*rows, value.shape[3])), lse, lse.new_empty((*rows, 2) if save else (0,))
-
-
-def _new_backward(grad_out, grad_lse, out, stats, query, key, value, *rest):
+def _new_backward(*arguments):
     """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed.
 
     One kernel makes those of key and value, so if either is needed, both are there.
     """
-    need_query, need_key, need_value = rest[-1]
-    needs = (need_query, need_key or need_value, need_key or need_value)
+    inputs, need = arguments[_BEFORE : _BEFORE + DIFFERENTIABLE], arguments[-1]
+    needed = (need[0], need[1] or need[2], need[1] or need[2], *need[3:])
     return tuple(
-        dense(x, x.shape) if need else x.new_empty(0) for x, need in zip((query, key, value), needs, strict=True)
+        dense(x, x.shape) if wanted else inputs[0].new_empty(0) for x, wanted in zip(inputs, needed, strict=True)
     )
 
 
 def _forward(*arguments):
-    out, lse, stats = _new_forward(*arguments)
-    key, save = arguments[1], arguments[-1]
-    if lse.numel() == 0 or key.shape[2] == 0:  # no row, or nothing that a row could see
-        out.zero_(), lse.fill_(float("-inf")), stats.fill_(float("inf"))
-        return out, lse, stats
-    from . import launch  # the first call imports Triton, nothing before it does
+    out, lse, weights, stats = results = _new_forward(*arguments)
+    if lse.numel():
+        from . import launch  # the first call imports Triton, nothing before it does
 
-    launch.forward(out, lse, stats if save else None, *arguments[:-1])
-    return out, lse, stats
+        *fields, need_weights, _ = arguments
+        launch.forward(out, lse, weights if need_weights else None, stats if stats.numel() else None, Call(*fields))
+    return results
 
 
-def _backward(grad_out, grad_lse, out, stats, *pairs_and_need):
-    grads = _new_backward(grad_out, grad_lse, out, stats, *pairs_and_need)
-    query, key = pairs_and_need[:2]
-    if query.numel() == 0 or key.numel() == 0:
+def _backward(*arguments):
+    grads = _new_backward(*arguments)
+    grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
+    if not out.numel():
         for grad in grads:
             grad.zero_()
         return grads
@@ -71,92 +78,131 @@ def _backward(grad_out, grad_lse, out, stats, *pairs_and_need):
         grad_out = out.new_zeros(()).expand(out.shape)
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
     wanted = [grad if grad.numel() else None for grad in grads]
-    launch.backward(wanted, grad_out, grad_lse, out, stats, *pairs_and_need[:-1])
+    call = Call(*arguments[_BEFORE:-1])
+    launch.backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
     return grads
 
 
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("forward", _forward, _key)
-    _LIBRARY.impl("backward", _backward, _key)
-torch.library.register_fake("fusedattn::forward", _new_forward, lib=_LIBRARY)
-torch.library.register_fake("fusedattn::backward", _new_backward, lib=_LIBRARY)
+def _new_marks(*masks):
+    from . import launch
+
+    return launch.new_marks(*masks, None)[0]
 
 
-def _folded(size, in_dims, arguments, batch):
-    """Arguments of a vmap over `size` calls with that dimension folded into the batch, of `batch` elements a call."""
+def _mark(*masks):
+    from . import launch
 
-    def fold(x, dim):
-        if not isinstance(x, Tensor):
-            return x
-        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        # A mask may be broadcast over the batch; one that differs between calls no longer can be.
-        return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
-
-    return [fold(x, dim) for x, dim in zip(arguments, in_dims, strict=True)]
+    return launch.mark(*masks, None)
 
 
-def _unfolded(size, results):
-    results = tuple(x.reshape(size, x.shape[0] // max(size, 1), *x.shape[1:]) for x in results)
-    return results, (0,) * len(results)
-
-
-def _batch(x, dim):
-    """The batch size of a tensor that vmap maps over `dim`, or over nothing."""
-    return x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
-
-
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "fusedattn: second derivatives of the fused kernels are not implemented; backend='naive' has them"
-    )
+for _name, _run, _new in (
+    ("forward", _forward, _new_forward),
+    ("backward", _backward, _new_backward),
+    ("mark", _mark, _new_marks),
+):
+    for _key in ("CUDA", "CPU"):
+        _LIBRARY.impl(_name, _run, _key)
+    torch.library.register_fake(f"fusedattn::{_name}", _new, lib=_LIBRARY)
 
 
 def _keep(ctx, inputs, output):
     """setup_context of the forward: what its derivative needs."""
-    *pairs, _ = inputs
-    out, lse, stats = output
-    ctx.save_for_backward(out, stats, *pairs[:_TENSORS])
-    ctx.numbers = pairs[_TENSORS:]
+    fields = inputs[:-2]
+    out, _, weights, stats = output
+    ctx.save_for_backward(out, weights, stats, *fields[:TENSORS])
+    ctx.numbers = fields[TENSORS:]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(run, ctx, grad_out, grad_lse):
+def _differentiate(run, ctx, *incoming):
     """Gradients of the inputs of the forward, from `run`, which is the backward operator in one form or another."""
-    if grad_out is None and grad_lse is None:
-        return (None,) * 11
-    need = list(ctx.needs_input_grad[:3])
-    grads = run(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers, need)
-    return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *(None,) * 8)
+    rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + 2)
+    if all(grad is None for grad in incoming):
+        return (None,) * DIFFERENTIABLE + rest
+    need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+    grads = run(*incoming, *ctx.saved_tensors, *ctx.numbers, need)
+    return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *rest)
+
+
+def _keep_again(ctx, inputs, output):
+    """setup_context of the backward."""
+    ctx.save_for_backward(*inputs[:3], *inputs[_BEFORE : _BEFORE + TENSORS])
+    ctx.numbers = inputs[_BEFORE + TENSORS : -1]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_again(ctx, *grad_grads):
+    """Gradients of the inputs of the backward: the formula, differentiated twice."""
+    incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    found = reference.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
+    return (*found[:3], None, None, None, *found[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
 
 
 # Of the operators themselves, for graphs that are compiled or exported, and for who calls them by name.
 torch.library.register_autograd(
     "fusedattn::forward",
-    lambda ctx, grad_out, grad_lse, _: _differentiate(torch.ops.fusedattn.backward, ctx, grad_out, grad_lse),
+    lambda ctx, *incoming: _differentiate(torch.ops.fusedattn.backward, ctx, *incoming[:3]),
     setup_context=_keep,
     lib=_LIBRARY,
 )
-torch.library.register_autograd("fusedattn::backward", _no_second_derivative, lib=_LIBRARY)
+torch.library.register_autograd(
+    "fusedattn::backward", _differentiate_again, setup_context=_keep_again, lib=_LIBRARY
+)
+
+
+def _folded(size, dims, arguments, batch, first=0):
+    """Arguments of a vmap over `size` calls with that dimension folded into the batch, of `batch` elements a call.
+
+    first: where the fields of the Call begin.
+    """
+    seed = first + Call._fields.index("seed")
+    if arguments[seed] is not None:
+        raise NotImplementedError("dropout_p: expected 0 under torch.vmap of the fused kernels; backend='naive' has it")
+
+    def fold(x, dim):
+        if not isinstance(x, Tensor):
+            return x
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if not x[0].numel():
+            return x[0]
+        # What is broadcast over the batch may differ between calls, and then no longer can be.
+        return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+    return [fold(x, dim) for x, dim in zip(arguments, dims, strict=True)]
+
+
+def _unfolded(size, x):
+    return x.reshape(size, x.shape[0] // max(size, 1), *x.shape[1:])
+
+
+def _sizes(x, dim):
+    """The shape in each call of a tensor that vmap maps over `dim`, or over nothing."""
+    return x.shape if dim is None else x.movedim(dim, 0).shape[1:]
 
 
 class _Backward(torch.autograd.Function):
-    """The backward operator; it exists so that a second derivative, and nothing else, raises under torch.func too."""
+    """The backward operator and its derivative."""
 
     @staticmethod
     def forward(*arguments):
         return torch.ops.fusedattn.backward(*arguments)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = staticmethod(_no_second_derivative)
+    setup_context = staticmethod(_keep_again)
+    backward = staticmethod(_differentiate_again)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        batch = _batch(arguments[2], in_dims[2])
-        return _unfolded(info.batch_size, _Backward.apply(*_folded(info.batch_size, in_dims, arguments, batch)))
+        size, query = info.batch_size, _BEFORE
+        batch = _sizes(arguments[query], in_dims[query])[0]
+        grads = _Backward.apply(*_folded(size, in_dims, arguments, batch, first=_BEFORE))
+        found = []
+        for grad, x, dim in zip(grads, arguments[query:], in_dims[query:], strict=False):
+            grad = _unfolded(size, grad)
+            if grad.numel() and _sizes(x, dim)[0] == 1:
+                grad = grad.sum(1, keepdim=True)
+            found.append(grad)
+        return tuple(found), (0,) * len(found)
 
 
 class _Attention(torch.autograd.Function):
@@ -169,37 +215,40 @@ class _Attention(torch.autograd.Function):
     setup_context = staticmethod(_keep)
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse, _):
-        return _differentiate(_Backward.apply, ctx, grad_out, grad_lse)
+    def backward(ctx, *incoming):
+        return _differentiate(_Backward.apply, ctx, *incoming[:3])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        batch = _batch(arguments[0], in_dims[0])
-        return _unfolded(info.batch_size, _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch)))
+        batch = _sizes(arguments[0], in_dims[0])[0]
+        results = _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch))
+        return tuple(_unfolded(info.batch_size, x) for x in results), (0,) * len(results)
 
 
-def run(call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call: the backend "triton"."""
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
+def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(output, lse, weights or None) of a checked call: the backend "triton"."""
+    inputs = [x for x in call[:DIFFERENTIABLE] if x is not None]
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # Neither of these shows in requires_grad.
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    pairs = (
-        *(call.query, call.key, call.value, call.mask, call.key_mask, call.query_mask),
-        *(call.left, call.right, call.top_left, call.scale),
-    )
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
-        out, lse, _ = torch.ops.fusedattn.forward(*pairs, save)
+        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, save)
     elif save or transformed:
-        out, lse, _ = _Attention.apply(*pairs, True)
+        out, lse, weights, _ = _Attention.apply(*call, need_weights, True)
     else:
-        out, lse, _ = torch.ops.fusedattn.forward(*pairs, False)
-    return out, lse
+        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, False)
+    return out, lse, weights if need_weights else None
+
+
+def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor:
+    """The marks of a Plan of these masks, in the form that a Call has them."""
+    return torch.ops.fusedattn.mark(mask, key_mask, query_mask)
 
 
 def tiles(call: Call) -> dict:
-    """{kernel: Tile} of what a call would launch."""
+    """{kernel: Tile} of what a call, its backward included, would launch."""
     from . import launch
 
-    return {kernel: launch.candidates(kernel, call.query, call.value)[0] for kernel in launch.KERNELS}
+    return {kernel: launch.candidates(kernel, call)[0] for kernel in configs.INTERPRETED}

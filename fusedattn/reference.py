@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import philox
-from .call import Arguments, Call, autocasting, drop
+from .call import DIFFERENTIABLE, Arguments, Call, autocasting, drop
 from .checks import checked
 from .layout import arrange
 
@@ -24,7 +24,7 @@ def formula(
         visible: bool, broadcasts to (B, Hq, Sq, Sk); None is all. A row that sees nothing has output 0 and lse -inf, or
             the sink.
         added: tensors that broadcast to (B, Hq, Sq, Sk), added to the scores one after the other.
-        sinks: (Hq,), what each head attends to besides the keys. factor: multiplies the weights, as dropout does.
+        sinks: (1 or B, Hq), what each head attends to besides the keys. factor: multiplies the weights, as dropout does.
     Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
     """
     if key.shape[1] != query.shape[1]:
@@ -39,7 +39,7 @@ def formula(
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
-        sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     elif visible is not None:
         # A row of -inf would be NaN in the softmax and in its gradient: such a row is computed as zeros, then dropped.
@@ -150,32 +150,39 @@ def _compute(call: Call, first: int, last: int, need_lse: bool) -> tuple:
 
 
 def _block(call: Call, first: int, last: int, need_lse: bool) -> tuple:
-    """(output, lse or None) of rows first .. last - 1."""
-    out, lse, _ = _compute(call, first, last, need_lse)
+    """(output, lse or None, weights) of rows first .. last - 1."""
+    out, lse, weights = _compute(call, first, last, need_lse)
     if call.query_mask is not None:
         # Not for the values, which are these already, but for what comes back: their gradients may be NaN.
         hidden = ~call.query_mask[:, None, first:last]
-        out = out.masked_fill(hidden[..., None], 0.0)
+        out, weights = (x.masked_fill(hidden[..., None], 0.0) for x in (out, weights))
         if need_lse:
-            nothing = lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.detach()[None, :, None]
+            nothing = lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.detach()[:, :, None]
             lse = torch.where(hidden, nothing, lse)
-    return out, lse
+    return out, lse, weights
 
 
 def _block_of(first: int, last: int, need_lse: bool, *fields) -> tuple:
-    """`_block` as a checkpoint wants it: it keeps track of tensors that are arguments, not of those inside one."""
-    return _block(Call(*fields), first, last, need_lse)
+    """What a checkpoint computes again: it keeps track of tensors that are arguments, not of those inside one."""
+    return _block(Call(*fields), first, last, need_lse)[:2]
 
 
-def _blocks(call: Call, need_lse: bool) -> tuple:
-    """(output, lse or None), rows by the block where the scores of all of them would pass the budget."""
+def _spans(call: Call) -> list[tuple[int, int]]:
+    """(first, last + 1) of blocks of rows whose scores stay within the budget."""
     batch, heads, rows, _ = call.query.shape
     row_bytes = batch * heads * call.key.shape[2] * call.query.element_size()
     # To a compiler the budget would be a guard on every size, and another graph for each length.
     if torch.compiler.is_compiling() or rows * row_bytes <= BUDGET:
-        return _block(call, 0, rows, need_lse)
+        return [(0, rows)]
     step = max(1, BUDGET // row_bytes)
-    spans = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _blocks(call: Call, need_lse: bool) -> tuple:
+    """(output, lse or None), rows by the block where the scores of all of them would pass the budget."""
+    spans = _spans(call)
+    if len(spans) == 1:
+        return _block(call, *spans[0], need_lse)[:2]
     tensors = (x for x in call if isinstance(x, Tensor))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
@@ -185,7 +192,7 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
             for span in spans
         ]
     else:
-        parts = [_block(call, *span, need_lse) for span in spans]
+        parts = [_block(call, *span, need_lse)[:2] for span in spans]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2) if need_lse else None
 
@@ -194,42 +201,80 @@ def _wide(call: Call) -> torch.dtype:
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
-def run(call: Call, need_lse: bool) -> tuple:
-    """(output, lse or None) of a checked call: the backend "naive"."""
-    if autocasting(call.query):
+def _without_autocast(function):
+    """`function` of a Call and more, with autocast off: what it should cast, `checked` has cast."""
+
+    @functools.wraps(function)
+    def run(call, *rest):
+        if not autocasting(call.query):
+            return function(call, *rest)
         with torch.autocast(call.query.device.type, enabled=False):
-            return run(call, need_lse)
-    out, lse = _blocks(_prepared(call, _wide(call)), need_lse)
-    return arrange(out, call.query), lse
+            return function(call, *rest)
+
+    return run
 
 
-def weights(call: Call) -> Tensor:
-    """(B, Hq, Sq, Sk) attention weights in query's dtype, differentiable."""
-    if autocasting(call.query):
-        with torch.autocast(call.query.device.type, enabled=False):
-            return weights(call)
-    return _compute(_prepared(call, _wide(call)), 0, call.query.shape[2], False)[2].to(call.query.dtype)
+@_without_autocast
+def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
+    """(output, lse or None, weights or None) of a checked call: the backend "naive"."""
+    prepared = _prepared(call, _wide(call))
+    out, lse = _blocks(prepared, need_lse)
+    # All rows at once: they are what was asked for. The output stays what it is without them.
+    weights = _block(prepared, 0, call.query.shape[2], False)[2].to(call.query.dtype) if need_weights else None
+    return arrange(out, call.query), lse, weights
 
 
-def results(call: Call, rank: int, out: Tensor, lse: Tensor | None, return_lse: bool, return_weights: bool):
-    """What the caller of a function of ours gets: out, or a tuple (out[, lse][, weights]), of the query's rank."""
-    got = [out]
-    if return_lse and lse is not None:  # a backend that has it anyway gives it unasked
-        got.append(lse)
-    if return_weights:
-        got.append(weights(call))
-    got = [drop(x, rank) for x in got]
+@_without_autocast
+def second_derivative(call: Call, incoming, grad_grads) -> tuple:
+    """Gradients of sum(<grad, grad_grad>), where the grads are those of a call's inputs: the formula, derived twice.
+
+    It is a sum over rows, and is taken by the block of rows as the naive path is.
+
+    Args:
+        incoming: gradients of output, lse and weights, that the grads were made from. grad_grads: of the DIFFERENTIABLE
+            fields of the call. Any of both may be None.
+    Returns: gradients of the incoming and of the fields; None where one is None.
+    """
+    names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
+    wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
+    present = [number for number, grad in enumerate(incoming) if grad is not None]
+    fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
+    total = None
+    for first, last in _spans(call):
+
+        def grads(fields, given, first=first, last=last):
+            def outputs(*fields):
+                block = _prepared(call._replace(**dict(zip(names, fields, strict=True))), _wide(call))
+                out, lse, weights = _block(block, first, last, True)
+                results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
+                return tuple(results[number] for number in present)
+
+            _, pull = torch.func.vjp(outputs, *fields)
+            found = dict(zip(names, pull(tuple(grad[:, :, first:last] for grad in given)), strict=True))
+            return tuple(found[name] for name in wanted)
+
+        _, pull = torch.func.vjp(grads, fields, given)
+        parts = pull(tuple(grad for grad in grad_grads if grad is not None))
+        parts = [part for group in parts for part in group]
+        total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
+    found = dict(zip([*names, *present], total, strict=True))
+    return tuple(found.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
+
+
+def results(rank: int, *results: Tensor | None):
+    """What the caller of a function of ours gets of (out, lse, weights), None where not asked for: in query's rank."""
+    got = [drop(x, rank) for x in results if x is not None]
     return tuple(got) if len(got) > 1 else got[0]
 
 
-def eager(query, key, value, *, return_lse=False, **options):
+def eager(query, key, value, *, return_lse=False, return_weights=False, **options):
     """`attention` with every step in the dtype of the inputs, and for all rows at once: what people write by hand.
 
     Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
     """
     call = checked(Arguments(query, key, value, **options))
-    out, lse = _block(_prepared(call, call.query.dtype), 0, call.query.shape[2], return_lse)
-    return results(call, query.dim(), out, lse, return_lse, return_weights=False)
+    out, lse, weights = _block(_prepared(call, call.query.dtype), 0, call.query.shape[2], return_lse)
+    return results(query.dim(), out, lse if return_lse else None, weights if return_weights else None)
 
 
 def attention(
@@ -260,4 +305,4 @@ def attention(
     """
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
-    return results(call, query.dim(), *run(call, return_lse), return_lse, return_weights)
+    return results(query.dim(), *run(call, return_lse, return_weights))

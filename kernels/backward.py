@@ -8,25 +8,29 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from . import blocks, dropout, scores, softmax, span, tiles
 from . import masks as hidden
-from . import scores, softmax, span, tiles
 
 
 class Row(NamedTuple):
-    """What the backward knows of a row: its softmax, and delta = <out, dout> - dlse."""
+    """What the backward knows of a row: its softmax, and delta, the mean gradient of its weights, less dlse."""
 
     softmax: softmax.Row
     delta: tl.tensor
 
 
-@triton.jit(do_not_specialize=["q_len"])
+@triton.jit(do_not_specialize=["q_len", "k_len"])
 def prepare(
     Out,
     GradOut,
     GradLse,
+    Weights,
+    GradWeights,
     Stats,
     Rows,
+    GradSinks,
     q_len,
+    k_len,
     score,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
@@ -35,7 +39,8 @@ def prepare(
 ):
     """Rows (B, Hq, Sq, 4: shift, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
 
-    A row that saw nothing has delta 0 whatever its incoming gradients hold.
+    A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
+    (B, Hq, Sq, Sk), or None. GradSinks (B, Hq, Sq), or None, is what each row adds to the gradient of its head's sink.
     """
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -48,13 +53,25 @@ def prepare(
     products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
     line = tl.arange(0, BLOCK_M)
     delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
+    if GradWeights is not None:
+        p, dp = tiles.matrix(Weights, plane), tiles.matrix(GradWeights, plane)
+        r = rows[:, None]
+        for start in tl.range(0, k_len, 64):
+            c = start + tl.arange(0, 64)[None, :]
+            p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
+            dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
+            delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
     if GradLse is not None:
         delta -= tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
+    delta = tl.where(rest == float("inf"), 0.0, delta)
     table = tiles.table(Rows, plane, q_len, 4)
     tiles.store_column(table, rows, q_len, 0, row.shift)
     tiles.store_column(table, rows, q_len, 1, row.rest)
     tiles.store_column(table, rows, q_len, 2, row.unit)
-    tiles.store_column(table, rows, q_len, 3, tl.where(rest == float("inf"), 0.0, delta))
+    tiles.store_column(table, rows, q_len, 3, delta)
+    if GradSinks is not None:
+        p = softmax.weights(scores.sink(score, plane, rest.dtype), row, score.unit)
+        tiles.store_column(tiles.table(GradSinks, plane, q_len, 1), rows, q_len, 0, -p * delta)
 
 
 @triton.jit
@@ -78,21 +95,42 @@ def _across(row):
 
 
 @triton.jit
-def _weights(x, row, r, c, band, masks, plane, score, CHECK: tl.constexpr):
-    """Weights of one tile of products x = q @ k.T; row, r and c come already broadcast, either way round."""
-    p = softmax.weights(scores.apply(score, x), row.softmax, score.unit)
+def _weights(x, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
+    """(weights that dropout has marked, steepness of the cap) of one tile of products x = q @ k.T.
+
+    row, r and c come already broadcast, either way round.
+    """
+    s, steepness = scores.apply(score, x, band, plane, r, c, CHECK)
+    p = softmax.weights(s, row.softmax, score.unit)
     if CHECK:
-        p = tl.where(hidden.visible(masks, band, plane, r, c), p, 0.0)
-    return p
+        seen = hidden.visible(masks, band, plane, r, c)
+        if score.slopes is not None:
+            seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
+        p = tl.where(seen, p, 0.0)
+    return dropout.mark(noise, p, plane, r, c), steepness
+
+
+@triton.jit
+def _grad_scores(marked, dp, row, r, c, band, masks, plane, noise, GradWeights):
+    """Gradient of the scores of one tile, from what `_weights` gave and dp = dout @ v.T."""
+    if GradWeights is not None:
+        # Incoming gradients may be anything where a row or a key is hidden.
+        exists = hidden.real_rows(masks, plane, r, band.rows) & hidden.real_keys(masks, plane, c, band.keys)
+        dp += tl.load(tiles.pointers(tiles.matrix(GradWeights, plane), r, c), mask=exists, other=0.0)
+    return dropout.before(noise, marked) * (dropout.grad(noise, marked, dp) - row.delta)
 
 
 @triton.jit
 def _walk_keys(
     dq,
+    bias_sum,
+    slope_sum,
     q,
     do,
     k,
     v,
+    GradWeights,
+    GradBias,
     row,
     rows,
     band,
@@ -100,24 +138,40 @@ def _walk_keys(
     plane,
     begin,
     end,
+    order,
     score,
+    noise,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Add to dq what key blocks [begin, end) give."""
-    for j in tl.range(begin, end):
+    """Add to dq, and to the sums by row of the gradients of bias and slope, what key blocks [begin, end) give.
+
+    Each of the three may be None. GradBias, unless None, gets the gradient of the scores as it is.
+    """
+    following = blocks.first(order, begin)
+    for n in tl.range(begin, end):
+        j, member, following = blocks.turn(order, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        r, c = rows[:, None], cols[None, :]
         k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
-        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=dq.dtype)
-        p = _weights(x, _down(row), rows[:, None], cols[None, :], band, masks, plane, score, CHECK)
-        dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=dq.dtype)
-        ds = p * (dp - _down(row).delta)
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
-    return dq
+        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        p, steepness = _weights(x, _down(row), r, c, band, masks, plane, score, noise, CHECK)
+        dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        ds = _grad_scores(p, dp, _down(row), r, c, band, masks, plane, noise, GradWeights)
+        if GradBias is not None:
+            tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
+        if bias_sum is not None:
+            bias_sum += tl.sum(ds, 1)
+        if slope_sum is not None:
+            slope_sum -= tl.sum(ds * span.distance(band, r, c).to(ds.dtype), 1)
+        if dq is not None:
+            ds = scores.through(steepness, ds).to(k_tile.dtype)
+            dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+    return dq, bias_sum, slope_sum
 
 
 @triton.jit
@@ -128,6 +182,8 @@ def _walk_rows(
     v,
     Q,
     GradOut,
+    GradWeights,
+    BiasSums,
     Rows,
     cols,
     band,
@@ -135,38 +191,63 @@ def _walk_rows(
     kv,
     begin,
     end,
+    order,
     score,
+    noise,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
     CHECK: tl.constexpr,
+    WALK: tl.constexpr,
 ):
-    """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
+    """Add to dk and dv, unless None, what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
+
+    BiasSums (B, Hq, Sk, 3), unless None, gets the sums by key of the gradient of the scores, for each head in turn, in
+    the column of this WALK.
 
     One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
     a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
     """
+    following = blocks.first(order, begin)
     member, block = begin * 0, begin
-    for _ in tl.range(0, (end - begin) * GROUP):
+    sums = None if BiasSums is None else tl.zeros(cols.shape, tiles.wide(Q.base.dtype.element_ty))
+    for n in tl.range(0, (end - begin) * GROUP if order is None else end):
+        if order is not None:
+            block, member, following = blocks.turn(order, n, following)
         plane = span.member(kv, member, GROUP)
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
+        r, c = rows[None, :], cols[:, None]
         q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
         do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
         row = _load_rows(Rows, plane, rows, band.rows)
-        x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=dk.dtype)
-        p = _weights(x, _across(row), rows[None, :], cols[:, None], band, masks, plane, score, CHECK)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
-        dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=dk.dtype)
-        ds = p * (dp - _across(row).delta)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
-        block += 1
-        if GROUP > 1:
-            wrap = block == end
-            member += wrap.to(tl.int32)
-            block = tl.where(wrap, begin, block)
+        x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        p, steepness = _weights(x, _across(row), r, c, band, masks, plane, score, noise, CHECK)
+        if dv is not None:
+            w = dropout.after(noise, p).to(do.dtype)
+            dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
+        dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        ds = _grad_scores(p, dp, _across(row), r, c, band, masks, plane, noise, GradWeights)
+        if sums is not None:
+            sums += tl.sum(ds, 1)
+            if order is None:
+                done = block + 1 == end
+            else:
+                done = (n + 1 == end) | ((following >> 32) != member)
+            table = tiles.table(BiasSums, plane, band.keys, 3)
+            tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=(cols < band.keys) & done)
+            sums = tl.where(done, 0.0, sums)
+        if dk is not None:
+            ds = scores.through(steepness, ds).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+        if order is None:
+            block += 1
+            if GROUP > 1:
+                wrap = block == end
+                member += wrap.to(tl.int32)
+                block = tl.where(wrap, begin, block)
     return dk, dv
 
 
@@ -176,9 +257,15 @@ def dq(
     K,
     V,
     GradOut,
+    GradWeights,
     Rows,
     GradQ,
+    GradBias,
+    BiasSums,
+    SlopeSums,
     masks,
+    lists,
+    noise,
     q_len,
     k_len,
     left,
@@ -193,7 +280,11 @@ def dq(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradQ (B, Hq, Sq, D), from GradOut and the Rows that `prepare` made."""
+    """GradQ (B, Hq, Sq, D), from GradOut and the Rows that `prepare` made; what else is walked row by row with it.
+
+    Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
+    row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope.
+    """
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -205,23 +296,41 @@ def dq(
     k, v = tiles.matrix(K, kv), tiles.matrix(V, kv)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    grad = tl.zeros([BLOCK_M, tiles.width(D)], tiles.wide(Q.base.dtype.element_ty))
-    if masks.pairs is None and masks.keys is None:
-        grad = _walk_keys(
-            grad, q, do, k, v, row, rows, band, masks, plane, begin, full, score, D, DV, BLOCK_N, PRECISION, CHECK=True
-        )
-        grad = _walk_keys(
-            grad, q, do, k, v, row, rows, band, masks, plane, full, rest, score, D, DV, BLOCK_N, PRECISION, CHECK=False
-        )
-        grad = _walk_keys(
-            grad, q, do, k, v, row, rows, band, masks, plane, rest, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
-        )
+    wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
+    grad = None if GradQ is None else tl.zeros([BLOCK_M, tiles.width(D)], wide)
+    bias = None if BiasSums is None else tl.zeros([BLOCK_M], wide)
+    slope = None if SlopeSums is None else tl.zeros([BLOCK_M], wide)
+    if lists is None:
+        begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
+        grad, bias, slope = _walk_keys(
+            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, begin, full, None,
+            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
+        )  # fmt: skip
+        grad, bias, slope = _walk_keys(
+            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, full, rest, None,
+            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
+        )  # fmt: skip
+        grad, bias, slope = _walk_keys(
+            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, rest, end, None,
+            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
+        )  # fmt: skip
     else:
-        grad = _walk_keys(
-            grad, q, do, k, v, row, rows, band, masks, plane, begin, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
-        )
-    tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
+        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=False)
+        grad, bias, slope = _walk_keys(
+            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, 0, count, order,
+            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
+        )  # fmt: skip
+        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=True)
+        grad, bias, slope = _walk_keys(
+            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, 0, count, order,
+            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
+        )  # fmt: skip
+    if GradQ is not None:
+        tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
+    if BiasSums is not None:
+        tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, bias)
+    if SlopeSums is not None:
+        tiles.store_column(tiles.table(SlopeSums, plane, q_len, 1), rows, q_len, 0, slope)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
@@ -230,10 +339,14 @@ def dkdv(
     K,
     V,
     GradOut,
+    GradWeights,
     Rows,
     GradK,
     GradV,
+    BiasSums,
     masks,
+    lists,
+    noise,
     q_len,
     k_len,
     left,
@@ -248,35 +361,106 @@ def dkdv(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, DV): the sum over the query heads that share a kv head."""
+    """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, DV): the sum over the query heads that share a kv head.
+
+    Each may be None, as may BiasSums (B, Hq, Sk, 3), zeros before, whose columns add up to the sums by key of the
+    gradient of the scores.
+    """
     block, kv = span.place(tl.program_id(0), k_len, HEADS // GROUP, BLOCK_N)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = hidden.real_keys(masks, kv, cols, k_len)
     k = tiles.load(tiles.matrix(K, kv), cols, real, D)
     v = tiles.load(tiles.matrix(V, kv), cols, real, DV)
-    dk = tl.zeros([BLOCK_N, tiles.width(D)], tiles.wide(Q.base.dtype.element_ty))
-    dv = tl.zeros([BLOCK_N, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
+    wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
+    dk = None if GradK is None else tl.zeros([BLOCK_N, tiles.width(D)], wide)
+    dv = None if GradV is None else tl.zeros([BLOCK_N, tiles.width(DV)], wide)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    begin, full, rest, end = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
-    if masks.pairs is None and masks.keys is None:
+    if lists is None:
+        begin, full, rest, end = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, Rows, cols, band, masks, kv, begin, full, score,
-            GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True,
+            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, begin, full, None, score,
+            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True, WALK=0,
         )  # fmt: skip
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, Rows, cols, band, masks, kv, full, rest, score,
-            GROUP, D, DV, BLOCK_M, PRECISION, CHECK=False,
+            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, full, rest, None, score,
+            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=False, WALK=1,
         )  # fmt: skip
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, Rows, cols, band, masks, kv, rest, end, score,
-            GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True,
+            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, rest, end, None, score,
+            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True, WALK=2,
         )  # fmt: skip
     else:
+        order, count = blocks.turns(lists, kv, block, FULL=False)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, Rows, cols, band, masks, kv, begin, end, score,
-            GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True,
+            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, 0, count, order, score,
+            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True, WALK=0,
         )  # fmt: skip
-    tiles.store(tiles.matrix(GradK, kv), cols, k_len, scores.grad(score, dk), D)
-    tiles.store(tiles.matrix(GradV, kv), cols, k_len, dv, DV)
+        order, count = blocks.turns(lists, kv, block, FULL=True)
+        dk, dv = _walk_rows(
+            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, 0, count, order, score,
+            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=False, WALK=1,
+        )  # fmt: skip
+    if GradK is not None:
+        tiles.store(tiles.matrix(GradK, kv), cols, k_len, scores.grad(score, dk), D)
+    if GradV is not None:
+        tiles.store(tiles.matrix(GradV, kv), cols, k_len, dv, DV)
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+def dbias(
+    Q,
+    K,
+    V,
+    GradOut,
+    GradWeights,
+    Rows,
+    GradBias,
+    masks,
+    noise,
+    q_len,
+    k_len,
+    left,
+    right,
+    score,
+    BATCHES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS_BATCHES: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """GradBias, a View of (BIAS_BATCHES, BIAS_HEADS, Sq, Sk), each 1 or all: one program a tile sums over the others."""
+    across = tl.cdiv(k_len, BLOCK_N)
+    block, own = span.place(tl.program_id(0) // across, q_len, BIAS_HEADS, BLOCK_M)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(0) % across
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, c = rows[:, None], cols[None, :]
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
+    heads: tl.constexpr = HEADS // BIAS_HEADS
+    met = (tile >= begin) & (tile < end)
+    for n in tl.range(0, tl.where(met, BATCHES // BIAS_BATCHES * heads, 0)):
+        batch, head = own.batch + n // heads, own.head + n % heads
+        plane = span.Plane(batch, head, batch * HEADS + head)
+        kv = span.shared(plane, GROUP)
+        real_rows = hidden.real_rows(masks, plane, rows, q_len)
+        real_keys = hidden.real_keys(masks, plane, cols, k_len)
+        q = tiles.load(tiles.matrix(Q, plane), rows, real_rows, D)
+        do = tiles.load(tiles.matrix(GradOut, plane), rows, real_rows, DV)
+        k = tiles.load(tiles.matrix(K, kv), cols, real_keys, D)
+        v = tiles.load(tiles.matrix(V, kv), cols, real_keys, DV)
+        row = _down(_load_rows(Rows, plane, rows, q_len))
+        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
+        p, steepness = _weights(x, row, r, c, band, masks, plane, score, noise, CHECK=True)
+        dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
+        grad += _grad_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
+    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, q_len, k_len, grad)

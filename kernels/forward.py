@@ -6,8 +6,8 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
+from . import blocks, dropout, scores, softmax, span, tiles
 from . import masks as hidden
-from . import scores, softmax, span, tiles
 
 
 @triton.jit
@@ -23,24 +23,30 @@ def _walk(
     plane,
     begin,
     end,
+    order,
     score,
+    noise,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Fold key blocks [begin, end) into the running softmax."""
-    for j in tl.range(begin, end):
+    """Fold key blocks [begin, end), or as many entries of an order, into the running softmax."""
+    following = blocks.first(order, begin)
+    for n in tl.range(begin, end):
+        j, member, following = blocks.turn(order, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        r, c = rows[:, None], cols[None, :]
         k_tile = tiles.load(k, cols, exists, D)
-        s = scores.apply(score, tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype))
+        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
+        s, steepness = scores.apply(score, x, band, plane, r, c, CHECK)
         if CHECK:
-            s = tl.where(hidden.visible(masks, band, plane, rows[:, None], cols[None, :]), s, float("-inf"))
+            s = tl.where(hidden.visible(masks, band, plane, r, c), s, float("-inf"))
         p, decay, state = softmax.step(state, s, score.unit)
         v_tile = tiles.load(v, cols, exists, DV)
-        p = p.to(v_tile.dtype)
+        p = dropout.drop(noise, p, plane, r, c).to(v_tile.dtype)
         out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
     return out, state
 
@@ -54,6 +60,8 @@ def forward(
     Lse,
     Stats,
     masks,
+    lists,
+    noise,
     q_len,
     k_len,
     left,
@@ -70,7 +78,7 @@ def forward(
 ):
     """Out (B, Hq, Sq, DV), Lse (B, Hq, Sq) and, unless None, Stats (B, Hq, Sq, 2: top, rest of the softmax).
 
-    Q, K, V and Out are Views; Lse and Stats are contiguous.
+    Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `blocks`, is None if nothing but a band hides.
     """
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     first = span.latest_first(block, q_len, BLOCK_M)
@@ -81,27 +89,40 @@ def forward(
     k, v = tiles.matrix(K, kv), tiles.matrix(V, kv)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
-    state = softmax.start(BLOCK_M, out.dtype)
-    if masks.pairs is None and masks.keys is None:
+    nothing = None if score.sinks is None else scores.sink(score, plane, out.dtype)
+    state = softmax.start(nothing, BLOCK_M, out.dtype)
+    if lists is None:
+        begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, begin, full, score, D, DV, BLOCK_N, PRECISION, CHECK=True
-        )
+            out, state, q, k, v, rows, band, masks, plane, begin, full, None, score, noise,
+            D, DV, BLOCK_N, PRECISION, CHECK=True,
+        )  # fmt: skip
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, full, rest, score, D, DV, BLOCK_N, PRECISION, CHECK=False
-        )
+            out, state, q, k, v, rows, band, masks, plane, full, rest, None, score, noise,
+            D, DV, BLOCK_N, PRECISION, CHECK=False,
+        )  # fmt: skip
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, rest, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
-        )
+            out, state, q, k, v, rows, band, masks, plane, rest, end, None, score, noise,
+            D, DV, BLOCK_N, PRECISION, CHECK=True,
+        )  # fmt: skip
     else:
+        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=False)
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, begin, end, score, D, DV, BLOCK_N, PRECISION, CHECK=True
-        )
+            out, state, q, k, v, rows, band, masks, plane, 0, count, order, score, noise,
+            D, DV, BLOCK_N, PRECISION, CHECK=True,
+        )  # fmt: skip
+        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=True)
+        out, state = _walk(
+            out, state, q, k, v, rows, band, masks, plane, 0, count, order, score, noise,
+            D, DV, BLOCK_N, PRECISION, CHECK=False,
+        )  # fmt: skip
 
-    if masks.rows is not None:
-        state = softmax.State(state.largest, state.top, tl.where(real, state.total, 0.0))
     out, lse, remainder = softmax.finish(out, state, score.unit)
+    if masks.rows is not None:
+        out = tl.where(real[:, None], out, 0.0)
+        lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
+        remainder = tl.where(real, remainder, float("inf"))
     tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
     tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:

@@ -48,6 +48,5 @@ def visible(masks, band, plane, r, c):
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys)
     if masks.pairs is not None:
-        exists = (r < band.rows) & (c < band.keys)
-        seen &= tl.load(tiles.pointers(tiles.matrix(masks.pairs, plane), r, c), mask=exists, other=0) != 0
+        seen &= tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True) != 0
     return seen

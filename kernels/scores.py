@@ -5,34 +5,87 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from . import span, tiles
+
 
 class Score(NamedTuple):
     """What turns products into scores; None is absent. `score` makes one.
 
-    Products are multiplied by scale here, or by unit inside the softmax.
+    Products are multiplied by scale here, or by unit inside the softmax; with a cap, by slope_at_zero inside the tanh.
+    Views of (B, H, Sq, Sk): bias; slopes and sinks have one number a head.
     """
 
     scale: tl.tensor
     unit: tl.tensor
+    cap: tl.tensor
+    slope_at_zero: tl.tensor
+    slopes: tiles.View
+    bias: tiles.View
+    sinks: tiles.View
 
 
-def score(scale):
+def score(scale, cap=None, slopes=None, bias=None, sinks=None):
     """The Score of a call: the scale waits for the softmax where nothing else needs scaled scores.
 
     There it costs no instruction. It must be positive, for the softmax looks for the largest score before it scales,
     and leave room in float32 for a factor of a few, both ways.
     """
-    return Score(None, scale) if 2.0**-100 < scale < 2.0**100 else Score(scale, None)
+    if cap is not None and cap > 2.0**60:
+        cap = None  # below 2**20 no score feels it, and scale / cap may be too small for float32
+    if cap is None and slopes is None and bias is None and sinks is None and 2.0**-100 < scale < 2.0**100:
+        return Score(None, scale, None, None, None, None, None)
+    slope_at_zero = None if cap is None else max(-3e38, min(scale / cap, 3e38))
+    return Score(scale, None, cap, slope_at_zero, slopes, bias, sinks)
 
 
 @triton.jit
-def apply(score, x):
-    """Scores of the products x."""
+def _tanh(x):
+    """tanh to 2 units in the last place. Coefficients of the float32 polynomial: Cephes, tanhf.c."""
+    size = tl.abs(x)
+    far = 1 - 2 / (tl.exp(2 * size) + 1)
+    far = tl.where(x < 0, -far, far)
+    if x.dtype == tl.float64:
+        return far  # in float64, for finite differences, its absolute error near 0 is small enough
+    else:
+        # Near 0 the other form knows x only to the last place of 1: times a cap of 50 an error of 3e-6.
+        z = x * x
+        near = tl.fma(tl.fma(tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), z, -5.37397155531e-2), z, 1.33314422036e-1)
+        near = tl.fma(tl.fma(near, z, -3.33332819422e-1) * z, x, x)
+        return tl.where(size < 0.625, near, far)
+
+
+@triton.jit
+def apply(score, x, band, plane, r, c, CHECK: tl.constexpr):
+    """(scores, steepness of the cap there) of the products x of pairs (r, c), already broadcast, either way round."""
+    steepness = None
     # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
-    return x if score.scale is None else x * score.scale
+    if score.cap is not None:
+        capped = _tanh(x * score.slope_at_zero)
+        steepness = 1 - capped * capped
+        s = capped * score.cap
+    else:
+        s = x if score.scale is None else x * score.scale
+    if score.slopes is not None:
+        s -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * span.distance(band, r, c).to(x.dtype)
+    if score.bias is not None:
+        bias = tiles.load_pairs(tiles.matrix(score.bias, plane), r, c, band.rows, band.keys, CHECK)
+        s += tiles.cast(bias, x.dtype)
+    return s, steepness
+
+
+@triton.jit
+def sink(score, plane, dtype: tl.constexpr):
+    """The score of a head's sink."""
+    return tiles.cast(tiles.scalar(score.sinks, plane), dtype)
+
+
+@triton.jit
+def through(steepness, ds):
+    """What the cap leaves of the gradient of the scores; `grad` does the rest."""
+    return ds if steepness is None else ds * steepness
 
 
 @triton.jit
 def grad(score, total):
-    """Gradient of q or k, from the sum over tiles of (gradient of the scores) @ (k or q)."""
+    """Gradient of q or k, from the sum over tiles of (what came `through`) @ (k or q)."""
     return total * (score.unit if score.scale is None else score.scale)

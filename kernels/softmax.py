@@ -33,9 +33,14 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def start(ROWS: tl.constexpr, dtype: tl.constexpr):
-    lowest = tl.full([ROWS], float("-inf"), dtype)
-    return State(lowest, lowest, tl.zeros([ROWS], dtype))
+def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
+    """Rows that have seen nothing, or nothing but a sink: a score, where unit is None."""
+    if sink is None:
+        lowest = tl.full([ROWS], float("-inf"), dtype)
+        return State(lowest, lowest, tl.zeros([ROWS], dtype))
+    else:
+        lowest = tl.zeros([ROWS], dtype) + sink
+        return State(lowest, lowest, tl.where(lowest == float("-inf"), 0.0, tl.full([ROWS], 1.0, dtype)))
 
 
 @triton.jit

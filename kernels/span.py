@@ -15,12 +15,13 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A grid of rows x keys in which row r sees keys r + low .. r + high."""
+    """A grid of rows x keys in which row r sees keys r + low .. r + high, and is level with key r + shift."""
 
     rows: tl.tensor
     keys: tl.tensor
     low: tl.tensor
     high: tl.tensor
+    shift: tl.tensor
 
 
 @triton.jit
@@ -58,13 +59,19 @@ def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
     shift = 0 if TOP_LEFT else keys - rows
     low = -rows if left is None else shift - left
     high = keys if right is None else shift + right
-    return Band(rows, keys, low, high)
+    return Band(rows, keys, low, high, shift)
 
 
 @triton.jit
 def flip(b):
     """The same band seen from the keys: key c is seen by rows c + low .. c + high."""
-    return Band(b.keys, b.rows, -b.high, -b.low)
+    return Band(b.keys, b.rows, -b.high, -b.low, -b.shift)
+
+
+@triton.jit
+def distance(b, r, c):
+    """How far key c stands from where row r is level; r and c come already broadcast, either way round."""
+    return tl.abs(r + b.shift - c)
 
 
 @triton.jit

@@ -70,6 +70,40 @@ def store(m, rows, n, tile, D: tl.constexpr):
 
 
 @triton.jit
+def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
+    """Elements (r, c) of a (rows, keys) matrix, r and c already broadcast either way round; zero past the end.
+
+    Without CHECK no tile passes the end of the axis that it is walked along, the second one of the tile.
+    """
+    if CHECK:
+        exists = (r < rows) & (c < keys)
+    else:
+        # Alone the bound on the first axis leaves the second one, which lies together in memory, to wide loads.
+        exists = r < rows if r.shape[1] == 1 else c < keys
+    return tl.load(pointers(m, r, c), mask=exists, other=0)
+
+
+@triton.jit
+def store_pairs(m, r, c, rows, keys, tile):
+    """Write the part of a tile that lies within a (rows, keys) matrix, in its dtype; r and c as for `load_pairs`."""
+    tl.store(pointers(m, r, c), tile.to(m.base.dtype.element_ty), mask=(r < rows) & (c < keys))
+
+
+@triton.jit
+def scalar(view, plane):
+    """The one number that a (batch, head, 1, 1) tensor has for a plane."""
+    return tl.load(matrix(view, plane).base)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """x in a wider or narrower dtype, where what is finite stays so: float64's lowest number is not -inf."""
+    if x.dtype == tl.float64 and dtype != tl.float64:
+        x = tl.where(x == float("-inf"), x, tl.maximum(x, -3.4028234663852886e38))
+    return x.to(dtype)
+
+
+@triton.jit
 def load_column(m, rows, n, i):
     """Column i of a matrix, zero past row n."""
     return tl.load(pointers(m, rows, rows * 0 + i), mask=rows < n, other=0.0)

@@ -1,0 +1,128 @@
+"""Which blocks of the grid of pairs the caller's masks leave: marked once, then listed for each kernel's own tiles."""
+
+import triton
+import triton.language as tl
+
+from . import masks as hidden
+from . import span, tiles
+
+SOME = tl.constexpr(1)  # bits of a mark: some pair of the block is seen
+ALL = tl.constexpr(2)  # no pair of it is hidden
+
+
+@triton.jit(do_not_specialize=["rows", "keys"])
+def mark(Marks, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexpr):
+    """Marks (B, H, blocks of rows, blocks of keys), one byte for GRAIN x GRAIN pairs, contiguous. One program a block.
+
+    Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others are 1. A row that
+    masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what becomes of it.
+    """
+    across = tl.cdiv(keys, GRAIN)
+    down, plane = span.place(tl.program_id(0) // across, rows, HEADS, GRAIN)
+    r = down * GRAIN + tl.arange(0, GRAIN)[:, None]
+    c = (tl.program_id(0) % across) * GRAIN + tl.arange(0, GRAIN)[None, :]
+    exists = (r < rows) & (c < keys)
+    real = hidden.real_rows(masks, plane, r, rows)
+    seen = exists & hidden.real_keys(masks, plane, c, keys)
+    if masks.pairs is not None:
+        seen &= tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
+    every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
+    seen &= real
+    if bias is not None:
+        seen &= tiles.load_pairs(tiles.matrix(bias, plane), r, c, rows, keys, CHECK=True) > float("-inf")
+    some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+    tl.store(Marks + tl.program_id(0), (some * SOME + every * ALL).to(tl.uint8))
+
+
+@triton.jit
+def _covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRAIN: tl.constexpr):
+    """(some pair is seen, none is hidden) of the tiles (i, j) that are live, from the marks that they cover."""
+    view = tiles.matrix(marks, plane)
+    some, every = live & False, live | True
+    for a in tl.static_range(max(1, BLOCK_M // GRAIN)):
+        for b in tl.static_range(max(1, BLOCK_N // GRAIN)):
+            down, right = i * BLOCK_M // GRAIN + a, j * BLOCK_N // GRAIN + b
+            exists = live & (down * GRAIN < rows) & (right * GRAIN < keys)
+            seen = tl.load(tiles.pointers(view, down, right), mask=exists, other=ALL)
+            some |= (seen & SOME) != 0
+            every &= (seen & ALL) != 0
+    return some, every
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+def list_blocks(
+    Lists,
+    marks,
+    q_len,
+    k_len,
+    left,
+    right,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block the tiles to compute, each in turn.
+
+    First those that take a mask, then those that take none: how many, what they are, and one number that a loop may
+    read ahead. Blocks are of rows and tiles of keys; BY_KEYS the other way round, for the rows of each of GROUP query
+    heads, and H counts kv heads. marks is the View that `mark` filled; the band counts as a mask.
+    """
+    length = k_len if BY_KEYS else q_len
+    block, plane = span.place(tl.program_id(0), length, HEADS, BLOCK_N if BY_KEYS else BLOCK_M)
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    if BY_KEYS:
+        turns = tl.cdiv(q_len, BLOCK_M)
+        begin, full, rest, end = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
+    else:
+        turns = tl.cdiv(k_len, BLOCK_N)
+        begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    most = turns * GROUP
+    partly = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)
+    fully = partly + most + 2
+    masked, bare = begin * 0, begin * 0
+    for start in tl.range(0, most, CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        tile, member = n % turns, n // turns
+        live = (n < most) & (tile >= begin) & (tile < end)
+        i, j = (tile, tile * 0 + block) if BY_KEYS else (tile * 0 + block, tile)
+        head = span.member(plane, member, GROUP)
+        some, every = _covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
+        every &= (tile >= full) & (tile < rest)
+        entry = (member.to(tl.int64) << 32) | tile
+        takes, bears = (some & ~every).to(tl.int32), (some & every).to(tl.int32)
+        tl.store(partly + masked + tl.cumsum(takes, 0), entry, mask=takes != 0)
+        tl.store(fully + bare + tl.cumsum(bears, 0), entry, mask=bears != 0)
+        masked += tl.sum(takes, 0)
+        bare += tl.sum(bears, 0)
+    tl.store(partly, masked.to(tl.int64))
+    tl.store(fully, bare.to(tl.int64))
+
+
+@triton.jit
+def turns(lists, plane, block, FULL: tl.constexpr):
+    """(order, how many turns): what to visit for a block of a plane, the tiles that take a mask or the FULL ones."""
+    line = tiles.pointers(tiles.matrix(lists, plane), block * 2 + FULL, block * 0)
+    return line + 1, tl.load(line).to(tl.int32)
+
+
+@triton.jit
+def first(order, begin):
+    """What the first turn of a loop visits; order None is a range that starts with begin."""
+    return begin if order is None else tl.load(order)
+
+
+@triton.jit
+def turn(order, n, following):
+    """(tile, member of the group) that turn n visits, and the entry of the next one.
+
+    It is read a turn ahead, so that loads of tiles can start early. In a range the members are the caller's to count.
+    """
+    if order is None:
+        return n, 0, following
+    else:
+        return following.to(tl.int32), (following >> 32).to(tl.int32), tl.load(order + n + 1)

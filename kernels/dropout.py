@@ -1,0 +1,96 @@
+"""Which weights dropout keeps, and what becomes of them.
+
+Philox4x32 of seven rounds, keyed by the seed and counted by place, so that the bits depend on nothing else.
+Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Noise(NamedTuple):
+    """A call's dropout; `noise` makes one. seed points to one int64, so that a graph can be replayed with a new one.
+
+    Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale.
+    """
+
+    seed: tl.tensor
+    threshold: tl.tensor
+    scale: tl.tensor
+
+
+def noise(seed, dropout_p):
+    """The Noise of a call. Where all is dropped the threshold wraps to 0, but then the scale is 0."""
+    return Noise(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+
+
+@triton.jit
+def _counters(x, SIZE: tl.constexpr):
+    """One counter for each two indices that differ in bit 3 alone; x is consecutive from a multiple of 16."""
+    x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
+    x = tl.reshape(x, [SIZE // 2])
+    return (x >> 4) * 8 + (x & 7)
+
+
+@triton.jit
+def _kept(noise, plane, r, c):
+    """Which pairs (r, c) are kept; r and c come already broadcast, either way round.
+
+    The four words of a call of Philox go to rows i, i + 8 and keys j, j + 8: a thread that holds one of these elements
+    of a product of matrices holds all four, so putting the words in their places moves nothing between threads.
+    """
+    ROWS: tl.constexpr = r.shape[0] * r.shape[1]
+    KEYS: tl.constexpr = c.shape[0] * c.shape[1]
+    i, j = _counters(tl.reshape(r, [ROWS]), ROWS), _counters(tl.reshape(c, [KEYS]), KEYS)
+    if r.shape[1] == 1:
+        i, j = tl.broadcast(i[:, None], j[None, :])
+    else:
+        i, j = tl.broadcast(i[None, :], j[:, None])
+    zero = tl.full(i.shape, 0, tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(noise.seed), i, j, zero + plane.index, zero, 7)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [.., .., bit 3 of the key, bit 3 of the row]
+    if r.shape[1] == 1:
+        words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
+        words = tl.reshape(words, [ROWS, KEYS])
+    else:
+        words = tl.permute(tl.reshape(words, [KEYS // 16, 8, ROWS // 16, 8, 2, 2]), [0, 4, 1, 2, 5, 3])
+        words = tl.reshape(words, [KEYS, ROWS])
+    return words >= tl.cast(noise.threshold, tl.uint32)
+
+
+@triton.jit
+def drop(noise, p, plane, r, c):
+    """What dropout makes of the weights p of pairs (r, c)."""
+    if noise is None:
+        return p
+    else:
+        return tl.where(_kept(noise, plane, r, c), p * noise.scale, 0.0)
+
+
+@triton.jit
+def mark(noise, p, plane, r, c):
+    """The weights p, negative where they are dropped: the backward needs both, and has no registers for both."""
+    if noise is None:
+        return p
+    else:
+        return tl.where(_kept(noise, plane, r, c), p, -p)
+
+
+@triton.jit
+def before(noise, marked):
+    """The weights as they were before dropout."""
+    return marked if noise is None else tl.abs(marked)
+
+
+@triton.jit
+def after(noise, marked):
+    """The weights that dropout leaves."""
+    return marked if noise is None else tl.maximum(marked, 0.0) * noise.scale
+
+
+@triton.jit
+def grad(noise, marked, dp):
+    """Gradient of the weights before dropout, from that of the weights after it."""
+    return dp if noise is None else tl.where(marked > 0, dp * noise.scale, 0.0)

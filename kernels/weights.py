@@ -1,0 +1,53 @@
+"""Attention weights on demand: one program per tile, from the statistics of the rows that the forward kept."""
+
+import triton
+import triton.language as tl
+
+from . import dropout, scores, softmax, span, tiles
+from . import masks as hidden
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+def weights(
+    Q,
+    K,
+    Weights,
+    Stats,
+    masks,
+    noise,
+    q_len,
+    k_len,
+    left,
+    right,
+    score,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Weights, a View of (B, Hq, Sq, Sk), after dropout, from the Stats of the forward."""
+    across = tl.cdiv(k_len, BLOCK_N)
+    block, plane = span.place(tl.program_id(0) // across, q_len, HEADS, BLOCK_M)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(0) % across
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, c = rows[:, None], cols[None, :]
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
+    if (tile >= begin) & (tile < end):
+        q = tiles.load(tiles.matrix(Q, plane), rows, hidden.real_rows(masks, plane, rows, q_len), D)
+        kv = tiles.matrix(K, span.shared(plane, GROUP))
+        k = tiles.load(kv, cols, hidden.real_keys(masks, plane, cols, k_len), D)
+        stats = tiles.table(Stats, plane, q_len, 2)
+        top, remainder = tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1)
+        row = softmax.row(top, remainder, score.unit)
+        row = softmax.Row(row.shift[:, None], row.rest[:, None], row.unit[:, None])
+        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=p.dtype)
+        s, steepness = scores.apply(score, x, band, plane, r, c, CHECK=True)
+        p = tl.where(hidden.visible(masks, band, plane, r, c), softmax.weights(s, row, score.unit), 0.0)
+        p = dropout.drop(noise, p, plane, r, c)
+    tiles.store_pairs(tiles.matrix(Weights, plane), r, c, q_len, k_len, p)
