@@ -35,7 +35,7 @@ def capability(device):
     """90 for compute capability (9, 0); None where kernels are interpreted."""
     if interpreting():
         return None
-    major, minor = torch.cuda.get_devicecapability(device)
+    major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
 

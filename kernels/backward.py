@@ -130,7 +130,10 @@ def _walk_keys(
     k,
     v,
     GradWeights,
+    GradQ,
     GradBias,
+    BiasSums,
+    SlopeSums,
     row,
     rows,
     band,
@@ -149,7 +152,8 @@ def _walk_keys(
 ):
     """Add to dq, and to the sums by row of the gradients of bias and slope, what key blocks [begin, end) give.
 
-    Each of the three may be None. GradBias, unless None, gets the gradient of the scores as it is.
+    What will not be stored in GradQ, BiasSums or SlopeSums, since they are None, stays as it is. GradBias, unless None,
+    gets the gradient of the scores.
     """
     following = blocks.first(order, begin)
     for n in tl.range(begin, end):
@@ -164,12 +168,12 @@ def _walk_keys(
         ds = _grad_scores(p, dp, _down(row), r, c, band, masks, plane, noise, GradWeights)
         if GradBias is not None:
             tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
-        if bias_sum is not None:
+        if BiasSums is not None:
             bias_sum += tl.sum(ds, 1)
-        if slope_sum is not None:
+        if SlopeSums is not None:
             slope_sum -= tl.sum(ds * span.distance(band, r, c).to(ds.dtype), 1)
-        if dq is not None:
-            ds = scores.through(steepness, ds).to(k_tile.dtype)
+        if GradQ is not None:
+            ds = scores.through(score, steepness, ds).to(k_tile.dtype)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
     return dq, bias_sum, slope_sum
 
@@ -183,6 +187,8 @@ def _walk_rows(
     Q,
     GradOut,
     GradWeights,
+    GradK,
+    GradV,
     BiasSums,
     Rows,
     cols,
@@ -202,9 +208,9 @@ def _walk_rows(
     CHECK: tl.constexpr,
     WALK: tl.constexpr,
 ):
-    """Add to dk and dv, unless None, what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
+    """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
 
-    BiasSums (B, Hq, Sk, 3), unless None, gets the sums by key of the gradient of the scores, for each head in turn, in
+    What will not be stored in GradK or GradV, since they are None, stays as it is. BiasSums (B, Hq, Sk, 3), unless None, gets the sums by key of the gradient of the scores, for each head in turn, in
     the column of this WALK.
 
     One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
@@ -212,7 +218,7 @@ def _walk_rows(
     """
     following = blocks.first(order, begin)
     member, block = begin * 0, begin
-    sums = None if BiasSums is None else tl.zeros(cols.shape, tiles.wide(Q.base.dtype.element_ty))
+    sums = tl.zeros(cols.shape, dk.dtype)
     for n in tl.range(0, (end - begin) * GROUP if order is None else end):
         if order is not None:
             block, member, following = blocks.turn(order, n, following)
@@ -225,12 +231,12 @@ def _walk_rows(
         row = _load_rows(Rows, plane, rows, band.rows)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         p, steepness = _weights(x, _across(row), r, c, band, masks, plane, score, noise, CHECK)
-        if dv is not None:
+        if GradV is not None:
             w = dropout.after(noise, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
         dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = _grad_scores(p, dp, _across(row), r, c, band, masks, plane, noise, GradWeights)
-        if sums is not None:
+        if BiasSums is not None:
             sums += tl.sum(ds, 1)
             if order is None:
                 done = block + 1 == end
@@ -239,8 +245,8 @@ def _walk_rows(
             table = tiles.table(BiasSums, plane, band.keys, 3)
             tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=(cols < band.keys) & done)
             sums = tl.where(done, 0.0, sums)
-        if dk is not None:
-            ds = scores.through(steepness, ds).to(q.dtype)
+        if GradK is not None:
+            ds = scores.through(score, steepness, ds).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
         if order is None:
             block += 1
@@ -297,33 +303,33 @@ def dq(
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
-    grad = None if GradQ is None else tl.zeros([BLOCK_M, tiles.width(D)], wide)
-    bias = None if BiasSums is None else tl.zeros([BLOCK_M], wide)
-    slope = None if SlopeSums is None else tl.zeros([BLOCK_M], wide)
+    grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
+    bias = tl.zeros([BLOCK_M], wide)
+    slope = tl.zeros([BLOCK_M], wide)
     if lists is None:
         begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
         grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, begin, full, None,
-            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
+            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+            masks, plane, begin, full, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
         )  # fmt: skip
         grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, full, rest, None,
-            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
+            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+            masks, plane, full, rest, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
         )  # fmt: skip
         grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, rest, end, None,
-            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
+            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+            masks, plane, rest, end, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
         )  # fmt: skip
     else:
         order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=False)
         grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, 0, count, order,
-            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
+            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+            masks, plane, 0, count, order, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
         )  # fmt: skip
         order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=True)
         grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradBias, row, rows, band, masks, plane, 0, count, order,
-            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
+            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+            masks, plane, 0, count, order, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
         )  # fmt: skip
     if GradQ is not None:
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
@@ -373,34 +379,39 @@ def dkdv(
     k = tiles.load(tiles.matrix(K, kv), cols, real, D)
     v = tiles.load(tiles.matrix(V, kv), cols, real, DV)
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
-    dk = None if GradK is None else tl.zeros([BLOCK_N, tiles.width(D)], wide)
-    dv = None if GradV is None else tl.zeros([BLOCK_N, tiles.width(DV)], wide)
+    dk = tl.zeros([BLOCK_N, tiles.width(D)], wide)
+    dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if lists is None:
         begin, full, rest, end = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, begin, full, None, score,
-            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True, WALK=0,
+            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
+            begin, full, None, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
+            CHECK=True, WALK=0,
         )  # fmt: skip
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, full, rest, None, score,
-            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=False, WALK=1,
+            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
+            full, rest, None, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
+            CHECK=False, WALK=1,
         )  # fmt: skip
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, rest, end, None, score,
-            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True, WALK=2,
+            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
+            rest, end, None, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
+            CHECK=True, WALK=2,
         )  # fmt: skip
     else:
         order, count = blocks.turns(lists, kv, block, FULL=False)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, 0, count, order, score,
-            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=True, WALK=0,
+            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
+            0, count, order, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
+            CHECK=True, WALK=0,
         )  # fmt: skip
         order, count = blocks.turns(lists, kv, block, FULL=True)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, BiasSums, Rows, cols, band, masks, kv, 0, count, order, score,
-            noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=False, WALK=1,
+            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
+            0, count, order, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
+            CHECK=False, WALK=1,
         )  # fmt: skip
     if GradK is not None:
         tiles.store(tiles.matrix(GradK, kv), cols, k_len, scores.grad(score, dk), D)

@@ -57,7 +57,7 @@ def _tanh(x):
 @triton.jit
 def apply(score, x, band, plane, r, c, CHECK: tl.constexpr):
     """(scores, steepness of the cap there) of the products x of pairs (r, c), already broadcast, either way round."""
-    steepness = None
+    steepness = 1.0
     # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
     if score.cap is not None:
         capped = _tanh(x * score.slope_at_zero)
@@ -80,9 +80,9 @@ def sink(score, plane, dtype: tl.constexpr):
 
 
 @triton.jit
-def through(steepness, ds):
+def through(score, steepness, ds):
     """What the cap leaves of the gradient of the scores; `grad` does the rest."""
-    return ds if steepness is None else ds * steepness
+    return ds if score.cap is None else ds * steepness
 
 
 @triton.jit

@@ -32,6 +32,12 @@ class Case(NamedTuple):
     window: tuple | None = None
     align: str = "bottom_right"
     scale: float | None = None
+    bias: str | None = None  # as mask, or "one a head"; -inf here and there
+    bias_dtype: torch.dtype | None = None  # that of the query by default
+    softcap: float | None = None
+    alibi: str | None = None  # "own" for each batch, "shared" by all
+    sinks: bool = False
+    dropout: float = 0.0
     grads: str = "out and lse"  # what the loss is made of
 
     def draw(self, device="cpu", seed=0):
@@ -65,24 +71,42 @@ class Case(NamedTuple):
         tensors["lse"] = normal(self.B, self.Hq, self.Sq).to(wide)
         if self.expanded:
             tensors["lse"] = tensors["lse"][:1, :1, :1].expand(tensors["lse"].shape)
+        tensors["weights"] = normal(self.B, self.Hq, self.Sq, self.Sk)
         options = dict(causal=self.causal, window=self.window, align=self.align, scale=self.scale)
+        shapes = {
+            "pairs": (self.B, self.Hq, self.Sq, self.Sk),
+            "batch": (self.B, 1, self.Sq, self.Sk),
+            "heads": (1, self.Hq, self.Sq, self.Sk),
+            "rank 2": (self.Sq, self.Sk),
+            "rows": (self.B, 1, self.Sq, 1),
+            "keys": (1, self.Hq, 1, self.Sk),
+            "one a head": (1, self.Hq, 1, 1),
+        }
         if self.mask is not None:
-            shape = {
-                "pairs": (self.B, self.Hq, self.Sq, self.Sk),
-                "batch": (self.B, 1, self.Sq, self.Sk),
-                "heads": (1, self.Hq, self.Sq, self.Sk),
-                "rank 2": (self.Sq, self.Sk),
-                "rows": (self.B, 1, self.Sq, 1),
-                "keys": (1, self.Hq, 1, self.Sk),
-            }[self.mask]
-            options["mask"] = visible(*shape)
+            options["mask"] = visible(*shapes[self.mask])
             if self.mask in ("pairs", "rank 2"):
                 options["mask"][..., 3:5, :] = False  # rows that see nothing
+        if self.bias is not None:
+            options["bias"] = normal(*shapes[self.bias]).to(self.bias_dtype or self.dtype)
+            if self.bias not in ("rows", "one a head"):
+                options["bias"].masked_fill_(~visible(*shapes[self.bias]), float("-inf"))
+                options["bias"][..., self.Sk // 2 :] = float("-inf")  # whole blocks
+            if self.bias == "pairs" and self.strided:
+                options["bias"] = among_nan(options["bias"], "bhds")
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        if self.alibi is not None:
+            shape = {"own": (self.B, self.Hq), "shared": (self.Hq,)}[self.alibi]
+            options["alibi_slopes"] = torch.randn(shape, generator=generator, device=device).mul(0.2).to(wide)
+        if self.sinks:
+            options["sinks"] = normal(self.Hq)
+        if self.dropout:
+            options |= dict(dropout_p=self.dropout, seed=2**62 + 12345)
         for name, kind, length in (("key_mask", self.key_mask, self.Sk), ("query_mask", self.query_mask, self.Sq)):
             if kind is not None:
                 shape = {"own": (self.B, length), "shared": (1, length), "rank 1": (length,)}[kind]
                 options[name] = visible(*shape)
-                for hidden in ("key", "value") if name == "key_mask" else ("query", "out", "lse"):
+                for hidden in ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights"):
                     tensors[hidden] = _spoil(tensors[hidden], options[name].expand(self.B, length))
         return tensors, options
 
@@ -97,7 +121,7 @@ def among_nan(tensor, order):
 
 
 def _spoil(tensor, seen):
-    """`tensor` with what is not seen, (B, S), replaced in place of a copy that keeps its layout."""
+    """`tensor` with what is not seen, (B, S), replaced in place."""
     hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
     wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
     noise = wrong[torch.arange(tensor.numel(), device=tensor.device) % 3].view(tensor.shape)
@@ -139,6 +163,22 @@ FEATURES = {
     "negative scale": dict(scale=-0.4),
     "scale 0": dict(scale=0.0),
     "peaked": dict(spread=4.0),
+    "bias of pairs": dict(B=2, bias="pairs"),
+    "bias over heads": dict(B=2, bias="batch"),
+    "bias over batch": dict(B=2, bias="heads"),
+    "bias of rank 2": dict(B=2, bias="rank 2"),
+    "bias of rows": dict(B=2, bias="rows"),
+    "bias of keys": dict(B=2, bias="keys"),
+    "bias of each head": dict(B=2, bias="one a head"),
+    "float64 bias": dict(bias="rank 2", bias_dtype=torch.float64),
+    "softcap": dict(softcap=1.5),
+    "large softcap": dict(softcap=50.0),
+    "slopes": dict(alibi="shared"),
+    "slopes of each batch": dict(B=2, alibi="own", align="top_left"),
+    "sinks": dict(sinks=True),
+    "dropout": dict(dropout=0.3),
+    "weights": dict(grads="out, lse and weights"),
+    "weights alone": dict(grads="weights"),
     "out alone": dict(grads="out"),
     "lse alone": dict(grads="lse"),
 }
@@ -166,7 +206,8 @@ SINGLE = [
 DISTINCT = (
     *("batch", "grouped heads", "odd head dims", "more rows", "more keys", "strided", "expanded", "causal", "window"),
     *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "scale", "negative scale", "peaked"),
-    "lse alone",
+    *("bias of pairs", "bias over batch", "bias of rows", "bias of keys", "softcap", "slopes", "sinks", "dropout"),
+    *("weights", "lse alone"),
 )
 PAIRS = [
     Case(f"{a} + {b}")._replace(dtype=DTYPES[number % len(DTYPES)], **{**FEATURES[a], **FEATURES[b]})

@@ -6,19 +6,28 @@ from fusedattn import reference
 from fusedattn.tolerance import verdicts
 
 INPUTS = ("query", "key", "value")
+LEARNED = ("bias", "alibi_slopes", "sinks")  # options that have gradients
 
 
 def with_gradients(function, tensors, options, grads="out and lse", **call):
-    """{"out", "lse" and the gradients of "query", "key", "value"} of an attention function on the tensors of a case."""
-    inputs = [tensors[name].detach().requires_grad_() for name in INPUTS]
-    out, lse = function(*inputs, return_lse=True, **options, **call)
-    outputs = {"out": out, "lse": lse}
+    """{"out", "lse", "weights" and the gradients of what has one} of an attention function on the tensors of a case.
+
+    grads names what the loss is made of; "weights" are computed only if it does.
+    """
+    inputs = {name: tensors[name].detach().requires_grad_() for name in INPUTS}
+    inputs |= {name: options[name].detach().requires_grad_() for name in LEARNED if name in options}
+    call |= dict(return_lse=True, return_weights="weights" in grads)
+    results = function(**{**options, **inputs}, **call)
+    outputs = dict(zip(("out", "lse", "weights"), results, strict=False))
     loss = {name: outputs[name] for name in outputs if name in grads}
     given = [tensors[name].to(outputs[name].dtype) for name in loss]
-    found = torch.autograd.grad(list(loss.values()), inputs, given, allow_unused=True)
+    found = torch.autograd.grad(list(loss.values()), list(inputs.values()), given, allow_unused=True)
     # What the loss does not depend on has gradient 0: value, if the loss is made of lse alone.
-    found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(INPUTS, found, strict=True))}
+    found = {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(inputs.items(), found, strict=True)
+    }
+    return {**{name: x.detach() for name, x in outputs.items()}, **found}
 
 
 def in_float64(tensors):

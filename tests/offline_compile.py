@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from fusedattn import configs, launch, ops
+from fusedattn.call import DIFFERENTIABLE, Call
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
 SMALLEST = min(SHARED.values())
@@ -42,15 +43,30 @@ INSTRUCTIONS = {
 EXTRA_SPILLS = 512
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
-VARIANTS = {  # what a call of `everything` adds to one of `full`, by the names of the operator's arguments
+
+
+def _meta(*shape, dtype=torch.bool):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Call's fields
     "full": {},
     "causal": dict(right=0),
+    "masked": dict(mask=_meta(BATCH, 1, LENGTH, LENGTH)),
+    "dropout": dict(dropout_p=0.1, seed=_meta(1, dtype=torch.int64)),
+    "biased": dict(bias=_meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
     "everything": dict(
         left=100,
         right=10,
-        mask=torch.empty(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool, device="meta"),
-        key_mask=torch.empty(BATCH, LENGTH, dtype=torch.bool, device="meta"),
-        query_mask=torch.empty(BATCH, LENGTH, dtype=torch.bool, device="meta"),
+        mask=_meta(BATCH, 1, LENGTH, LENGTH),
+        key_mask=_meta(BATCH, LENGTH),
+        query_mask=_meta(BATCH, LENGTH),
+        bias=_meta(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16),
+        alibi_slopes=_meta(1, HEADS, dtype=torch.float32),
+        sinks=_meta(1, HEADS, dtype=torch.float32),
+        softcap=30.0,
+        dropout_p=0.1,
+        seed=_meta(1, dtype=torch.int64),
     ),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
@@ -145,6 +161,7 @@ def _everything_but_a_gpu(kernels, row):
         with (
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
+            mock.patch.object(launch, "capability", lambda device: row.capability),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
             triton.knobs.cache.scope(),
@@ -166,11 +183,14 @@ def _call(row):
     def tensor(heads):
         return torch.empty(BATCH, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
-    options = dict(mask=None, key_mask=None, query_mask=None, left=None, right=None) | VARIANTS[row.variant]
-    pairs = (tensor(HEADS), tensor(HEADS // group), tensor(HEADS // group), *options.values(), False, row.dim**-0.5)
-    out, _, stats = ops._forward(*pairs, True)
-    if row.kernel != "forward":
-        ops._backward(out, None, out, stats, *pairs, [True] * 3)
+    tensors = dict(query=tensor(HEADS), key=tensor(HEADS // group), value=tensor(HEADS // group))
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
+    call = Call(**plain | tensors | VARIANTS[row.variant])
+    everything = row.variant == "everything"
+    out, _, weights, stats = ops._forward(*call, row.kernel == "weights" or everything, True)
+    if row.kernel not in ("forward", "weights"):
+        need = [x is not None for x in call[:DIFFERENTIABLE]]
+        ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
 
 
 def compile_row(row):
