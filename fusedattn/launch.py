@@ -326,8 +326,11 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
             common | shared,
         )
 
-    for sums, grad in ((by_rows, grad_bias), (sink_sums, grad_sinks), (slope_sums, grad_slopes)):
-        if sums is not None:
-            grad.copy_(sums.sum_to_size(grad.shape) if grad.dim() == 4 else sums.sum((2, 3)).sum_to_size(grad.shape))
+    # In float64, which costs nothing here: a sum over all rows of a head would else know them to a millionth of them all.
+    if by_rows is not None:
+        grad_bias.copy_(by_rows.double().sum_to_size(grad_bias.shape))
     if by_keys is not None:
-        grad_bias.copy_(by_keys.sum(3)[:, :, None, :].sum_to_size(grad_bias.shape))
+        grad_bias.copy_(by_keys.double().sum(3)[:, :, None, :].sum_to_size(grad_bias.shape))
+    for sums, grad in ((sink_sums, grad_sinks), (slope_sums, grad_slopes)):
+        if sums is not None:
+            grad.copy_(sums.double().sum((2, 3)).sum_to_size(grad.shape))

@@ -23,7 +23,9 @@ class Verdict(NamedTuple):
     why: str
 
 
-def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = None) -> Verdict:
+def verdict(
+    got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = None, terms: float = 1.0
+) -> Verdict:
     """Hold a result to the rule.
 
     Args:
@@ -32,6 +34,8 @@ def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = No
         zero: bool, shape of `got` less its last dimension: rows that must be exactly 0, since nothing in them is seen.
             By default those that are 0 throughout in the oracle. The gradients of query and key need to be told:
             a row that sees one key has a gradient that is 0 by cancellation alone, and that may be off by rounding.
+        terms: how large the terms are that the result is a sum of, together: the root of the sum of their squares. The
+            gradient of a slope is one number from all pairs of a head. That eager PyTorch has it right is chance.
     """
     if got.shape != oracle.shape:
         nothing = float("nan")
@@ -43,8 +47,8 @@ def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = No
     # Where eager PyTorch overflows it allows nothing: its error counts where it has an answer.
     eager_error = (eager.double() - oracle).abs().masked_fill(infinite | ~eager.isfinite(), 0.0)
     size = oracle.abs().masked_fill(infinite, 0.0)
-    max_allowed = 2.0 * _max(eager_error) + _floor(got.dtype, _max(size), 1.0)
-    mean_allowed = 1.5 * _mean(eager_error) + _floor(got.dtype, _mean(size), 0.25)
+    max_allowed = 2.0 * _max(eager_error) + _floor(got.dtype, _max(size), 1.0, terms)
+    mean_allowed = 1.5 * _mean(eager_error) + _floor(got.dtype, _mean(size), 0.25, terms)
     max_error, mean_error = _max(error), _mean(error)
     why = _wrong_kind(got, oracle.to(got.dtype), infinite, zero)
     if not why and not max_error <= max_allowed:
@@ -55,33 +59,40 @@ def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = No
 
 
 def verdicts(
-    got: Mapping[str, Tensor], eager: Mapping[str, Tensor], oracle: Mapping[str, Tensor]
+    got: Mapping[str, Tensor],
+    eager: Mapping[str, Tensor],
+    oracle: Mapping[str, Tensor],
+    terms: Mapping[str, float] | None = None,
 ) -> dict[str, Verdict]:
     """`verdict` of each result of one call that `got` and `oracle` hold, knowing which rows and keys are empty.
 
-    Args: {"out", "lse", "query", "key", "value": tensor}, the last three gradients; any may be absent, or more be
-        there. The gradient of `out`, if there are gradients, has no row of zeros.
+    Args: {"out", "lse", "weights", "query", "key", "value": tensor}, the last three gradients; any may be absent, or
+        more be there. The gradient of `out`, if there are gradients, has no row of zeros. terms: those of `verdict`,
+        where they are not of order one.
     """
     # Seen in the oracle: a row whose lse is -inf, a key that has no gradient and whose value has none.
     unseen = {}
     if "lse" in oracle:
-        unseen["query"] = unseen["out"] = oracle["lse"] == float("-inf")
+        unseen["query"] = oracle["lse"] == float("-inf")
     if "key" in oracle and "value" in oracle:
         unseen["key"] = unseen["value"] = (oracle["key"] == 0).all(-1) & (oracle["value"] == 0).all(-1)
-    nowhere = {name: torch.zeros_like(oracle[name][..., 0], dtype=torch.bool) for name in oracle if name != "out"}
-    zero = {**nowhere, **unseen}
-    return {name: verdict(got[name], eager[name], oracle[name], zero.get(name)) for name in oracle}
+    sums = [name for name in oracle if name not in ("out", "weights")]
+    zero = {name: torch.zeros_like(oracle[name][..., 0], dtype=torch.bool) for name in sums} | unseen
+    terms = terms or {}
+    return {
+        name: verdict(got[name], eager[name], oracle[name], zero.get(name), terms.get(name, 1.0)) for name in oracle
+    }
 
 
-def _floor(dtype, size, share):
+def _floor(dtype, size, share, terms):
     """The error that a result of a size may have even where eager PyTorch happens to have none.
 
-    All of it at most, `share` of it on average: its own rounding; that of terms of order one that cancel, in the type
-    that kernels sum in (a row that sees one key has a gradient of 0, the difference of two equal sums); that of the
+    All of it at most, `share` of it on average: its own rounding; that of terms that cancel, in the type that kernels
+    sum in (a row that sees one key has a gradient of 0, the difference of two equal sums of order one); that of the
     oracle itself, all there is where float64 is what is tested (exp, log, a sum of some dozen terms: 64 roundings).
     """
     own, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return share * (own * size + 8 * summed + 64 * torch.finfo(torch.float64).eps * (size + 1.0))
+    return share * (own * size + 8 * summed * max(1.0, terms) + 64 * torch.finfo(torch.float64).eps * (size + 1.0))
 
 
 def _wrong_kind(got, expected, infinite, zero):

@@ -123,6 +123,6 @@ def row(top, rest, unit):
 def weights(s, row, unit):
     """The weights again, from scores and their rows, which come already broadcast. Rows that saw nothing weigh 0."""
     if unit is None:
-        return tl.math.exp2((s + row.shift) * LOG2E - row.rest)
+        return tl.math.exp2(tl.fma(s + row.shift, tl.full([], LOG2E, s.dtype), -row.rest))
     else:
         return tl.math.exp2(tl.fma(s, row.unit, row.shift) - row.rest)

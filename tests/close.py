@@ -34,9 +34,31 @@ def in_float64(tensors):
     return {name: x.double() for name, x in tensors.items()}
 
 
+def sizes_of_terms(tensors, options, grads):
+    """How large the terms are that the gradients of options sum up: {name: root of the sum of squares, the largest}."""
+    if not any(name in options for name in LEARNED):
+        return {}
+    batch, heads, rows, keys = tensors["weights"].shape
+    bias = options.get("bias", torch.zeros(1, 1)).double().to(tensors["query"].device).expand(batch, heads, rows, keys)
+    found = with_gradients(reference.attention, in_float64(tensors), {**options, "bias": bias}, grads)
+    ds = found["bias"]  # of the scores, pair by pair
+    i, j = torch.arange(rows, device=ds.device)[:, None], torch.arange(keys, device=ds.device)[None, :]
+    shift = 0 if options["align"] == "top_left" else keys - rows
+    # What is added to all scores of a row, the sink's with them, changes its lse alone.
+    dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else torch.zeros(())
+    terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": dlse - ds.sum(3)}
+    sizes = {}
+    for name in LEARNED:
+        if name in options:
+            shape = options[name].shape if name == "bias" else (heads, 1) if name == "sinks" else (heads, 1, 1)
+            sizes[name] = terms[name].square().sum_to_size(shape).sqrt().max().item()
+    return sizes
+
+
 def assert_close(got, tensors, options, grads="out and lse"):
     """`got`, from `with_gradients`, is as good as eager PyTorch in the inputs' dtype, measured against float64."""
     eager = with_gradients(reference.eager, tensors, options, grads)
     oracle = with_gradients(reference.attention, in_float64(tensors), options, grads)
-    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
+    terms = sizes_of_terms(tensors, options, grads)
+    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle, terms).items() if not verdict.ok}
     assert not wrong, wrong
