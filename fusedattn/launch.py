@@ -181,20 +181,22 @@ def _launch(name, call, programs, arguments, lists=None):
                 _too_large[kind] = len(_tiles(kind)) - left
 
 
-def new_marks(mask, key_mask, query_mask, bias):
-    """Uninitialised marks, of whatever sizes the masks and the bias differ along; any may be None, but not all."""
+def new_marks(mask, key_mask, query_mask, bias, grain):
+    """(uninitialised marks of grain x grain pairs, (rows, keys) that they are of).
+
+    The masks and the bias are those of a Call; any may be None, but not all. Sizes along which none differs are 1.
+    """
     given = [x for x in (mask, bias) if x is not None]
     given += [] if key_mask is None else [key_mask[:, None, None, :]]
     given += [] if query_mask is None else [query_mask[:, None, :, None]]
-    grain = configs.grain(capability(given[0].device))
     batch, heads, rows, keys = torch.broadcast_shapes(*(x.shape for x in given))
     marks = given[0].new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
     return marks, (rows, keys)
 
 
-def mark(mask, key_mask, query_mask, bias):
-    """The marks of blocks of pairs: bytes, as `kernels.blocks.mark` has them."""
-    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias)
+def mark(mask, key_mask, query_mask, bias, grain):
+    """The marks of blocks of grain x grain pairs: bytes, as `kernels.blocks.mark` has them."""
+    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, grain)
     batch, heads = marks.shape[:2]
     if marks.numel():
         with _surroundings(marks.device):
@@ -205,7 +207,7 @@ def mark(mask, key_mask, query_mask, bias):
                 rows=rows,
                 keys=keys,
                 HEADS=heads,
-                GRAIN=configs.grain(capability(marks.device)),
+                GRAIN=grain,
                 num_warps=4,
             )
     return marks
@@ -241,7 +243,7 @@ def _listing(call):
     grain = configs.grain(capability(call.query.device))
     marks = call.marks
     if marks is None and any(x is not None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
-        marks = mark(call.mask, call.key_mask, call.query_mask, call.bias)
+        marks = mark(call.mask, call.key_mask, call.query_mask, call.bias, grain)
     if marks is None:
         return lambda by_keys: lambda tile: None
     return lambda by_keys: lambda tile: list_blocks(call, marks, grain, tile, by_keys)

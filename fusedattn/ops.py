@@ -83,16 +83,22 @@ def _backward(*arguments):
     return grads
 
 
+def _grain(*masks):
+    from . import launch
+
+    return configs.grain(launch.capability(next(mask.device for mask in masks if mask is not None)))
+
+
 def _new_marks(*masks):
     from . import launch
 
-    return launch.new_marks(*masks, None)[0]
+    return launch.new_marks(*masks, None, _grain(*masks))[0]
 
 
 def _mark(*masks):
     from . import launch
 
-    return launch.mark(*masks, None)
+    return launch.mark(*masks, None, _grain(*masks))
 
 
 for _name, _run, _new in (
