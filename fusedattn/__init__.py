@@ -1,17 +1,20 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
 from . import reference
-from .api import attention, merge
+from .api import attention, merge, plan
 from .backends import Explanation, explain, use_backend
+from .call import Plan
 from .modules import MultiHeadAttention, SelfAttention
 
 __all__ = [
     "Explanation",
     "MultiHeadAttention",
+    "Plan",
     "SelfAttention",
     "attention",
     "explain",
     "merge",
+    "plan",
     "reference",
     "use_backend",
 ]

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import backends
-from .call import Arguments
-from .checks import FLOATING, checked, fail
+from . import backends, ops
+from .call import Arguments, Plan, rank4, rows
+from .checks import FLOATING, check_plan, checked, fail
 from .reference import results
 
 
@@ -14,7 +14,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Plan | None = None,
     bias: Tensor | None = None,
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -42,6 +42,7 @@ def attention(
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
             head, rank 2 (S, D) one head of one batch. Under autocast they are cast as torch's SDPA casts them.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). What it hides is finite.
+            Or what `fusedattn.plan` made of masks. Blocks of pairs that masks hide, or -inf, cost no time.
         bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. What they hide may
             hold anything, NaN included, and changes nothing.
@@ -70,6 +71,30 @@ def attention(
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
     out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
     return results(query.dim(), out, lse if return_lse else None, weights)
+
+
+def plan(
+    mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+) -> Plan:
+    """Find out once which blocks of pairs some masks leave; pass the result as `mask` to call after call.
+
+        >>> plan = fusedattn.plan(mask, key_mask=key_mask)
+        >>> for layer in layers:
+        ...     x = layer(x, mask=plan)
+
+    A call without a plan looks at its masks itself, once in the forward and once in the backward: what a plan saves is
+    a read of the mask in each. The caller keeps it, nobody else does; while it is in use the masks must not change.
+
+    Args:
+        mask, key_mask, query_mask: as in `attention`, at least one; mask may also have rank 3, (B, Sq, Sk). A call that
+            gets the plan takes all of them from it, and neither key_mask nor query_mask beside it.
+    Returns: a Plan. Where no kernel could read it, such as on a CPU, it holds the masks and nothing else.
+    Raises: TypeError, ValueError for masks that do not go together.
+    """
+    check_plan(Plan(mask, key_mask, query_mask, None))
+    device = next(x.device for x in (mask, key_mask, query_mask) if x is not None)
+    marks = None if backends.machine_reasons(device) else ops.mark(rank4(mask), rows(key_mask), rows(query_mask))
+    return Plan(mask, key_mask, query_mask, marks)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

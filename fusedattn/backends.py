@@ -168,4 +168,4 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} comes before it and takes the call"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
-    return Explanation(taken, ops.tiles(call) if taken == "triton" else {}, others)
+    return Explanation(taken, ops.tiles(call, return_weights) if taken == "triton" else {}, others)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Arguments, Call, autocast, normalise
+from .call import Arguments, Call, Plan, autocast, normalise, rank4, rows
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
+BOOL = "a bool tensor, True = may attend (say .bool())"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -47,7 +48,7 @@ def _is_bool(name: str) -> Rule:
         name,
         TypeError,
         lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype != torch.bool,
-        "a bool tensor, True = may attend (say .bool())",
+        BOOL,
         lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__),
     )
 
@@ -252,6 +253,15 @@ OPTIONS = {
             "a finite number above 0",
             _given("softcap"),
         ),
+        Rule(
+            "softcap",
+            ValueError,
+            lambda a: (
+                isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and a.softcap > LARGEST_SINGLE
+            ),
+            "a number that float32 can hold",
+            _given("softcap"),
+        ),
     ),
     "alibi_slopes": (
         _is_floating("alibi_slopes"),
@@ -349,7 +359,38 @@ def check_options(**options) -> None:
 
 
 def checked(arguments: Arguments) -> Call:
-    """The Call of arguments as the caller wrote them, autocast included."""
-    arguments = autocast(arguments)
+    """The Call of arguments as the caller wrote them, autocast and plans included."""
+    arguments, marks = autocast(arguments), None
+    if isinstance(arguments.mask, Plan):
+        plan = arguments.mask
+        for name in ("key_mask", "query_mask"):
+            if getattr(arguments, name) is not None:
+                fail(ValueError, name, "None beside a plan, which holds the masks that it was made of", "a mask")
+        arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
+        marks = plan.marks
     check(arguments)
-    return normalise(arguments)
+    return normalise(arguments, marks)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise for masks that no call could take together; whether they fit a call, the call will see."""
+    given = {name: x for name, x in plan._asdict().items() if x is not None}
+    if not given:
+        fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
+    for name, mask in given.items():
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            fail(TypeError, name, BOOL, getattr(mask, "dtype", type(mask).__name__))
+        if mask.layout != torch.strided or mask.is_nested:
+            fail(TypeError, name, "a strided tensor", "a nested tensor" if mask.is_nested else mask.layout)
+        ranks = (2, 3, 4) if name == "mask" else (1, 2)
+        if mask.dim() not in ranks:
+            fail(ValueError, name, f"rank {ranks[0]} to {ranks[-1]}", tuple(mask.shape))
+        first = next(iter(given.values()))
+        if mask.device != first.device:
+            fail(ValueError, name, f"the device of the other masks, {first.device}", mask.device)
+    shape = tuple(rank4(plan.mask).shape) if plan.mask is not None else (1, 1, 1, 1)
+    for name, axis in (("key_mask", 3), ("query_mask", 2)):
+        if name in given:
+            batch, length = tuple(rows(given[name]).shape)
+            if any(1 != size != other != 1 for size, other in ((batch, shape[0]), (length, shape[axis]))):
+                fail(ValueError, name, f"shape (B, S) that fits mask, {shape}", (batch, length))

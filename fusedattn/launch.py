@@ -249,6 +249,23 @@ def _listing(call):
     return lambda by_keys: lambda tile: list_blocks(call, marks, grain, tile, by_keys)
 
 
+def _bias_sum(call):
+    """What the gradient of the bias is a sum by: where it is broadcast decides whose loops it is taken in."""
+    batch, heads, rows, keys = _sizes(call)
+    if call.bias.shape[3] == 1:
+        return "rows"
+    if call.bias.shape[2] == 1:
+        return "keys"
+    return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
+
+
+def tiles(call: Call, need_weights: bool) -> dict:
+    """{kernel: Tile} of what a call, with the backward of all its inputs, would launch."""
+    names = ["forward", *(["weights"] if need_weights else []), "prepare", "dq", "dkdv"]
+    names += ["dbias"] if call.bias is not None and _bias_sum(call) == "planes" else []
+    return {name: candidates(name, call)[0] for name in names}
+
+
 def forward(out, lse, weights, stats, call: Call):
     """Fill out, lse and, unless None, weights and stats; weights need stats."""
     batch, heads, rows, keys = _sizes(call)
@@ -291,17 +308,11 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
     _launch("prepare", call, lambda tile: cdiv(rows, tile.rows) * planes, prepare)
     common |= dict(GradOut=_view(grad_out), GradWeights=grad_weights, Rows=rows_table)
 
-    # Where the bias is broadcast decides whose loops its gradient is a sum over.
-    by_rows = by_keys = over_planes = whole = None
-    if grad_bias is not None:
-        if grad_bias.shape[3] == 1:
-            by_rows = table(1)
-        elif grad_bias.shape[2] == 1:
-            by_keys = table(3, keys, stats.new_zeros)
-        elif grad_bias.shape[:2] != (batch, heads):
-            over_planes = _view(grad_bias)
-        else:
-            whole = _view(grad_bias.zero_())
+    where = None if grad_bias is None else _bias_sum(call)
+    by_rows = table(1) if where == "rows" else None
+    by_keys = table(3, keys, stats.new_zeros) if where == "keys" else None
+    over_planes = _view(grad_bias) if where == "planes" else None
+    whole = _view(grad_bias.zero_()) if where == "pairs" else None
     slope_sums = None if grad_slopes is None else table(1)
 
     if any(x is not None for x in (grad_query, whole, by_rows, slope_sums)):

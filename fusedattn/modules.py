@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from .api import attention
 from .backends import check_name
+from .call import Plan
 from .checks import check_options, fail
 
 
@@ -38,7 +39,9 @@ def _check_dropout(dropout):
 
 
 def _by_head(pairs):
-    """A mask or bias of rank 3 (B, Sq, Sk) as one for all heads; any other as it is."""
+    """A mask, plan or bias of rank 3 (B, Sq, Sk) as one for all heads; any other as it is."""
+    if isinstance(pairs, Plan):
+        return pairs._replace(mask=_by_head(pairs.mask))
     return pairs.unsqueeze(1) if isinstance(pairs, Tensor) and pairs.dim() == 3 else pairs
 
 
@@ -119,7 +122,7 @@ class MultiHeadAttention(nn.Module):
         query: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Plan | None = None,
         *,
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
@@ -130,7 +133,7 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             query: (B, Sq, E). key: (B, Sk, kdim), query by default. value: (B, Sk, vdim), key by default.
-            mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk).
+            mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan` of one.
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
                 must be finite for the gradients of the projections, which are linear in it.
             bias: floating, added to the scores, of the shapes a mask may have.

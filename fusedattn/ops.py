@@ -121,8 +121,11 @@ def _keep(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(run, ctx, *incoming):
+def _differentiate(run, ctx, grad_out, grad_lse, grad_weights):
     """Gradients of the inputs of the forward, from `run`, which is the backward operator in one form or another."""
+    if grad_weights is not None and grad_weights.dim() == 1:
+        grad_weights = None  # there were none: a graph makes zeros of what did not come
+    incoming = grad_out, grad_lse, grad_weights
     rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + 2)
     if all(grad is None for grad in incoming):
         return (None,) * DIFFERENTIABLE + rest
@@ -253,8 +256,8 @@ def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None
     return torch.ops.fusedattn.mark(mask, key_mask, query_mask)
 
 
-def tiles(call: Call) -> dict:
+def tiles(call: Call, need_weights: bool) -> dict:
     """{kernel: Tile} of what a call, its backward included, would launch."""
     from . import launch
 
-    return {kernel: launch.candidates(kernel, call)[0] for kernel in configs.INTERPRETED}
+    return launch.tiles(call, need_weights)

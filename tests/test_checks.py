@@ -117,6 +117,7 @@ WRONG = [
     ("sinks", ValueError, "shape (4,)", dict(sinks=torch.ones(B, Hq)), dict(sinks=torch.ones(Hq).bfloat16())),
     ("sinks", ValueError, "the device", dict(sinks=torch.ones(Hq, device="meta")), {}),
     ("dropout_p", TypeError, "a number, got bool", dict(dropout_p=True), dict(dropout_p=1)),
+    ("softcap", ValueError, "float32 can hold", dict(softcap=1e39), dict(softcap=1e38)),
     ("dropout_p", ValueError, "from 0 to 1, got 1.5", dict(dropout_p=1.5), dict(dropout_p=0.5)),
     ("dropout_p", ValueError, "from 0 to 1, got nan", dict(dropout_p=float("nan")), {}),
     ("seed", TypeError, "an int or a tensor of one int64, got float", dict(seed=1.0), dict(seed=2**63 - 1)),
@@ -146,6 +147,29 @@ def test_a_wrong_argument_is_named(row):
         assert message.startswith(f"{argument}: expected ") and ", got " in message and "\n" not in message
         assert text in message
         call(**tensors(**neighbour))
+
+
+def test_a_plan_of_masks_that_do_not_go_together():
+    for changed, error, text in (
+        ({}, ValueError, "mask: expected a mask, a key_mask or a query_mask, got none of them"),
+        (dict(mask=torch.ones(3, 4)), TypeError, "mask: expected a bool tensor"),
+        (dict(mask=bools(3)), ValueError, "mask: expected rank 2 to 4"),
+        (dict(key_mask=bools(1, 2, 3)), ValueError, "key_mask: expected rank 1 to 2"),
+        (dict(mask=bools(3, 4), key_mask=bools(2, 5)), ValueError, "key_mask: expected shape"),
+        (dict(mask=bools(2, 1, 3, 4), query_mask=bools(3, 3)), ValueError, "query_mask: expected shape"),
+        (dict(mask=bools(3, 4), key_mask=bools(4).to("meta")), ValueError, "key_mask: expected the device"),
+    ):
+        with pytest.raises(error) as raised:
+            fa.plan(**changed)
+        assert text in str(raised.value)
+    fa.plan(bools(2, 1, 3, 4), bools(1, 4), bools(2, 3))
+    plan = fa.plan(bools(Sq, Sk), key_mask=bools(Sk))
+    fa.attention(**tensors(mask=plan))
+    for name in ("key_mask", "query_mask"):
+        with pytest.raises(ValueError, match=f"{name}: expected None beside a plan"):
+            fa.attention(**tensors(mask=plan, **{name: bools(Sk if name == "key_mask" else Sq)}))
+    with pytest.raises(ValueError, match="mask: expected broadcastable"):
+        fa.attention(**tensors(mask=fa.plan(bools(Sq, Sk + 1))))
 
 
 @pytest.mark.parametrize("rank", [2, 3])

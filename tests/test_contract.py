@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.compare import INPUTS, with_gradients
 
 from .cases import Case
-from .close import INPUTS, assert_close, with_gradients
+from .close import assert_close
 
 BACKENDS = ("naive", "triton")
 

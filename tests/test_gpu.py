@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.compare import INPUTS, with_gradients
 
 from .cases import Case
-from .close import INPUTS, assert_close, with_gradients
+from .close import assert_close
 
 pytestmark = pytest.mark.gpu
 HALF = (torch.bfloat16, torch.float16)

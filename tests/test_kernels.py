@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.compare import with_gradients
 
 from . import cases
-from .close import assert_close, with_gradients
+from .close import assert_close
 
 
 def run(case, device):

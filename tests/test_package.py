@@ -22,10 +22,11 @@ CORE = {
     "reference": {"call", "checks", "layout", "philox"},
     "configs": set(),
     "interpreter": set(),
-    "launch": {"configs", "interpreter", "kernels"},
-    "ops": {"call", "launch", "layout"},
+    "launch": {"call", "configs", "interpreter", "kernels"},
+    "ops": {"call", "configs", "launch", "layout", "reference"},
     "backends": {"call", "checks", "ops", "reference"},
     "tolerance": set(),
+    "compare": {"reference", "tolerance"},
 }
 KNOWS_TRITON = {"launch", "interpreter"}  # the only files of fusedattn/ that import it before a call asks for it
 KERNELS_KNOW = {"triton", "typing"}

@@ -82,9 +82,10 @@ def test_half_precision_is_computed_in_float32():
     ids=lambda case: case.name,
 )
 def test_blocks_of_queries_change_nothing_but_rounding(case, monkeypatch):
-    from .close import with_gradients
 
     tensors, options = case.draw()
+    from fusedattn.compare import with_gradients
+
     whole = with_gradients(fa.attention, tensors, options)
     blocks = []
     run = reference._block

@@ -8,6 +8,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
+from fusedattn import reference
+from fusedattn.call import Call
 
 BACKENDS = ("naive", "triton")
 HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
@@ -45,14 +47,25 @@ OPTIONS = {
         query_mask=torch.arange(sq, device=device) > 0,
     ),
     "scale": lambda sq, sk, device: dict(scale=-0.3),
+    "dropout": lambda sq, sk, device: dict(dropout_p=0.4, seed=torch.tensor([7], device=device)),
+    "added": lambda sq, sk, device: dict(
+        bias=torch.randn(HQ, 1, sk, device=device)[None].requires_grad_(),
+        alibi_slopes=torch.rand(HQ, device=device, requires_grad=True),
+        sinks=torch.randn(HQ, device=device, requires_grad=True),
+        softcap=3.0,
+    ),
 }
+
+
+def learned(options):
+    return [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
     def step(query, key, value, options):
-        return fa.attention(query, key, value, return_lse=True, backend=backend, **options)
+        return fa.attention(query, key, value, return_lse=True, return_weights=True, backend=backend, **options)
 
     inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
     # Inductor takes half a minute for each naive graph on a CPU; one will do, the rest is capture and autograd.
@@ -61,7 +74,7 @@ def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
     same(got, want)
     assert [x.stride() for x in got] == [x.stride() for x in want]
     total = [sum(x.nan_to_num(0, 0, 0).square().sum() for x in results) for results in (got, want)]
-    same(*(torch.autograd.grad(loss, inputs) for loss in total), atol=2e-5)
+    same(*(torch.autograd.grad(loss, [*inputs, *learned(options)]) for loss in total), atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -116,26 +129,39 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
     same([loaded(x, key_mask)], [block(x, key_mask)])
 
 
+def fields(query, key, value, **options):
+    """A Call, whose fields are the operators' arguments."""
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0)
+    return Call(**plain | dict(query=query, key=key, value=value) | options)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("grads", [True, False])
 @pytest.mark.parametrize("permuted", [True, False])
-def test_operators_pass_opcheck(grads, permuted, device):
+@pytest.mark.parametrize("rich", [True, False])
+def test_operators_pass_opcheck(grads, permuted, rich, device):
     query, key, value = draw(device, sq=7, sk=13)
     if permuted:
         query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
-    key_mask = torch.rand(1, 13, device=device) < 0.7
-    query, key, value = (x.requires_grad_(grads) for x in (query, key, value))
-    pairs = (query, key, value, None, key_mask, None, 5, 0, False, 0.25)
-    torch.library.opcheck(torch.ops.fusedattn.forward, (*pairs, grads))
+    options = dict(key_mask=torch.rand(1, 13, device=device) < 0.7, left=5, right=0)
+    if rich:
+        options |= dict(bias=torch.randn(1, HQ, 1, 13, device=device), sinks=torch.randn(1, HQ, device=device))
+        options |= dict(alibi_slopes=torch.randn(1, HQ, device=device), softcap=2.0)
+        options |= dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
+    call = fields(query, key, value, **options)
+    leaves = [x.requires_grad_(grads) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call]
+    torch.library.opcheck(torch.ops.fusedattn.forward, (*leaves, rich, grads))
     if grads:
-        out, lse, stats = (x.detach() for x in torch.ops.fusedattn.forward(*pairs, True))
-        pairs = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in pairs)
-        for grad_out, grad_lse, need in (
-            (torch.randn_like(out), torch.randn_like(lse), [True, True, True]),
-            (torch.randn_like(out), None, [True, False, False]),
-            (None, torch.randn_like(lse), [False, True, False]),
+        call = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
+        out, lse, weights, stats = torch.ops.fusedattn.forward(*call, rich, True)
+        given = torch.randn_like(out), torch.randn_like(lse), torch.randn_like(weights) if rich else None
+        for *incoming, need in (
+            (*given, [True, True, True, rich, rich, rich]),
+            (given[0], None, None, [True, False, False, False, False, False]),
+            (None, given[1], None, [False, True, False, False, False, rich]),
         ):
-            torch.library.opcheck(torch.ops.fusedattn.backward, (grad_out, grad_lse, out, stats, *pairs, need))
+            torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
+    torch.library.opcheck(torch.ops.fusedattn.mark, (None, options["key_mask"], None))
 
 
 def loss(backend):
@@ -168,12 +194,19 @@ def test_torch_func_inside_compile_raises_or_is_right(device, backend, fresh):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_gradient_penalty_of_a_compiled_call_raises(compiler, device, fresh):
+def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, device, fresh):
     query, key, value = draw(device, requires_grad=True)
-    result = torch.compile(loss("triton"), fullgraph=True, backend=compiler)(query, key, value)
-    with pytest.raises(RuntimeError, match="second derivatives|double backward"):
-        (grad,) = torch.autograd.grad(result, query, create_graph=True)
-        (result + grad.square().sum()).backward()
+
+    def penalty(function):
+        (grad,) = torch.autograd.grad(function(query, key, value), query, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), (query, key, value))
+
+    compiled = torch.compile(loss("triton"), fullgraph=True, backend=compiler)
+    if compiler == "eager":
+        same(penalty(compiled), penalty(loss("naive")), atol=1e-4)
+    else:
+        with pytest.raises(RuntimeError, match="double backward"):
+            penalty(compiled)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -211,18 +244,22 @@ def test_a_scale_that_varies_compiles(device, backend, fresh):
 
 def test_the_operators_have_their_derivative_when_called_by_name(device):
     query, key, value = draw(device, requires_grad=True)
-    options = (None, None, None, None, 0, False, 0.25, True)
-    out, lse, _ = torch.ops.fusedattn.forward(query, key, value, *options)
+    arguments = (*fields(query, key, value, right=0), False, True)
+    out, lse, *_ = torch.ops.fusedattn.forward(*arguments)
     want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend="triton")
     both = [
         torch.autograd.grad(a.sum() + b[..., 1:].sum(), (query, key, value)) for a, b in ((out, lse), (want, want_lse))
     ]
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    (grad,) = torch.autograd.grad(
-        torch.ops.fusedattn.forward(query, key, value, *options)[0].sum(), query, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        grad.sum().backward()
+    seconds = []
+    for backend in ("operator", "naive"):
+        if backend == "operator":
+            out = torch.ops.fusedattn.forward(*arguments)[0]
+        else:
+            out = fa.attention(query, key, value, causal=True, scale=0.25, backend="naive")
+        (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        seconds.append(torch.autograd.grad(grad.square().sum(), (query, key, value)))
+    same(*seconds, atol=1e-4)
 
 
 def test_func_grad_and_vmap(device):
@@ -241,6 +278,35 @@ def test_func_grad_and_vmap(device):
         same(transform(fused), transform(naive), atol=1e-4)
 
 
+def test_vmap_and_what_is_learned(device):
+    query, key, value = draw(device)
+    many = torch.randn(3, *query.shape, device=device)
+    bias, sinks = torch.randn(1, HQ, 1, SK, device=device), torch.randn(HQ, device=device)
+    biases = torch.randn(3, *bias.shape, device=device)
+
+    def total(backend):
+        def compute(query, bias, sinks):
+            out, weights = fa.attention(
+                query, key, value, bias=bias, sinks=sinks, return_weights=True, backend=backend
+            )
+            return out.square().sum() + weights.square().sum()
+
+        return compute
+
+    for dims in ((0, None, None), (None, 0, None), (0, 0, None)):
+        given = [x if dim is None else y for x, y, dim in zip((query, bias), (many, biases), dims, strict=False)]
+        results = [
+            torch.vmap(torch.func.grad(total(backend), argnums=(0, 1, 2)), dims)(*given, sinks) for backend in BACKENDS
+        ]
+        same(*results, atol=1e-4)
+
+
+def test_vmap_with_dropout_is_refused(device):
+    query, key, value = draw(device)
+    with pytest.raises(NotImplementedError, match="dropout_p: expected 0 under torch.vmap"):
+        torch.vmap(lambda q: fa.attention(q, key, value, dropout_p=0.5, seed=3, backend="triton"))(query[None])
+
+
 def test_vmap_over_masks(device):
     query, key, value = draw(device)
     for shape, name in (((3, 1, 1, SQ, SK), "mask"), ((3, SQ, SK), "mask"), ((3, 1, SK), "key_mask")):
@@ -252,19 +318,61 @@ def test_vmap_over_masks(device):
         same([got], [want])
 
 
-def test_a_second_derivative_raises_or_is_right(device):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_gradient_penalty_is_right(name, device):
+    """Second derivatives, of a loss of output, lse and weights, in every input."""
+    options = OPTIONS[name](SQ, SK, device)
+    inputs = [*draw(device, requires_grad=True), *learned(options)]
+    seconds = []
+    for backend in BACKENDS:
+        results = fa.attention(*inputs[:3], **options, return_lse=True, return_weights=True, backend=backend)
+        total = sum(x.nan_to_num(0, 0, 0).square().sum() for x in results)
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in grads), inputs))
+    for a, b in zip(*seconds, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5 * float(b.abs().max()))
+
+
+def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
     query, key, value = draw(device, requires_grad=True)
-    (first,) = torch.autograd.grad(loss("triton")(query, key, value), query, create_graph=True)
+    fused, naive = loss("triton"), loss("naive")
     for ask in (
-        lambda: first.sum().backward(),
-        lambda: torch.autograd.grad(first.sum(), [query, key], allow_unused=True),
-        lambda: torch.func.grad(lambda q: torch.func.grad(loss("triton"))(q, key, value).sum())(query.detach()),
-        lambda: torch.func.hessian(lambda q: loss("triton")(q, key, value))(query.detach()),
+        lambda f: torch.autograd.grad(
+            torch.autograd.grad(f(query, key, value), query, create_graph=True)[0].sum(), [query, key]
+        ),
+        lambda f: [torch.func.grad(lambda q: torch.func.grad(f)(q, key, value).square().sum())(query.detach())],
+        lambda f: [torch.func.jacrev(torch.func.grad(f))(query.detach()[:, :1, :2], key.detach(), value.detach())],
     ):
-        with pytest.raises((RuntimeError, NotImplementedError), match="second derivatives|jvp"):
-            ask()
+        for a, b in zip(ask(fused), ask(naive), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+        torch.func.hessian(lambda q: fused(q, key, value))(query.detach())
+
+
+def test_third_derivatives(device):
     small = [x.double().detach().requires_grad_() for x in draw(device, batch=1, sq=3, sk=4)]
-    assert torch.autograd.gradgradcheck(loss("naive"), small, fast_mode=True)
+    thirds = []
+    for backend in BACKENDS:
+        (first,) = torch.autograd.grad(loss(backend)(*small), small[0], create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), small[1], create_graph=True)
+        thirds.append(torch.autograd.grad(second.square().sum(), small))
+    same(*thirds, atol=1e-8)
+
+
+def test_second_derivatives_take_rows_by_the_block(device, monkeypatch):
+    options = OPTIONS["added"](SQ, SK, device) | OPTIONS["masks"](SQ, SK, device) | OPTIONS["dropout"](SQ, SK, device)
+    inputs = [*draw(device, requires_grad=True), *learned(options)]
+
+    def second():
+        results = fa.attention(*inputs[:3], **options, return_lse=True, return_weights=True, backend="triton")
+        total = sum(x.square().sum() for x in results)
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in grads), inputs)
+
+    whole = second()
+    monkeypatch.setattr(reference, "BUDGET", 4 * 2 * HQ * SK * 2)
+    for a, b in zip(second(), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_forward_mode_raises_or_is_right(device):

@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import torch
 
-from .. import reference
 from ..api import attention
-from ..tolerance import Verdict, verdicts
+from ..compare import compare as held
+from ..compare import with_gradients
+from ..tolerance import Verdict
 
 
 class Case(NamedTuple):
-    """One call: sizes that suit an interpreter, and options. A mask that is named is drawn at random."""
+    """One call: sizes that suit an interpreter, and options."""
 
     name: str
     batch: int = 1
@@ -22,9 +23,9 @@ class Case(NamedTuple):
     dim: int = 16
     value_dim: int = 16
     options: dict = {}
-    masks: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()  # masks and other tensors among the options, drawn at random
     views: bool = False  # no tensor lies in memory as it is indexed
-    of_lse: bool = True  # the loss depends on lse too
+    grads: str = "out and lse"  # what the loss is made of
 
     def grown(self) -> "Case":
         """The same case in sizes that suit a GPU; what is odd stays odd."""
@@ -34,7 +35,7 @@ class Case(NamedTuple):
         return Case(**{**self._asdict(), **more})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """(query, key, value, and the gradients that come back to out and lse; options). What masks hide is NaN."""
+        """(query, key, value, the gradients that come back to out, lse and weights; options). What masks hide is NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         drawn = dict(
@@ -43,20 +44,25 @@ class Case(NamedTuple):
             value=torch.randn(self.batch, self.kv_heads, self.keys, self.value_dim, generator=dice),
             out=torch.randn(self.batch, self.heads, self.rows, self.value_dim, generator=dice),
             lse=torch.randn(self.batch, self.heads, self.rows, generator=dice),
+            weights=torch.randn(self.batch, self.heads, self.rows, self.keys, generator=dice),
         )
-        batch, rows, keys = self.batch, self.rows, self.keys
+        batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
         shapes = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
-        seen = {name: torch.rand(shapes[name], generator=dice) < 0.7 for name in self.masks}
+        seen = {name: torch.rand(shapes[name], generator=dice) < 0.7 for name in self.drawn if name in shapes}
+        shapes = dict(bias=(1, heads, rows, keys), alibi_slopes=(heads,), sinks=(heads,))
+        given = {name: torch.randn(shapes[name], generator=dice) for name in self.drawn if name in shapes}
         nan = float("nan")
         if "key_mask" in seen:
             hidden = ~seen["key_mask"][:, None, :, None]
             drawn |= {name: drawn[name].masked_fill(hidden, nan) for name in ("key", "value")}
         if "query_mask" in seen:
-            drawn["query"] = drawn["query"].masked_fill(~seen["query_mask"][:, None, :, None], nan)
+            hidden = ~seen["query_mask"][:, None, :, None]
+            drawn |= {name: drawn[name].masked_fill(hidden, nan) for name in ("query", "weights")}
         tensors = {name: x.to(device, wide if name == "lse" else dtype) for name, x in drawn.items()}
         if self.views:
-            tensors = {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()} | {"lse": tensors["lse"]}
-        return tensors, self.options | {name: mask.to(device) for name, mask in seen.items()}
+            tensors = tensors | {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()}
+        options = {name: x.to(device) for name, x in seen.items()} | {name: x.to(device, dtype) for name, x in given.items()}
+        return tensors, self.options | options
 
 
 _LAYOUTS: dict[str, Callable] = {
@@ -76,34 +82,33 @@ CASES = (
     Case("value wider", dim=8, value_dim=40),
     Case("odd sizes", rows=33, keys=17, dim=5, value_dim=9),
     Case("one row", rows=1, keys=45),
-    Case("mask", batch=2, masks=("mask",)),
-    Case("padding", batch=2, masks=("key_mask", "query_mask")),
+    Case("mask", batch=2, drawn=("mask",)),
+    Case("padding", batch=2, drawn=("key_mask", "query_mask")),
     Case("empty rows", rows=45, keys=19, options=dict(causal=True)),
     Case("scale 0", options=dict(scale=0.0)),
     Case("scale < 0", options=dict(scale=-0.4)),
     Case("views", heads=2, kv_heads=2, options=dict(causal=True), views=True),
-    Case("loss without lse", of_lse=False),
+    Case("loss without lse", grads="out"),
+    Case("bias", batch=2, heads=2, kv_heads=1, drawn=("bias",)),
+    Case("softcap", options=dict(softcap=2.0)),
+    Case("slopes and sinks", heads=2, kv_heads=2, drawn=("alibi_slopes", "sinks")),
+    Case("dropout", batch=2, options=dict(dropout_p=0.3, seed=1234567890123)),
+    Case("weights", drawn=("mask",), options=dict(dropout_p=0.3, seed=5), grads="out, lse and weights"),
 )
-RESULTS = dict(out="out", lse="lse", query="d query", key="d key", value="d value")
+RESULTS = dict(
+    out="out",
+    lse="lse",
+    weights="weights",
+    query="d query",
+    key="d key",
+    value="d value",
+    bias="d bias",
+    alibi_slopes="d slopes",
+    sinks="d sinks",
+)
 
 
 def compare(case: Case, backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:
-    """{name of a result: how it compares}: out, lse, and the gradients of query, key and value."""
+    """{name of a result: how it compares}: what `with_gradients` gives."""
     tensors, options = case.draw(device, dtype)
-    exact = {name: x.double() for name, x in tensors.items()}
-    return verdicts(
-        results(attention, tensors, case.of_lse, backend=backend, **options),
-        results(reference.eager, tensors, case.of_lse, **options),
-        results(reference.attention, exact, case.of_lse, **options),
-    )
-
-
-def results(function: Callable, tensors: dict, of_lse: bool = True, **options) -> dict[str, torch.Tensor]:
-    """Output, lse and gradients of a function with the arguments of `attention`, for given gradients of out and lse."""
-    inputs = {name: tensors[name].detach().requires_grad_() for name in ("query", "key", "value")}
-    out, lse = function(**inputs, return_lse=True, **options)
-    outputs, given = (
-        ([out, lse], [tensors["out"], tensors["lse"].to(lse.dtype)]) if of_lse else ([out], [tensors["out"]])
-    )
-    gradients = torch.autograd.grad(outputs, list(inputs.values()), given)
-    return {"out": out, "lse": lse, **dict(zip(inputs, gradients, strict=True))}
+    return held(with_gradients(attention, tensors, options, case.grads, backend=backend), tensors, options, case.grads)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import reference
 from ...api import attention
-from ...tolerance import Verdict, verdict, verdicts
-from ..grid import RESULTS, results
+from ...compare import compare, with_gradients
+from ...tolerance import Verdict, verdict
+from ..grid import RESULTS
 from .model import LanguageModel, TorchAttention, heads
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,12 +70,8 @@ def kernels(model: LanguageModel, tokens: Tensor, backend: str) -> list[Check]:
             shape = tensors["query"].shape
             tensors["out"] = torch.randn(shape, generator=dice).to(tokens.device, dtype)
             tensors["lse"] = torch.randn(shape[:3], generator=dice).to(tokens.device)
-            exact = {name: x.double() for name, x in tensors.items()}
-            compared = verdicts(
-                results(attention, tensors, backend=backend, causal=True),
-                results(reference.eager, tensors, causal=True),
-                results(reference.attention, exact, causal=True),
-            )
+            options = dict(causal=True)
+            compared = compare(with_gradients(attention, tensors, options, backend=backend), tensors, options)
             what = f"layer {number}, {str(dtype).removeprefix('torch.')}"
             checks += [Check(what, RESULTS[name], one) for name, one in compared.items()]
     return checks
