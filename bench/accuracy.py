@@ -1,10 +1,9 @@
 """Whether what was timed is right: one head of the result against float64, beside the error of eager PyTorch there.
 
-One kv head and the query heads that read it, of the last batch, is cheap at any length, and a wrong stride shows there
+One kv head and the query heads that read it, of one batch, is cheap at any length: the last, where a wrong stride shows
 most. The rule is the one of the tests.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import torch
 import fusedattn as fa
 from fusedattn.tolerance import verdicts
 
-GRADIENTS = ("query", "key", "value")
+GRADIENTS = ("query", "key", "value", "bias")
 
 
 class Truth(NamedTuple):
@@ -22,38 +21,45 @@ class Truth(NamedTuple):
     eager: dict
 
 
-def _slices(case, tensors):
-    """Of (query, key, value, output) or of their gradients: the last kv head of the last batch, and who reads it."""
-    heads = (case.Hq // case.Hkv, 1, 1, case.Hq // case.Hkv)
-    return [tensor[-1:, -count:] for tensor, count in zip(tensors, heads, strict=False)]
+def _slice(case, tensor):
+    """Of a tensor (B or 1, heads, ...) or its gradient: what belongs to the head that is looked at."""
+    group, words = case.Hq // case.Hkv, case.words
+    count = group if tensor.shape[1] == case.Hq else 1
+    if "dropout" in words:  # its bits depend on where a head stands, and in a slice the first stands where it did
+        if "bias" in words and case.B > 1:
+            raise NotImplementedError("the gradient of a bias is a sum over batches, whose bits a slice does not have")
+        return tensor[:1, :count]
+    return tensor[:, -count:] if "bias" in words else tensor[-1:, -count:]  # its gradient is a sum over batches
 
 
-def _with_gradients(attention, inputs, grad_out):
+def _with_gradients(attention, inputs, grad_out, options):
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    out = attention(*leaves)
+    out = attention(*leaves[:3], **dict(zip(GRADIENTS[3:], leaves[3:], strict=False)), **options)
     grads = torch.autograd.grad(out, leaves, grad_out)
-    return {"out": out.detach()} | dict(zip(GRADIENTS, grads, strict=True))
+    return {"out": out.detach()} | dict(zip(GRADIENTS, grads, strict=False))
 
 
 def truth(case, tensors):
     """The Truth of a case: float64 through the blocks of the naive path, so that a long one fits."""
-    *inputs, grad_out = _slices(case, tensors)
-    attention, eager = (
-        functools.partial(function, causal=case.causal) for function in (fa.reference.attention, fa.reference.eager)
-    )
+    inputs, grad_out = [_slice(case, tensor) for tensor in tensors.inputs], _slice(case, tensors.grad_out)
+    masks = {  # (B, S) or (B, H, Sq, Sk)
+        name: _slice(case, mask[:, None])[:, 0] if mask.dim() == 2 else _slice(case, mask)
+        for name, mask in tensors.masks.items()
+    }
+    options = case.arguments(masks)
+    doubles = [tensor.double() for tensor in inputs]
     return Truth(
-        oracle=_with_gradients(attention, [tensor.double() for tensor in inputs], grad_out.double()),
-        eager=_with_gradients(eager, inputs, grad_out),
+        oracle=_with_gradients(fa.reference.attention, doubles, grad_out.double(), options),
+        eager=_with_gradients(fa.reference.eager, inputs, grad_out, options),
     )
 
 
 def judge(case, mode, result, truth):
     """(error, eager PyTorch's error, what is wrong or "") of what a step returned; of gradients, of the worst one."""
     if mode == "forward":
-        (out,) = _slices(case, [result])
-        got = {"out": out}
+        got = {"out": _slice(case, result)}
     else:
-        got = dict(zip(GRADIENTS, _slices(case, result), strict=True))
+        got = {name: _slice(case, grad) for name, grad in zip(GRADIENTS, result, strict=False)}
     found = verdicts(got, truth.eager, {name: truth.oracle[name] for name in got})
     worst = max(found.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
     why = "; ".join(f"{name}: {one.why}" for name, one in found.items() if not one.ok)

@@ -5,18 +5,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SEED = 0  # of everything that is drawn, and of dropout where it is ours
+
 
 class Tensors(NamedTuple):
-    """The input of one case, and the gradient of its output."""
+    """The input of one case, and the gradient of its output; masks as keyword arguments of `fusedattn.attention`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     grad_out: Tensor
+    bias: Tensor | None = None
+    masks: dict = {}
+
+    @property
+    def inputs(self) -> tuple:
+        """What has a gradient."""
+        return self[:3] if self.bias is None else (*self[:3], self.bias)
 
 
 class Case(NamedTuple):
-    """Sizes as in the columns of the CSV; dtype is the name of a torch dtype."""
+    """Sizes as in the columns of the CSV; dtype is the name of a torch dtype.
+
+    options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
+    random ends; padding=SHARE of tokens that are real, random lengths; window=LEFT,RIGHT; softcap=CAP; dropout=P.
+    """
 
     B: int
     Hq: int
@@ -27,25 +40,74 @@ class Case(NamedTuple):
     Dv: int
     causal: bool
     dtype: str
+    options: str = ""
 
     @property
     def name(self) -> str:
         dims = f"d{self.D}" if self.D == self.Dv else f"d{self.D}-{self.Dv}"
         heads = "" if self.Hq == self.Hkv else f"-h{self.Hq}over{self.Hkv}"
         length = f"s{self.Sq}" if self.Sq == self.Sk else f"s{self.Sq}x{self.Sk}"
-        return f"{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}"
+        options = "".join(f"-{word}" for word in self.options.split())
+        return f"{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}{options}"
+
+    @property
+    def words(self) -> dict:
+        """{name: what stands behind its =} of the options."""
+        return dict(word.partition("=")[::2] for word in self.options.split())
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """How many keys a row sees before and after its own, causal included."""
+        left, right = map(int, self.words["window"].split(",")) if "window" in self.words else (None, None)
+        return left, 0 if self.causal else right
 
     def draw(self, device) -> Tensors:
         """Normal numbers, the same ones every time; never zeros, on which a GPU is faster than on anything real."""
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(SEED)
         shapes = (
             (self.B, self.Hq, self.Sq, self.D),
             (self.B, self.Hkv, self.Sk, self.D),
             (self.B, self.Hkv, self.Sk, self.Dv),
             (self.B, self.Hq, self.Sq, self.Dv),
+            *([(1, self.Hq, self.Sq, self.Sk)] if "bias" in self.words else []),
         )
         dtype = getattr(torch, self.dtype)
-        return Tensors(*(torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes))
+        drawn = Tensors(*(torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes))
+        return drawn._replace(masks=self.masks(device))
+
+    def documents(self, device) -> Tensor:
+        """(S,): which document each token belongs to."""
+        generator = torch.Generator().manual_seed(SEED)
+        ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.words["documents"]) - 1] + 1
+        return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
+
+    def lengths(self, device) -> Tensor:
+        """(B,): how many tokens of each sequence are real, the first ones; the share of them is right on average."""
+        half = torch.rand(self.B // 2, generator=torch.Generator().manual_seed(SEED))
+        relative = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)])
+        return (relative * float(self.words["padding"]) * self.Sk).round().long().clamp(max=self.Sk).to(device)
+
+    def masks(self, device) -> dict:
+        """The masks among the options, as keyword arguments of `fusedattn.attention`."""
+        found = {}
+        if "documents" in self.words:
+            owner = self.documents(device)
+            found["mask"] = (owner[:, None] == owner[None, :])[None, None]
+        if "padding" in self.words:
+            real = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
+            found |= dict(key_mask=real, query_mask=real)
+        return found
+
+    def arguments(self, masks) -> dict:
+        """Keyword arguments of `fusedattn.attention`, all but the bias."""
+        found, words = dict(causal=self.causal) | masks, self.words
+        if "window" in words:
+            found["window"] = self.sides
+        if "softcap" in words:
+            found["softcap"] = float(words["softcap"])
+        if "dropout" in words:
+            found |= dict(dropout_p=float(words["dropout"]), seed=SEED)
+        return found
 
 
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D: the convention of the FlashAttention papers
@@ -85,4 +147,49 @@ TINY = [
     Case(1, 2, 2, 64, 64, 16, 8, True, "bfloat16"),
 ]
 
-TABLES = {"long": LONG, "more": MORE, "all": LONG + MORE, "tiny": TINY}
+# What an option costs, and who else has it.
+OPTIONS = [
+    Case(4, 16, 16, 4096, 4096, dim, dim, causal, "bfloat16", options)
+    for options, dim, causal in (
+        ("bias", 128, False),
+        ("documents=8", 128, False),
+        ("dropout=0.1", 128, True),
+        ("bias", 64, False),
+        ("documents=8", 64, False),
+        ("dropout=0.1", 64, False),
+        ("softcap=30", 128, True),
+        ("window=1024,0", 128, False),
+    )
+]
+
+# What is not seen: half of the tokens, seven of eight documents, all but the last 1024 keys.
+SKIPPING = [
+    Case(4, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "padding=0.5"),
+    Case(1, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "documents=8"),
+    Case(1, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "window=1024,0"),
+]
+
+_SHAPE = (2, 2, 2, 64, 64, 16, 16)
+TINY_OPTIONS = [
+    Case(*_SHAPE, False, "float32", "bias"),
+    Case(*_SHAPE, True, "bfloat16", "bias documents=3"),
+    Case(2, 4, 2, 48, 80, 16, 8, True, "float32", "dropout=0.1"),
+    Case(*_SHAPE, True, "float32", "softcap=2"),
+    Case(*_SHAPE, False, "float32", "window=9,3"),
+    Case(*_SHAPE, False, "float32", "padding=0.5"),
+]
+TINY_SKIPPING = [
+    Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
+    for options in ("padding=0.5", "documents=3", "window=64,0")
+]
+
+TABLES = {
+    "long": LONG,
+    "more": MORE,
+    "all": LONG + MORE,
+    "options": OPTIONS,
+    "skipping": SKIPPING,
+    "tiny": TINY,
+    "tiny-options": TINY_OPTIONS,
+    "tiny-skipping": TINY_SKIPPING,
+}

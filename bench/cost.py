@@ -4,24 +4,38 @@ BACKWARD = 2.5  # five products where the forward has two
 
 
 def flops(case, mode):
-    """Floating-point operations of the products; a causal mask halves them, softmax and recomputation do not count."""
+    """Floating-point operations of the products; a causal mask halves them, softmax and recomputation do not count.
+
+    Other masks and windows do not lessen them: where they are skipped, the rate is higher than any GPU's.
+    """
     forward = 2 * case.B * case.Hq * case.Sq * case.Sk * (case.D + case.Dv) / (2 if case.causal else 1)
     return forward * {"forward": 1.0, "backward": BACKWARD, "forward_backward": 1.0 + BACKWARD}[mode]
 
 
+def _element(case):
+    return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[case.dtype]
+
+
 def _sizes(case):
     """Bytes of (query, key, value, output, lse); a gradient has the size of what it is the gradient of."""
-    element = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[case.dtype]
+    element = _element(case)
     rows, keys = case.B * case.Hq * case.Sq, case.B * case.Hkv * case.Sk
     lse = rows * max(4, element)
     return rows * case.D * element, keys * case.D * element, keys * case.Dv * element, rows * case.Dv * element, lse
 
 
+def _pairs(case):
+    """Bytes of (the bias, the mask of pairs)."""
+    grid, words = case.Sq * case.Sk, case.words
+    return _element(case) * case.Hq * grid if "bias" in words else 0, grid if "documents" in words else 0
+
+
 def moved(case, mode):
     """Bytes that cross the memory bus if everything is read once and written once."""
     query, key, value, out, lse = _sizes(case)
-    forward = query + key + value + out + lse
-    backward = forward + out + query + key + value  # the gradient of the output in, three gradients out
+    bias, mask = _pairs(case)
+    forward = query + key + value + out + lse + bias + mask
+    backward = forward + out + query + key + value + bias  # the gradient of the output in, those of inputs out
     return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[mode]
 
 

@@ -3,7 +3,8 @@
 #
 # Needs a python3 (or PYTHON) with torch, triton, pytest and, to be in time, pytest-xdist; no network, no installation.
 # The GPU tier of the tests (meanwhile the benchmark's kernels compile), `fusedattn check`, then forward and backward
-# against each SDPA backend and FlexAttention. Logs and the CSV go to the folder OUT (default: out); the results come last.
+# against each SDPA backend and FlexAttention, the same with each option for 60 s, and what skipping blocks saves. Logs and
+# CSV files go to the folder OUT (default: out); the results come last.
 # COMMIT is what the rows say where there is no git. Exit status 1 if a test or a check failed. Without a GPU: a rehearsal.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -64,22 +65,32 @@ elif [ $status != 0 ]; then
     tail -n 5 "$OUT/check.log" | cut -c 1-200
 fi
 
-say "timings, in the time that is left"
-end=505
-resume=""
-status=124
-while left=$((end - SECONDS)) && [ $left -gt 30 ]; do
-    timeout -k 5 $left "$python" -m fusedattn.bench.attention --csv "$OUT/attention.csv" --commit "$commit" \
-        --budget $((left - 25)) --repeat-ms 60 $resume >/dev/null 2>>"$OUT/attention.log"
-    status=$?
-    resume=--resume
-    [ $status = 3 ] || break # 3: the GPU refused to go on in that process; a new one goes on after that row
-    say "a row broke the GPU's context, once more: $(tail -n 1 "$OUT/attention.log" | cut -c 1-200)"
-done
-[ $status = 0 ] || say "the timings ended with status $status: $(tail -n 1 "$OUT/attention.log" | cut -c 1-200)"
+# Each has a time by which it ends, so that the next begins; what one leaves of its time is the next one's.
+timings() { # NAME END MARGIN MODULE ARGUMENT...: the last unit begins MARGIN seconds before END
+    local name=$1 end=$2 margin=$3 module=$4 resume="" status=124 left
+    shift 4
+    say "timings: $name"
+    while left=$((end - SECONDS)) && [ $left -gt $((margin + 5)) ]; do
+        timeout -k 5 $left "$python" -m "fusedattn.bench.$module" "$@" --csv "$OUT/$name.csv" --commit "$commit" \
+            --budget $((left - margin)) --repeat-ms 60 $resume >"$OUT/$name.txt" 2>>"$OUT/$name.log"
+        status=$?
+        resume=--resume
+        [ $status = 3 ] || break # 3: the GPU refused to go on in that process; a new one goes on after that row
+        say "a row broke the GPU's context, once more: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
+    done
+    [ $status = 0 ] || say "$name ended with status $status: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
+}
+
+small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "tiny-")')
+timings attention 395 25 attention
+timings options 455 15 attention --cases "${small}options"
+timings skipping 505 15 skipping --cases "${small}skipping"
 
 say "results"
-timeout 20 "$python" -m fusedattn.bench.table "$OUT/attention.csv" | cut -c 1-200
+for name in attention options; do
+    [ -f "$OUT/$name.csv" ] && timeout 20 "$python" -m fusedattn.bench.table "$OUT/$name.csv" | cut -c 1-200
+done
+[ -f "$OUT/skipping.txt" ] && cut -c 1-200 "$OUT/skipping.txt"
 grep -E '(passed|failed|error|no tests ran).* in ' "$OUT/tests.log" | tail -n 1
 if [ -n "$failed" ]; then
     say "FAILED: $failed"

@@ -35,7 +35,7 @@ def main(arguments=None):
     parser.add_argument("--length", type=int, default=CASE.Sq, help="tokens (default: %(default)s)")
     length = parser.parse_args(arguments).length
     case = CASE._replace(Sq=length, Sk=length)
-    query, key, value, grad_out = case.draw("cpu")
+    query, key, value, grad_out = case.draw("cpu")[:4]
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     before, start = peak_gib(), time.perf_counter()
     out = fa.attention(*leaves, backend="naive")

@@ -21,8 +21,8 @@ class Row(NamedTuple):
     torch: str
     triton: str
     python: str
-    mode: str  # forward, backward, forward_backward, decode, host
-    provider: str  # fusedattn:KERNEL, naive, sdpa:flash, sdpa:cudnn, sdpa:efficient, sdpa:math, flex, ...
+    mode: str  # forward, backward, forward_backward, decode, host, plan
+    provider: str  # fusedattn:KERNEL, fusedattn+plan:KERNEL, naive, sdpa:flash, sdpa:cudnn, sdpa:efficient, flex, ...
     dtype: str
     B: int
     Hq: int
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     peak_mib: float
     err_max: float
     err_eager: float
-    status: str  # ok, oom, wrong, unsupported: WHY
+    status: str  # ok, oom, wrong, unchecked: WHY, unsupported: WHY
 
 
 COLUMNS = Row._fields
@@ -87,12 +87,12 @@ def machine(device, commit_name=None):
     )
 
 
-def row(machine, mode, provider, case, *, options="", status="ok", **measured):
-    """A Row of a case; what is not in `measured` was not measured."""
-    sizes = case._asdict() | {"causal": int(case.causal)}
+def row(machine, mode, provider, case, *, options=None, status="ok", **measured):
+    """A Row of a case, with its options if no others are named; what is not in `measured` was not measured."""
+    sizes = case._asdict() | {"causal": int(case.causal)} | ({} if options is None else {"options": options})
     numbers = dict.fromkeys(_MEASURED, "") | measured
     status = " ".join(str(status).split())  # one line, whatever an error said
-    return Row(**machine, mode=mode, provider=provider, **sizes, options=options, **numbers, status=status)
+    return Row(**machine, mode=mode, provider=provider, **sizes, **numbers, status=status)
 
 
 def _text(value):

@@ -23,6 +23,11 @@ def last_run(written):
     return [row for row in written if row.date == written[-1].date] if written else []
 
 
+def _plain(written):
+    """The rows whose case has no options: the goals are of those."""
+    return [row for row in written if not row.options]
+
+
 def ratios(written, mode):
     """{case: (our row, best row of the SDPA backends, their time over ours)} where both are there and ours is right."""
     cells = collections.defaultdict(lambda: ([], []))
@@ -43,7 +48,7 @@ def ratios(written, mode):
 
 def _grid(written, mode):
     """Lines of ratios, a length a column; the speed and the best peer are those of the longest."""
-    found = ratios(written, mode)
+    found = ratios(_plain(written), mode)
     if not found:
         return [f"{mode}: nothing to compare"]
     lengths = sorted({(case.Sq, case.Sk) for case in found})
@@ -65,7 +70,7 @@ def _grid(written, mode):
 
 
 def _goal(written, mode):
-    found = {case: cell[2] for case, cell in ratios(written, mode).items() if case.Sq >= LONG}
+    found = {case: cell[2] for case, cell in ratios(_plain(written), mode).items() if case.Sq >= LONG}
     if not found:
         return f"goal {mode} >= {GOALS[mode]} at S >= {LONG}: not measured"
     goal, worst = GOALS[mode], min(found, key=found.get)
@@ -77,11 +82,33 @@ def _goal(written, mode):
     )
 
 
+def _options(written):
+    """Lines of the cases that have options, a mode a line: our time, and everybody else's over it."""
+    kinds = dict.fromkeys(case_of(row) for row in written if row.options)
+    lines = []
+    for case in kinds:
+        lines.append(case.name)
+        for mode in dict.fromkeys(row.mode for row in written if case_of(row) == case):
+            timed = {
+                row.provider: row
+                for row in written
+                if case_of(row) == case and row.mode == mode and row.ms_p50 != "" and row.status != "wrong"
+            }
+            mine = next((timed.pop(name) for name in list(timed) if name.startswith("fusedattn:")), None)
+            said = "" if mine is None else f"{mine.ms_p50:.4g} ms"
+            others = (
+                f"{name} {row.ms_p50 / mine.ms_p50:.2f}" if mine else f"{name} {row.ms_p50:.4g} ms"
+                for name, row in sorted(timed.items(), key=lambda item: item[1].ms_p50)
+            )
+            lines.append(f"    {mode:<17}{said:<12} {'  '.join(others)}".rstrip())
+    return ["Options: our time, and theirs over ours, the fastest first:", *lines] if lines else []
+
+
 def memory(written):
     """{case: (peak MiB of forward and backward with query, key and value, ideal MiB)} of our rows."""
     return {
         case_of(row): (row.peak_mib + cost.given(case_of(row)) / 2**20, cost.ideal(case_of(row)) / 2**20)
-        for row in written
+        for row in _plain(written)
         if row.mode == "forward_backward" and row.provider.startswith("fusedattn:") and row.peak_mib != ""
     }
 
@@ -118,11 +145,15 @@ def text(written):
     lines = [
         f"{first.gpu}, torch {first.torch}, triton {first.triton}, commit {first.commit}, {first.date}",
         *_others(written),
-        "Their time over ours, of the best SDPA backend of each cell (1.00 is as fast, more is faster):",
-        *(line for mode in ("forward", "backward", "forward_backward") for line in _grid(written, mode)),
-        *(_goal(written, mode) for mode in GOALS),
-        _memory(written),
+        *_options(written),
     ]
+    if _plain(written):
+        lines += [
+            "Their time over ours, of the best SDPA backend of each cell (1.00 is as fast, more is faster):",
+            *(line for mode in ("forward", "backward", "forward_backward") for line in _grid(written, mode)),
+            *(_goal(written, mode) for mode in GOALS),
+            _memory(written),
+        ]
     return "\n".join(lines)
 
 

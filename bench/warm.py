@@ -39,11 +39,12 @@ def compile_one(case, name, device):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m fusedattn.bench.warm", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", choices=cases.TABLES, help="default: all on a GPU, tiny without")
+    parser.add_argument("--cases", choices=cases.TABLES, help="default: all of them on a GPU, tiny without")
     parser.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
-    chosen = cases.TABLES[options.cases or ("all" if on_gpu else "tiny")]
+    names = [options.cases] if options.cases else ["all", "options", "skipping"] if on_gpu else ["tiny", "tiny-options"]
+    chosen = [case for name in names for case in cases.TABLES[name]]
     work = tasks(chosen) if on_gpu else tasks(chosen, ("fusedattn",))
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork

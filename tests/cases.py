@@ -209,6 +209,17 @@ DISTINCT = (
     *("bias of pairs", "bias over batch", "bias of rows", "bias of keys", "softcap", "slopes", "sinks", "dropout"),
     *("weights", "lse alone"),
 )
+TRIPLES = [
+    Case(" + ".join(names))._replace(dtype=DTYPES[number % len(DTYPES)], **{**one, **two, **three})
+    for number, names in enumerate(
+        itertools.product(
+            ("dropout",),
+            ("bias of pairs", "bias over heads", "bias over batch", "bias of rank 2", "bias of rows", "bias of keys"),
+            ("mask of pairs", "mask over heads", "mask over batch", "mask of keys", "key mask", "query mask"),
+        )
+    )
+    for one, two, three in [[FEATURES[name] for name in names]]
+]
 PAIRS = [
     Case(f"{a} + {b}")._replace(dtype=DTYPES[number % len(DTYPES)], **{**FEATURES[a], **FEATURES[b]})
     for number, (a, b) in enumerate(itertools.combinations(DISTINCT, 2))

@@ -10,9 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, cost, dropout, host, memory, providers, rows, table, warm
+from fusedattn.bench import (
+    accuracy,
+    attention,
+    cases,
+    cost,
+    dropout,
+    host,
+    memory,
+    providers,
+    rows,
+    skipping,
+    table,
+    warm,
+)
 
 import fusedattn as fa
+from fusedattn import configs
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,12 +163,16 @@ def test_what_a_case_costs():
     assert cost.flops(same, "forward_backward") == 3.5 * cost.flops(same, "forward")
     causal = same._replace(causal=True)
     assert cost.flops(causal, "backward") == cost.flops(same, "backward") / 2
-    query, key, value, grad_out = (x.nbytes for x in case.draw("cpu"))
+    query, key, value, grad_out = (x.nbytes for x in case.draw("cpu")[:4])
     lse = 4 * 2 * 8 * 100
     assert cost.given(case) == query + key + value
     assert cost.ideal(case) == 2 * (query + key + value) + grad_out + lse
     assert cost.moved(case, "forward") == query + key + value + grad_out + lse
     assert cost.moved(case, "backward") == 2 * (query + key + value) + 2 * grad_out + lse
+    biased = case._replace(options="bias")
+    bias = biased.draw("cpu").bias.nbytes
+    assert cost.moved(biased, "forward") == cost.moved(case, "forward") + bias
+    assert cost.moved(biased, "backward") == cost.moved(case, "backward") + 2 * bias
 
 
 def made(case, provider, mode="forward", ms=1.0, **columns):
@@ -186,15 +204,162 @@ def test_rows_survive_the_file(tmp_path):
     path = tmp_path / "a.csv"
     writer = rows.Writer(path)
     writer.write(made(cases.TINY[0], "naive", ms=0.125, status="unsupported: it said:\n  no, never"))
-    rows.Writer(path).write(made(cases.TINY[1], "naive", options="window=(3, 0)"))
+    rows.Writer(path).write(made(cases.TINY[1], "naive", options="window=3,0"))
     with open(path, "a") as file:
         file.write("abc,def")  # killed while it wrote
     first, second = rows.read(path)
     assert first == writer.rows[0] and first.ms_p50 == 0.125 and first.status == "unsupported: it said: no, never"
-    assert table.case_of(second) == cases.TINY[1] and second.options == "window=(3, 0)"
+    assert table.case_of(second) == cases.TINY[1]._replace(options="window=3,0")
     path.write_text("commit,date\n")
     with pytest.raises(ValueError, match="expected the columns"):
         rows.read(path)
+
+
+def test_every_option_is_measured_and_right(tmp_path, capsys):
+    """Ours and the formula on all of them, the SDPA that can; a gradient of the bias that is wrong is found."""
+    named = "fusedattn,fusedattn+plan,naive,sdpa:math"
+    found = run(tmp_path / "a.csv", "--cases", "tiny-options", "--providers", named)
+    assert len(found) == len(cases.TINY_OPTIONS) * 4 * 3
+    statuses = {(row["options"], row["provider"]): row["status"] for row in found}
+    for case in cases.TINY_OPTIONS:
+        assert statuses[case.options, "fusedattn:naive"] == statuses[case.options, "naive"] == "ok"
+        assert statuses[case.options, "fusedattn+plan:naive"] == "ok" if case.masks("cpu") else True
+    assert statuses["bias", "fusedattn+plan:naive"] == "unsupported: there is no mask to plan"
+    assert {statuses[case.options, "sdpa:math"] for case in cases.TINY_OPTIONS} == {
+        "ok",
+        "unsupported: it has no softcap",
+        "unsupported: its causal mask is aligned to the top left, ours to the bottom right",
+    }
+    shown = capsys.readouterr().out
+    assert all(case.name in shown for case in cases.TINY_OPTIONS) and "goal" not in shown
+
+
+def test_the_gradient_of_a_bias_is_checked_and_the_dropout_of_others_is_not(tmp_path, monkeypatch):
+    def forgets_the_bias(case, tensors):
+        return lambda query, key, value, bias: fa.attention(query, key, value, bias=bias.detach() + 0 * bias)
+
+    biased = cases.TINY_OPTIONS[0]
+    dropped = biased._replace(options="dropout=0.1")
+    monkeypatch.setitem(providers.PROVIDERS, "forgetful", forgets_the_bias)
+    monkeypatch.setitem(cases.TABLES, "some", [biased])
+    found = run(tmp_path / "a.csv", "--cases", "some", "--providers", "forgetful")
+    assert [row["status"] for row in found] == ["ok", "wrong", "wrong"]
+    monkeypatch.setitem(cases.TABLES, "some", [dropped])
+    found = run(tmp_path / "b.csv", "--cases", "some", "--providers", "fusedattn,sdpa:math")
+    assert {(row["provider"], row["status"], row["err_max"] == "") for row in found} == {
+        ("fusedattn:naive", "ok", False),
+        ("sdpa:math", "unchecked: its dropout has bits of its own", True),
+    }
+
+
+@pytest.mark.parametrize("case", [c for c in cases.TINY_OPTIONS if "dropout" not in c.words], ids=lambda c: c.options)
+def test_flex_attention_gets_the_same_options(case):
+    """What is compiled on a GPU, as plain PyTorch, which has no backward on a CPU."""
+    tensors = case.draw("cpu")
+    attend = providers.flex_function(case, tensors)
+    out = attend(*tensors.inputs, block_mask=providers.block_mask(case, tensors))
+    assert accuracy.judge(case, "forward", out, accuracy.truth(case, tensors))[2] == ""
+
+
+def test_documents_and_lengths_are_what_a_case_says():
+    case = cases.SKIPPING[1]
+    owner = case.documents("cpu")
+    assert owner.unique().tolist() == list(range(8)) and (owner.diff() >= 0).all() and len(owner) == case.Sq == 16384
+    assert (owner.bincount() % 64 != 0).sum() >= 7
+    case = cases.SKIPPING[0]
+    assert case.lengths("cpu").sum() == case.B * case.Sq // 2 and (case.lengths("cpu") <= case.Sq).all()
+
+
+def brute_force(case, tile, grain):
+    """(tiles with a visible pair, of them those that take a mask) by rows and keys, from the dense grid of pairs.
+
+    A band hides to the pair. A mask is known by the block: a row of padding does not make a block take one.
+    """
+    masks = case.masks("cpu")
+    query = torch.zeros(case.B, 1, case.Sq, 1)
+    band = fa.reference.visible(_checked(query, case.arguments({})), 0, case.Sq)
+    band = torch.ones(case.Sq, case.Sk, dtype=torch.bool) if band is None else band
+    seen = bare = band.expand(case.B, 1, case.Sq, case.Sk)
+    for name, mask in masks.items():
+        mask = {"mask": mask, "key_mask": mask[:, None, None, :], "query_mask": mask[:, None, :, None]}[name]
+        seen = seen & mask
+    for name, mask in masks.items():
+        hidden_row = ~masks["query_mask"][:, None, :, None] if "query_mask" in masks else torch.tensor(False)
+        if name != "query_mask":
+            bare = bare & ((mask if name == "mask" else mask[:, None, None, :]) | hidden_row)
+
+    def each(pairs, reduce):
+        return reduce(pairs.unflatten(3, (-1, tile.keys)).unflatten(2, (-1, tile.rows)), (3, 5))
+
+    some = each(seen, torch.amax)
+    return int(some.sum()), int((some & ~each(bare, torch.amin)).sum())
+
+
+def _checked(query, options):
+    from fusedattn.call import Arguments
+    from fusedattn.checks import checked
+
+    return checked(Arguments(query, query, query, **options))
+
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counting needs TRITON_INTERPRET=1")
+COUNTED = [
+    cases.Case(2, 1, 1, 256, 256, 16, 16, False, "float32", "padding=0.5"),
+    cases.Case(1, 1, 1, 256, 256, 16, 16, False, "float32", "documents=3"),
+    cases.Case(1, 1, 1, 256, 256, 16, 16, True, "float32", "documents=3"),
+    cases.Case(1, 1, 1, 256, 256, 16, 16, False, "float32", "window=64,0"),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+def test_what_is_counted_is_what_the_grid_of_pairs_says(case):
+    tiles = [
+        ("forward", configs.Tile(64, 32, 4, 1)),
+        ("dq", configs.Tile(32, 64, 4, 1)),
+        ("dkdv", configs.Tile(16, 32, 4, 1)),
+    ]
+    for (kernel, tile), one in zip(tiles, skipping.count(case, tiles, grain=16), strict=True):
+        assert (one.tiles, one.masked) == brute_force(case, tile, 16), kernel
+        assert one.computed == one.tiles * tile.rows * tile.keys >= one.visible and one.dense == case.B * 256 * 256
+
+
+@interpreted
+@pytest.mark.parametrize("options", ["padding=0.5", "documents=3"])
+def test_marking_each_different_block_once_marks_them_all(options):
+    from fusedattn import launch
+
+    case = cases.Case(2, 1, 1, 192, 192, 16, 16, False, "float32", options)
+    masks = case.masks("cpu")
+    whole = launch.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, 16)
+    assert torch.equal(skipping.marks(masks, 16), whole)
+
+
+@interpreted
+def test_padding_and_documents_compute_little_more_than_is_visible():
+    """At the size of the question it is the benchmark that says so; here with tiles as much smaller as the grid is."""
+    for options in ("padding=0.5", "documents=8"):
+        case = cases.Case(2, 1, 1, 1024, 1024, 16, 16, False, "float32", options)
+        (one,) = skipping.count(case, [("dq", configs.Tile(16, 16, 4, 1))], grain=16)
+        assert 1 < one.ratio < skipping.GOAL, options
+
+
+def test_counting_starts_an_interpreter_of_its_own():
+    text = module("skipping", "--device", "cpu", "--cases", "tiny-skipping")
+    assert text.count("of all pairs are visible") == 3 and text.count("dkdv") == 3
+
+
+def test_what_skipping_saves_is_written_as_rows(tmp_path):
+    writer, machine = rows.Writer(tmp_path / "a.csv"), rows.machine("cpu", "abc")
+    chosen = [case._replace(Sq=64, Sk=64) for case in cases.TINY_SKIPPING[1:]]
+    assert skipping.time_all(chosen, "cpu", writer, machine, budget_ms=1.0)
+    found = {(row.options, row.mode, row.provider): row.status for row in rows.read(tmp_path / "a.csv")}
+    for mode in ("forward", "backward"):
+        assert found["documents=3", mode, "fusedattn:naive"] == found["", mode, "fusedattn:naive"] == "ok"
+        assert found["documents=3", mode, "fusedattn+plan:naive"] == "ok"
+    assert found["documents=3", "plan", "fusedattn+plan"] == found["window=64,0", "plan", "flex"] == "ok"
+    assert ("window=64,0", "plan", "fusedattn+plan") not in found
+    assert "of dense" in skipping.compared(writer.rows)
 
 
 def test_compiling_ahead_covers_what_is_measured():

@@ -23,8 +23,8 @@ def test_an_option_alone(case, device, poison):
     run(case, device)
 
 
-@pytest.mark.parametrize("case", cases.PAIRS, ids=lambda case: case.name)
-def test_a_pair_of_options(case, device, poison):
+@pytest.mark.parametrize("case", cases.PAIRS + cases.TRIPLES, ids=lambda case: case.name)
+def test_options_together(case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
     run(case, device)
