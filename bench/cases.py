@@ -29,6 +29,7 @@ class Case(NamedTuple):
 
     options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
     random ends; padding=SHARE of tokens that are real, random lengths; window=LEFT,RIGHT; softcap=CAP; dropout=P.
+    Documents and padding are of as many queries as keys.
     """
 
     B: int
@@ -162,7 +163,7 @@ OPTIONS = [
     )
 ]
 
-# What is not seen: half of the tokens, seven of eight documents, all but the last 1024 keys.
+# Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
 SKIPPING = [
     Case(4, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "padding=0.5"),
     Case(1, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "documents=8"),

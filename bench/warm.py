@@ -43,7 +43,7 @@ def main(arguments=None):
     parser.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
-    names = [options.cases] if options.cases else ["all", "options", "skipping"] if on_gpu else ["tiny", "tiny-options"]
+    names = [options.cases] if options.cases else ["options", "skipping", "all"] if on_gpu else ["tiny", "tiny-options"]
     chosen = [case for name in names for case in cases.TABLES[name]]
     work = tasks(chosen) if on_gpu else tasks(chosen, ("fusedattn",))
     start = time.monotonic()

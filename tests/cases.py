@@ -209,19 +209,32 @@ DISTINCT = (
     *("bias of pairs", "bias over batch", "bias of rows", "bias of keys", "softcap", "slopes", "sinks", "dropout"),
     *("weights", "lse alone"),
 )
-TRIPLES = [
-    Case(" + ".join(names))._replace(dtype=DTYPES[number % len(DTYPES)], **{**one, **two, **three})
-    for number, names in enumerate(
-        itertools.product(
-            ("dropout",),
-            ("bias of pairs", "bias over heads", "bias over batch", "bias of rank 2", "bias of rows", "bias of keys"),
-            ("mask of pairs", "mask over heads", "mask over batch", "mask of keys", "key mask", "query mask"),
-        )
+
+
+def _together(*names):
+    """A case of several features, or None where they speak of the same thing."""
+    features = [FEATURES[name] for name in names]
+    fields = {name: value for feature in features for name, value in feature.items()}
+    agree = all(fields[name] == value for feature in features for name, value in feature.items())
+    return Case(" + ".join(names))._replace(**fields) if agree else None
+
+
+def _all_together(combinations):
+    made = filter(None, (_together(*names) for names in combinations))
+    return [case._replace(dtype=DTYPES[number % len(DTYPES)]) for number, case in enumerate(made)]
+
+
+PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
+# Those of what a caller asks for, less those of how tensors are made.
+OPTION_PAIRS = _all_together(
+    (a, b)
+    for a, b in itertools.combinations(DISTINCT, 2)
+    if not {a, b} & {"batch", "odd head dims", "more rows", "more keys", "strided", "expanded", "peaked", "scale"}
+)
+TRIPLES = _all_together(
+    itertools.product(
+        ("dropout",),
+        ("bias of pairs", "bias over batch", "bias of rows", "bias of keys"),
+        ("mask of pairs", "mask over heads", "key mask", "query mask"),
     )
-    for one, two, three in [[FEATURES[name] for name in names]]
-]
-PAIRS = [
-    Case(f"{a} + {b}")._replace(dtype=DTYPES[number % len(DTYPES)], **{**FEATURES[a], **FEATURES[b]})
-    for number, (a, b) in enumerate(itertools.combinations(DISTINCT, 2))
-    if all(FEATURES[a][name] == FEATURES[b][name] for name in FEATURES[a].keys() & FEATURES[b].keys())
-]
+)

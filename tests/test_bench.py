@@ -223,8 +223,8 @@ def test_every_option_is_measured_and_right(tmp_path, capsys):
     statuses = {(row["options"], row["provider"]): row["status"] for row in found}
     for case in cases.TINY_OPTIONS:
         assert statuses[case.options, "fusedattn:naive"] == statuses[case.options, "naive"] == "ok"
-        assert statuses[case.options, "fusedattn+plan:naive"] == "ok" if case.masks("cpu") else True
-    assert statuses["bias", "fusedattn+plan:naive"] == "unsupported: there is no mask to plan"
+        planned = "ok" if case.masks("cpu") else "unsupported: there is no mask to plan"
+        assert statuses[case.options, "fusedattn+plan:naive"] == planned
     assert {statuses[case.options, "sdpa:math"] for case in cases.TINY_OPTIONS} == {
         "ok",
         "unsupported: it has no softcap",
