@@ -3,7 +3,7 @@
 #
 # Needs a python3 (or PYTHON) with torch, triton, pytest and, to be in time, pytest-xdist; no network, no installation.
 # The GPU tier of the tests (meanwhile the benchmark's kernels compile), `fusedattn check`, then forward and backward
-# against each SDPA backend and FlexAttention, the same with each option for 60 s, and what skipping blocks saves. Logs and
+# against each SDPA backend and FlexAttention, then with each option for 60 s, then what skipping blocks saves. Logs and
 # CSV files go to the folder OUT (default: out); the results come last.
 # COMMIT is what the rows say where there is no git. Exit status 1 if a test or a check failed. Without a GPU: a rehearsal.
 set -uo pipefail

@@ -69,18 +69,38 @@ TABLE = {
     ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),
     ("weights", 80, 4, 64): (Tile(32, 32, 4, 1),),
-    ("weights", 80, 4, 128): (Tile(32, 32, 4, 1),),
-    ("weights", 80, 4, 256): (Tile(32, 32, 4, 1),),
-    ("dbias", 80, 2, 64): (Tile(64, 64, 4, 2),),
-    ("dbias", 80, 2, 128): (Tile(64, 64, 8, 1),),
-    ("dbias", 80, 2, 256): (Tile(32, 32, 4, 1),),
-    ("dbias", 80, 4, 64): (Tile(32, 32, 4, 1),),
-    ("dbias", 80, 4, 128): (Tile(32, 32, 8, 1),),
-    ("dbias", 80, 4, 256): (Tile(16, 16, 4, 1),),
+    ("weights", 80, 4, 128): (Tile(32, 32, 8, 1),),
+    ("weights", 80, 4, 256): (Tile(16, 32, 8, 1),),
+    ("dbias", 80, 2, 64): (Tile(64, 64, 8, 2),),
+    ("dbias", 80, 2, 128): (Tile(32, 32, 8, 2),),
+    ("dbias", 80, 2, 256): (Tile(32, 32, 8, 2),),
+    ("dbias", 90, 2, 64): (Tile(64, 64, 4, 2),),
+    ("dbias", 90, 2, 128): (Tile(64, 64, 8, 1),),
+    ("dbias", 90, 2, 256): (Tile(64, 32, 8, 1),),
+    ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1),),
+    ("dbias", 80, 4, 128): (Tile(16, 32, 8, 1),),
+    ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
 }
 
-# The same for calls with a bias, slopes, a cap or dropout.
-RICH: dict = {}
+# The same for calls that the rows above would spill with: with a mask of pairs, and with a bias, slopes, a cap or dropout.
+MASKED = {
+    ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),
+}
+RICH = {
+    ("forward", 80, 2, 64): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
+    ("forward", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 80, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("forward", 90, 2, 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    ("forward", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2)),
+    ("forward", 90, 2, 256): (Tile(128, 32, 8, 1, spills=60), Tile(32, 32, 4, 2)),
+    ("dq", 80, 2, 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2, spills=24), Tile(32, 32, 4, 2)),
+    ("dkdv", 80, 2, 128): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("dkdv", 80, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+    ("dkdv", 90, 2, 64): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
+    ("dkdv", 90, 2, 128): (Tile(64, 64, 8, 2, spills=160), Tile(32, 64, 4, 2, spills=92)),
+    ("dkdv", 90, 2, 256): (Tile(16, 64, 8, 2, spills=252), Tile(16, 32, 4, 2)),
+}
 
 
 def grain(capability):
@@ -88,7 +108,7 @@ def grain(capability):
     return 16 if capability is None else 64
 
 
-def tiles(kernel, capability, itemsize, width, rich=False):
+def tiles(kernel, capability, itemsize, width, load="plain"):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
@@ -96,7 +116,8 @@ def tiles(kernel, capability, itemsize, width, rich=False):
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.
-        rich: whether a bias, slopes, a cap or dropout need registers too; without rows of their own they take the rest.
+        load: what else needs registers: "plain" nothing, "masked" a mask of pairs, "rich" a bias, slopes, a cap or
+            dropout.
     """
     if capability is None:
         return INTERPRETED[kernel]
@@ -104,7 +125,7 @@ def tiles(kernel, capability, itemsize, width, rich=False):
     # 86, 89 and 120 have little shared memory and no wgmma; 100 has both.
     architecture = 90 if 90 <= capability < 120 else 80
     for place in ((architecture, itemsize), (80, itemsize), (80, 2)):
-        for table in (RICH, TABLE) if rich else (TABLE,):
+        for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:
             if (kernel, *place, width) in table:
                 return table[kernel, *place, width]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")

@@ -126,22 +126,24 @@ KERNELS = {
         blocks.list_blocks,
     )
 }
-_too_large: dict[tuple, int] = {}  # (kernel, device, dtype, width, rich): how many of its tiles the device cannot hold
+_too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
 
 
 def _kind(name, call):
     query, value = call.query, call.value
-    return name, query.device, query.dtype, max(width.fn(query.shape[3]), width.fn(value.shape[3])), _rich(call)
+    return name, query.device, query.dtype, max(width.fn(query.shape[3]), width.fn(value.shape[3])), _load(call)
 
 
-def _rich(call):
-    """Whether a pair costs registers beyond its score and its weight."""
-    return any(x is not None for x in (call.bias, call.alibi_slopes, call.softcap, call.seed))
+def _load(call):
+    """What a call asks of each pair beyond its score and its weight, as `configs` has it."""
+    if any(x is not None for x in (call.bias, call.alibi_slopes, call.softcap, call.seed)):
+        return "rich"
+    return "plain" if call.mask is None else "masked"
 
 
 def _tiles(kind):
-    name, device, dtype, width, rich = kind
-    return configs.tiles(name, capability(device), dtype.itemsize, width, rich)
+    name, device, dtype, width, load = kind
+    return configs.tiles(name, capability(device), dtype.itemsize, width, load)
 
 
 def candidates(name, call):

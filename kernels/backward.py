@@ -95,12 +95,12 @@ def _across(row):
 
 
 @triton.jit
-def _weights(x, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
+def _weights(x, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
     """(weights that dropout has marked, steepness of the cap) of one tile of products x = q @ k.T.
 
     row, r and c come already broadcast, either way round.
     """
-    s, steepness = scores.apply(score, x, band, plane, r, c, CHECK)
+    s, steepness = scores.apply(score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, score.unit)
     if CHECK:
         seen = hidden.visible(masks, band, plane, r, c)
@@ -162,8 +162,9 @@ def _walk_keys(
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = _weights(x, _down(row), r, c, band, masks, plane, score, noise, CHECK)
+        p, steepness = _weights(x, bias, _down(row), r, c, band, masks, plane, score, noise, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = _grad_scores(p, dp, _down(row), r, c, band, masks, plane, noise, GradWeights)
         if GradBias is not None:
@@ -229,8 +230,9 @@ def _walk_rows(
         q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
         do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
         row = _load_rows(Rows, plane, rows, band.rows)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = _weights(x, _across(row), r, c, band, masks, plane, score, noise, CHECK)
+        p, steepness = _weights(x, bias, _across(row), r, c, band, masks, plane, score, noise, CHECK)
         if GradV is not None:
             w = dropout.after(noise, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
@@ -470,8 +472,9 @@ def dbias(
         k = tiles.load(tiles.matrix(K, kv), cols, real_keys, D)
         v = tiles.load(tiles.matrix(V, kv), cols, real_keys, DV)
         row = _down(_load_rows(Rows, plane, rows, q_len))
+        bias = scores.bias(score, band, plane, r, c, CHECK=True)
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        p, steepness = _weights(x, row, r, c, band, masks, plane, score, noise, CHECK=True)
+        p, steepness = _weights(x, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
         grad += _grad_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
     tiles.store_pairs(tiles.matrix(GradBias, own), r, c, q_len, k_len, grad)

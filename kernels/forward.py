@@ -42,8 +42,9 @@ def _walk(
         k_tile = tiles.load(k, cols, exists, D)
         if CHECK:
             seen = hidden.visible(masks, band, plane, r, c)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
-        s, steepness = scores.apply(score, x, band, plane, r, c, CHECK)
+        s, steepness = scores.apply(score, x, bias, band, plane, r, c)
         if CHECK:
             s = tl.where(seen, s, float("-inf"))
         p, decay, state = softmax.step(state, s, score.unit)

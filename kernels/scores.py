@@ -55,8 +55,20 @@ def _tanh(x):
 
 
 @triton.jit
-def apply(score, x, band, plane, r, c, CHECK: tl.constexpr):
-    """(scores, steepness of the cap there) of the products x of pairs (r, c), already broadcast, either way round."""
+def bias(score, band, plane, r, c, CHECK: tl.constexpr):
+    """The bias of pairs (r, c), already broadcast, either way round, as `apply` wants it; 0 if there is none.
+
+    To be loaded before the product that it is added to: a load in between keeps wgmma from running asynchronously.
+    """
+    if score.bias is not None:
+        return tiles.load_pairs(tiles.matrix(score.bias, plane), r, c, band.rows, band.keys, CHECK)
+    else:
+        return 0.0
+
+
+@triton.jit
+def apply(score, x, bias, band, plane, r, c):
+    """(scores, steepness of the cap there) of the products x of pairs (r, c)."""
     steepness = 1.0
     # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
     if score.cap is not None:
@@ -68,7 +80,6 @@ def apply(score, x, band, plane, r, c, CHECK: tl.constexpr):
     if score.slopes is not None:
         s -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * span.distance(band, r, c).to(x.dtype)
     if score.bias is not None:
-        bias = tiles.load_pairs(tiles.matrix(score.bias, plane), r, c, band.rows, band.keys, CHECK)
         s += tiles.cast(bias, x.dtype)
     return s, steepness
 

@@ -8,6 +8,7 @@ breaks a rule of `faults`. That what compiles also runs, and how fast, this cann
 
 import argparse
 import contextlib
+import functools
 import io
 import itertools
 import multiprocessing
@@ -38,8 +39,8 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",
 }
 
-# What `everything` may spill beyond a tile's budget: its masks take more instructions a turn than all the rest. It may
-# also wait for each wgmma in turn, as most do on sm_90 where a turn loads a mask of pairs.
+# What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
+# together it may also wait for each wgmma in turn.
 EXTRA_SPILLS = 512
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
@@ -243,7 +244,7 @@ def main_loop(sass):
 def faults(row, report):
     """What is wrong with a compiled row, in words."""
     index, count = row.place
-    budget = row.tile.spills + (EXTRA_SPILLS if row.variant == "everything" else 0)
+    budget = row.tile.spills + (EXTRA_SPILLS if row.variant in ("masked", "everything") else 0)
     if report.spills > budget:
         yield f"spills {report.spills} bytes, of {budget} allowed"
     limit = SHARED[row.capability]
@@ -261,16 +262,24 @@ def table(capabilities=(80, 90)):
     """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
     for kernel, capability, width in itertools.product(configs.INTERPRETED, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
-            tiles = configs.tiles(kernel, capability, DTYPES[dtype].itemsize, width)
-            for index, tile in enumerate(tiles):
-                yield Row(kernel, capability, dtype, width, "full", tile, (index, len(tiles)))
-            best = tiles[0], (0, len(tiles))
-            if tiles[0].keys is None:
+            size = DTYPES[dtype].itemsize
+            of = functools.partial(configs.tiles, kernel, capability, size, width)
+            plain, masked, rich = of(), of("masked"), of("rich")
+            for index, tile in enumerate(plain):
+                variant = "biased" if kernel == "dbias" else "full"
+                yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
+            best = plain[0], (0, len(plain))
+            if kernel in ("prepare", "dbias"):
                 continue
-            if dtype == "bf16":
+            if rich != plain:
+                for index, tile in enumerate(rich):
+                    yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
+            if dtype == "bf16" and kernel != "weights":
                 yield Row(kernel, capability, dtype, width, "causal", *best)
+                yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
+                yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype != "ieee":
-                yield Row(kernel, capability, dtype, width, "everything", *best)
+                yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
             if dtype == "bf16" and width == 64:
                 yield Row(kernel, capability, "fp16", 64, "full", *best)
                 yield Row(kernel, capability, dtype, 32, "full", *best)
