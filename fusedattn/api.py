@@ -73,9 +73,7 @@ def attention(
     return results(query.dim(), out, lse if return_lse else None, weights)
 
 
-def plan(
-    mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None
-) -> Plan:
+def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:
     """Find out once which blocks of pairs some masks leave; pass the result as `mask` to call after call.
 
         >>> plan = fusedattn.plan(mask, key_mask=key_mask)

@@ -34,9 +34,9 @@ class Arguments(NamedTuple):
 class Plan(NamedTuple):
     """Masks, and which blocks of pairs they leave: what `fusedattn.plan` makes, to be passed as mask= again and again.
 
-    mask, key_mask and query_mask are what it was made of: while a plan is in use they must not change. marks is (1 or B,
-    1 or Hq, blocks of queries, blocks of keys) of bytes, for 64 x 64 pairs each: 0 where none is seen, 3 where all are.
-    None where no kernel could read it.
+    mask, key_mask and query_mask are what it was made of: while a plan is in use they must not change. marks, bytes of
+    (1 or B, 1 or Hq, blocks of queries, blocks of keys), are for 64 x 64 pairs each: 0 where none is seen, 3 where all
+    are; None where no kernel could read them.
     """
 
     mask: Tensor | None

@@ -256,9 +256,7 @@ OPTIONS = {
         Rule(
             "softcap",
             ValueError,
-            lambda a: (
-                isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and a.softcap > LARGEST_SINGLE
-            ),
+            lambda a: isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and a.softcap > LARGEST_SINGLE,
             "a number that float32 can hold",
             _given("softcap"),
         ),

@@ -18,7 +18,7 @@ def with_gradients(
     """Results of a function with the arguments of `attention`, and the gradients of a loss that is made of them.
 
     Args:
-        tensors: {"query", "key", "value", "out", "lse", "weights": tensor}; the last three are the gradients of the loss.
+        tensors: {"query", "key", "value", "out", "lse", "weights": tensor}, the last three gradients of the loss.
         options: of the call. grads: names what the loss is made of; only if it names weights are they computed.
     Returns: {"out", "lse", "weights": result} and {name: gradient} of query, key, value, bias, alibi_slopes and sinks,
         as far as they are there.
@@ -62,7 +62,7 @@ def _sizes_of_terms(tensors, options, grads):
 def compare(
     got: Mapping[str, Tensor], tensors: Mapping[str, Tensor], options: Mapping, grads: str = "out and lse"
 ) -> dict[str, Verdict]:
-    """Hold what `with_gradients` gave to the rule of `tolerance`: as good as eager PyTorch, measured against float64."""
+    """Hold what `with_gradients` gave to the rule of `tolerance`."""
     eager = with_gradients(reference.eager, tensors, options, grads)
     oracle = with_gradients(reference.attention, in_float64(tensors), options, grads)
     return verdicts(got, eager, oracle, _sizes_of_terms(tensors, options, grads))

@@ -82,7 +82,7 @@ TABLE = {
     ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
 }
 
-# The same for calls that the rows above would spill with: with a mask of pairs, and with a bias, slopes, a cap or dropout.
+# What calls take that would spill in the rows above: those with a mask of pairs, and those with more than that.
 MASKED = {
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),
 }
@@ -126,6 +126,7 @@ def tiles(kernel, capability, itemsize, width, load="plain"):
     architecture = 90 if 90 <= capability < 120 else 80
     for place in ((architecture, itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:
-            if (kernel, *place, width) in table:
-                return table[kernel, *place, width]
+            key = (kernel, *place, width)
+            if key in table:
+                return table[key]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")

@@ -240,15 +240,19 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
     return _view(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
-def _listing(call):
-    """Of a call, the function by_keys -> (tile -> its lists); None in them where nothing but a band hides."""
+def _marked(call):
+    """(marks, their grain) of a call: those of its plan, or else new ones; None where nothing but a band hides."""
     grain = configs.grain(capability(call.query.device))
-    marks = call.marks
-    if marks is None and any(x is not None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
-        marks = mark(call.mask, call.key_mask, call.query_mask, call.bias, grain)
-    if marks is None:
-        return lambda by_keys: lambda tile: None
-    return lambda by_keys: lambda tile: list_blocks(call, marks, grain, tile, by_keys)
+    if call.marks is not None:
+        return call.marks, grain
+    if all(x is None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
+        return None, grain
+    return mark(call.mask, call.key_mask, call.query_mask, call.bias, grain), grain
+
+
+def _lists(call, marks, grain, by_keys=False):
+    """tile -> the `lists` of a kernel that takes it."""
+    return lambda tile: None if marks is None else list_blocks(call, marks, grain, tile, by_keys)
 
 
 def _bias_sum(call):
@@ -277,7 +281,7 @@ def forward(out, lse, weights, stats, call: Call):
         call,
         lambda tile: cdiv(rows, tile.rows) * batch * heads,
         common | dict(Out=_view(out), Lse=lse, Stats=stats),
-        lists=_listing(call)(by_keys=False),
+        lists=_lists(call, *_marked(call)),
     )
     if weights is not None:
         arguments = {name: common[name] for name in common if name not in ("V", "DV")}
@@ -297,7 +301,7 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
     batch, heads, rows, keys = _sizes(call)
     kv_heads, planes = call.key.shape[1], batch * heads
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
-    common, listing = _common(call), _listing(call)
+    common, (marks, grain) = _common(call), _marked(call)
     weights, grad_weights = (None if grad_weights is None else _view(x) for x in (weights, grad_weights))
 
     def table(columns, length=rows, new=stats.new_empty):
@@ -320,28 +324,34 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
     if any(x is not None for x in (grad_query, whole, by_rows, slope_sums)):
         own = dict(GradQ=None if grad_query is None else _view(grad_query), GradBias=whole)
         own |= dict(BiasSums=by_rows, SlopeSums=slope_sums)
-        _launch(
-            "dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=listing(by_keys=False)
-        )
+        _launch("dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=_lists(call, marks, grain))
     if grad_key is not None or by_keys is not None:
-        own = dict(zip(("GradK", "GradV"), (None if x is None else _view(x) for x in (grad_key, grad_value)), strict=True))
+        own = dict(
+            zip(("GradK", "GradV"), (None if x is None else _view(x) for x in (grad_key, grad_value)), strict=True)
+        )
         _launch(
             "dkdv",
             call,
             lambda tile: cdiv(keys, tile.keys) * batch * kv_heads,
             common | own | dict(BiasSums=by_keys),
-            lists=listing(by_keys=True),
+            lists=_lists(call, marks, grain, by_keys=True),
         )
     if over_planes is not None:
-        shared = dict(GradBias=over_planes, BATCHES=batch, BIAS_BATCHES=grad_bias.shape[0], BIAS_HEADS=grad_bias.shape[1])
+        own_batch, own_heads = grad_bias.shape[:2]
+        met = marks & 1
+        met = met if own_batch == batch else met.amax(0, keepdim=True)
+        met = met if own_heads == heads else met.amax(1, keepdim=True)
+        met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
+        shared = dict(GradBias=over_planes, marks=_view(met), GRAIN=grain)
+        shared |= dict(BATCHES=batch, BIAS_BATCHES=own_batch, BIAS_HEADS=own_heads)
         _launch(
             "dbias",
             call,
-            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * grad_bias.shape[0] * grad_bias.shape[1],
+            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
             common | shared,
         )
 
-    # In float64, which costs nothing here: a sum over all rows of a head would else know them to a millionth of them all.
+    # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
     if by_rows is not None:
         grad_bias.copy_(by_rows.double().sum_to_size(grad_bias.shape))
     if by_keys is not None:

@@ -32,7 +32,7 @@ _BEFORE = 6  # how many arguments of backward come before the fields of the Call
 def _new_forward(*arguments):
     """Uninitialised (out, lse, weights, stats).
 
-    weights (B, Hq, Sq, Sk) is empty unless needed; stats (B, Hq, Sq, 2) is what recomputes them, and empty if nothing will.
+    weights (B, Hq, Sq, Sk) is empty unless needed; stats (B, Hq, Sq, 2), what recomputes them, if nothing will.
     """
     *fields, need_weights, save = arguments
     call = Call(*fields)
@@ -155,9 +155,7 @@ torch.library.register_autograd(
     setup_context=_keep,
     lib=_LIBRARY,
 )
-torch.library.register_autograd(
-    "fusedattn::backward", _differentiate_again, setup_context=_keep_again, lib=_LIBRARY
-)
+torch.library.register_autograd("fusedattn::backward", _differentiate_again, setup_context=_keep_again, lib=_LIBRARY)
 
 
 def _folded(size, dims, arguments, batch, first=0):

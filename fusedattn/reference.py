@@ -24,7 +24,7 @@ def formula(
         visible: bool, broadcasts to (B, Hq, Sq, Sk); None is all. A row that sees nothing has output 0 and lse -inf, or
             the sink.
         added: tensors that broadcast to (B, Hq, Sq, Sk), added to the scores one after the other.
-        sinks: (1 or B, Hq), what each head attends to besides the keys. factor: multiplies the weights, as dropout does.
+        sinks: (1 or B, Hq), what each head attends to besides the keys. factor: multiplies weights, as dropout does.
     Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
     """
     if key.shape[1] != query.shape[1]:
@@ -38,12 +38,13 @@ def formula(
     empty = None
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
+        empty = ~visible.any(-1, keepdim=True)
     if sinks is not None:
         sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
-    elif visible is not None:
+        empty = None if empty is None else empty & (sinks == float("-inf"))[:, :, None, None]
+    if empty is not None:
         # A row of -inf would be NaN in the softmax and in its gradient: such a row is computed as zeros, then dropped.
-        empty = ~visible.any(-1, keepdim=True)
         scores = scores.masked_fill(empty, 0.0)
     weights = scores.softmax(-1)
     lse = scores.logsumexp(-1) if need_lse else None

@@ -23,9 +23,7 @@ class Verdict(NamedTuple):
     why: str
 
 
-def verdict(
-    got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = None, terms: float = 1.0
-) -> Verdict:
+def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = None, terms: float = 1.0) -> Verdict:
     """Hold a result to the rule.
 
     Args:

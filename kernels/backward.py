@@ -211,8 +211,8 @@ def _walk_rows(
 ):
     """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
 
-    What will not be stored in GradK or GradV, since they are None, stays as it is. BiasSums (B, Hq, Sk, 3), unless None, gets the sums by key of the gradient of the scores, for each head in turn, in
-    the column of this WALK.
+    What will not be stored in GradK or GradV, since they are None, stays as it is. BiasSums (B, Hq, Sk, 3), unless
+    None, gets the sums by key of the gradient of the scores, for each head in turn, in the column of this WALK.
 
     One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
     a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
@@ -431,6 +431,7 @@ def dbias(
     Rows,
     GradBias,
     masks,
+    marks,
     noise,
     q_len,
     k_len,
@@ -447,9 +448,13 @@ def dbias(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOP_LEFT: tl.constexpr,
+    GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradBias, a View of (BIAS_BATCHES, BIAS_HEADS, Sq, Sk), each 1 or all: one program a tile sums over the others."""
+    """GradBias, a View of (BIAS_BATCHES, BIAS_HEADS, Sq, Sk), each 1 or all: one program a tile sums over the others.
+
+    marks, of `blocks`, is a View with the planes of GradBias: what any of those says that it sums over.
+    """
     across = tl.cdiv(k_len, BLOCK_N)
     block, own = span.place(tl.program_id(0) // across, q_len, BIAS_HEADS, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -461,6 +466,7 @@ def dbias(
     grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     heads: tl.constexpr = HEADS // BIAS_HEADS
     met = (tile >= begin) & (tile < end)
+    met, every = blocks.covered(marks, own, block, tile, q_len, k_len, met, BLOCK_M, BLOCK_N, GRAIN)
     for n in tl.range(0, tl.where(met, BATCHES // BIAS_BATCHES * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head)

@@ -35,7 +35,7 @@ def mark(Marks, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexp
 
 
 @triton.jit
-def _covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRAIN: tl.constexpr):
+def covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRAIN: tl.constexpr):
     """(some pair is seen, none is hidden) of the tiles (i, j) that are live, from the marks that they cover."""
     view = tiles.matrix(marks, plane)
     some, every = live & False, live | True
@@ -91,7 +91,7 @@ def list_blocks(
         live = (n < most) & (tile >= begin) & (tile < end)
         i, j = (tile, tile * 0 + block) if BY_KEYS else (tile * 0 + block, tile)
         head = span.member(plane, member, GROUP)
-        some, every = _covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
+        some, every = covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
         every &= (tile >= full) & (tile < rest)
         entry = (member.to(tl.int64) << 32) | tile
         takes, bears = (some & ~every).to(tl.int32), (some & every).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, each pair of them."""
+"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, each pair."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_gradients_against_finite_differences(case, device):
     directions = [torch.randn_like(x) for x in inputs]
 
     def compute(steps):
-        """A number made of all results, after a step in the direction of each input: three calls tell all derivatives."""
+        """A number made of all results, after a step along the direction of each input."""
         query, key, value, *given = (x + t * u for x, t, u in zip(inputs, steps, directions, strict=True))
         given = dict(zip(learned, given, strict=True))
         if "bias" in given:

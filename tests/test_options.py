@@ -1,4 +1,4 @@
-"""Bias, softcap, ALiBi, sinks, dropout and weights on the naive path: by the definition, with every derivative."""
+"""Bias, softcap, ALiBi, sinks, dropout and weights: by the definition, and the facts that a tolerance cannot state."""
 
 import itertools
 import math
@@ -134,17 +134,34 @@ def test_gradients_against_finite_differences(names):
         assert torch.autograd.gradgradcheck(compute, inputs, fast_mode=True)
 
 
-def test_bias_alone_requires_grad():
-    given = torch.randn(1, HQ, 1, SK, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad(fa.attention(*draw(), bias=given).square().sum(), given)
-    assert grad.shape == given.shape and grad.abs().min() > 0
+@pytest.fixture(params=["naive", "triton"])
+def backend(request, device):
+    """Each of them for whatever the test calls; `device` is where."""
+    with fa.use_backend(request.param):
+        yield request.param
 
 
-def test_any_floating_dtype_of_bias_slopes_and_sinks():
-    tensors = draw(torch.float32)
+def on(device, dtype, requires_grad=False):
+    return [x.detach().to(device).requires_grad_(requires_grad) for x in draw(dtype)]
+
+
+@pytest.mark.parametrize("shape", [(1, HQ, 1, SK), (B, HQ, SQ, SK), (SQ, SK), (B, 1, 1, 1)], ids=str)
+def test_bias_alone_requires_grad(shape, device, backend):
+    given = torch.randn(shape, device=device, requires_grad=True)
+    tensors = on(device, torch.float32)
+    (grad,) = torch.autograd.grad(fa.attention(*tensors, bias=given).square().sum(), given)
+    doubled = given.detach().double().requires_grad_()
+    out = fa.reference.attention(*(x.double() for x in tensors), bias=doubled)
+    (want,) = torch.autograd.grad(out.square().sum(), doubled)
+    assert grad.shape == given.shape and grad.dtype == given.dtype
+    torch.testing.assert_close(grad.double(), want, rtol=0, atol=1e-5)
+
+
+def test_any_floating_dtype_of_bias_slopes_and_sinks(device, backend):
+    tensors = on(device, torch.float32)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         options = dict(bias=torch.randn(SQ, SK), alibi_slopes=torch.rand(HQ), sinks=torch.randn(HQ))
-        options = {name: x.to(dtype).requires_grad_() for name, x in options.items()}
+        options = {name: x.to(device, dtype).requires_grad_() for name, x in options.items()}
         out = fa.attention(*tensors, **options)
         assert out.dtype == torch.float32
         assert all(g.dtype == dtype for g in torch.autograd.grad(out.sum(), list(options.values())))
@@ -152,23 +169,31 @@ def test_any_floating_dtype_of_bias_slopes_and_sinks():
         torch.testing.assert_close(out, want)
 
 
+def test_a_bias_of_any_strides_is_read_where_it_lies(device, backend):
+    tensors, wide = on(device, torch.float32), torch.randn(SK, 3, SQ, device=device)
+    for given in (wide[:, 1].T, wide.permute(1, 2, 0)[:1, None], wide[0, 0, :1].expand(B, HQ, SQ, SK)):
+        same = given.contiguous()
+        assert torch.equal(fa.attention(*tensors, bias=given), fa.attention(*tensors, bias=same))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_a_row_of_the_lowest_number_is_not_empty(dtype):
-    tensors = draw(torch.float32, requires_grad=True)
-    lowest = torch.zeros(SQ, SK, dtype=dtype)
+def test_a_row_of_the_lowest_number_is_not_empty(dtype, device, backend):
+    tensors = on(device, torch.float32, requires_grad=True)
+    lowest = torch.zeros(SQ, SK, dtype=dtype, device=device)
     lowest[1] = torch.finfo(dtype).min
     out, lse, weights = fa.attention(*tensors, bias=lowest, return_lse=True, return_weights=True)
-    torch.testing.assert_close(weights[:, :, 1], torch.full((B, HQ, SK), 1 / SK))
+    torch.testing.assert_close(weights[:, :, 1], torch.full((B, HQ, SK), 1 / SK, device=device))
     torch.testing.assert_close(out[:, :, 1], tensors[2].mean(2).repeat_interleave(HQ // HKV, 1))
     assert lse.isfinite().all()
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
 
 
-def test_a_row_that_sees_only_its_sink():
-    tensors, sinks = draw(requires_grad=True), torch.randn(HQ, dtype=torch.float64, requires_grad=True)
-    query_mask = torch.tensor([[True, False, True, True, True]])
+def test_a_row_that_sees_only_its_sink(device, backend):
+    tensors = on(device, torch.float32, requires_grad=True)
+    sinks = torch.randn(HQ, device=device, requires_grad=True)
+    query_mask = torch.tensor([[True, False, True, True, True]], device=device)
     tensors[0].data[:, :, 1] = float("nan")
-    none = torch.ones(SQ, SK, dtype=torch.bool)
+    none = torch.ones(SQ, SK, dtype=torch.bool, device=device)
     none[2] = False
     out, lse, weights = fa.attention(
         *tensors, mask=none, query_mask=query_mask, sinks=sinks, return_lse=True, return_weights=True
@@ -176,10 +201,59 @@ def test_a_row_that_sees_only_its_sink():
     for row in (1, 2):
         assert (out[:, :, row] == 0).all() and (weights[:, :, row] == 0).all()
         torch.testing.assert_close(lse[:, :, row], sinks.expand(B, HQ))
-    upstream = torch.ones_like(lse)
-    upstream[:, :, 1] = float("nan")  # what query_mask hides may hold anything on its way back too
-    grads = torch.autograd.grad([out, lse], [*tensors, sinks], [torch.ones_like(out), upstream])
+    upstream = [torch.randn_like(x) for x in (out, lse, weights)]
+    wild = [x.clone() for x in upstream]
+    for x in wild:
+        x[:, :, 1] = float("nan")  # what query_mask hides may hold anything on its way back too
+    grads, same = (
+        torch.autograd.grad([out, lse, weights], [*tensors, sinks], g, retain_graph=True) for g in (wild, upstream)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(grads, same, strict=True))
     assert all(grad.isfinite().all() for grad in grads) and (grads[0][:, :, 1:3] == 0).all()
+
+
+def test_a_sink_where_there_are_no_keys(device, backend):
+    query, key, value = (torch.randn(B, HQ, length, D, device=device, requires_grad=True) for length in (SQ, 0, 0))
+    sinks = torch.randn(HQ, device=device, requires_grad=True)
+    out, lse, weights = fa.attention(query, key, value, sinks=sinks, return_lse=True, return_weights=True)
+    assert (out == 0).all() and weights.shape == (B, HQ, SQ, 0)
+    torch.testing.assert_close(lse, sinks[None, :, None].expand(B, HQ, SQ))
+    torch.testing.assert_close(
+        torch.autograd.grad(lse.sum(), sinks)[0], torch.full((HQ,), float(B * SQ), device=device)
+    )
+
+
+def test_a_sink_of_minus_infinity_is_none(device, backend):
+    tensors, none = on(device, torch.float32), torch.zeros(SQ, SK, dtype=torch.bool, device=device)
+    sinks = torch.full((HQ,), float("-inf"), device=device)
+    torch.testing.assert_close(fa.attention(*tensors, sinks=sinks), fa.attention(*tensors))
+    out, lse = fa.attention(*tensors, sinks=sinks, mask=none, return_lse=True)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize("cap", [1e-30, 1e-3, 1e30, 3e38])
+def test_caps_of_any_size(cap, device, backend):
+    tensors = on(device, torch.float32, requires_grad=True)
+    out = fa.attention(*tensors, softcap=cap)
+    want = fa.reference.attention(*(x.detach().double() for x in tensors), softcap=cap)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
+
+
+def test_dropout_keeps_the_same_weights_on_every_path(device):
+    """Forward, backward and weights, in tiles of either orientation, against the words that NumPy draws."""
+    rows, keys, seed = 45, 70, 2**63 - 25
+    query, key, value = (
+        torch.randn(B, HQ, length, 16, device=device, requires_grad=True) for length in (rows, keys, keys)
+    )
+    options = dict(dropout_p=0.4, seed=seed, backend="triton")
+    words = torch.stack([by_numpy(seed, plane, rows, keys) for plane in range(B * HQ)]).view(B, HQ, rows, keys)
+    kept = (words >= int(0.4 * 2**32)).to(device)
+    out, weights = fa.attention(query, key, value, return_weights=True, **options)
+    assert torch.equal(weights > 0, kept)
+    torch.testing.assert_close(out, weights @ value)
+    (grad,) = torch.autograd.grad(out, value, torch.ones_like(out))
+    torch.testing.assert_close(grad, weights.mT @ torch.ones_like(out))
 
 
 def test_dropout_depends_on_seed_head_and_place_alone():
@@ -195,8 +269,8 @@ def test_dropout_depends_on_seed_head_and_place_alone():
     assert abs(float(kept) - 0.83) < 0.01
 
 
-def test_dropout_of_everything_and_of_nothing():
-    tensors = draw(requires_grad=True)
+def test_dropout_of_everything_and_of_nothing(device, backend):
+    tensors = on(device, torch.float32, requires_grad=True)
     out = fa.attention(*tensors, dropout_p=1.0)
     assert (out == 0).all() and all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), tensors))
     state = torch.get_rng_state()
@@ -204,19 +278,22 @@ def test_dropout_of_everything_and_of_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_dropout_draws_anew_from_torchs_generator():
-    tensors = draw()
+def test_dropout_draws_anew_from_torchs_generator(device, backend):
+    tensors = on(device, torch.float32)
     torch.manual_seed(5)
     first, second = (fa.attention(*tensors, dropout_p=0.5) for _ in range(2))
     torch.manual_seed(5)
     assert torch.equal(fa.attention(*tensors, dropout_p=0.5), first) and not torch.equal(first, second)
-    same = [fa.attention(*tensors, dropout_p=0.5, seed=seed) for seed in (7, torch.tensor(7), torch.tensor([7]))]
+    same = [
+        fa.attention(*tensors, dropout_p=0.5, seed=seed)
+        for seed in (7, torch.tensor(7, device=device), torch.tensor([7], device=device))
+    ]
     assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_inside_checkpoint(reentrant):
-    tensors = draw(requires_grad=True)
+def test_dropout_inside_checkpoint(reentrant, device, backend):
+    tensors = on(device, torch.float32, requires_grad=True)
     torch.manual_seed(5)
     plain = torch.autograd.grad(fa.attention(*tensors, dropout_p=0.4).square().sum(), tensors)
     torch.manual_seed(5)
@@ -225,15 +302,16 @@ def test_dropout_inside_checkpoint(reentrant):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiled_calls_drop_what_eager_calls_drop():
+def test_compiled_calls_drop_what_eager_calls_drop(device, backend):
     torch._dynamo.reset()
-    tensors = draw(torch.float32)
-    options = dict(bias=torch.randn(SQ, SK), softcap=5.0, alibi_slopes=torch.rand(HQ), sinks=torch.randn(HQ))
+    tensors = on(device, torch.float32)
+    options = dict(bias=torch.randn(SQ, SK), alibi_slopes=torch.rand(HQ), sinks=torch.randn(HQ))
+    options = {name: x.to(device) for name, x in options.items()} | dict(softcap=5.0)
 
     def step(query, key, value, seed):
         return fa.attention(query, key, value, dropout_p=0.5, seed=seed, **options)
 
-    compiled, seed = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.tensor([11])
+    compiled, seed = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.tensor([11], device=device)
     torch.testing.assert_close(compiled(*tensors, seed), step(*tensors, seed))
     free = torch.compile(lambda *x: fa.attention(*x, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     assert not torch.equal(free(*tensors), free(*tensors))
@@ -255,8 +333,8 @@ def test_blocks_of_queries_change_nothing_but_rounding(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
-def test_weights_come_in_the_dtype_and_rank_of_the_query():
-    query, key, value = (torch.randn(3, s, 8).bfloat16() for s in (4, 5, 5))
+def test_weights_come_in_the_dtype_and_rank_of_the_query(device, backend):
+    query, key, value = (torch.randn(3, s, 8, device=device).bfloat16() for s in (4, 5, 5))
     out, weights = fa.attention(query, key, value, return_weights=True)
     assert weights.shape == (3, 4, 5) and weights.dtype == torch.bfloat16
     assert fa.attention(query[0], key[0], value[0], return_weights=True)[1].shape == (4, 5)

@@ -286,9 +286,7 @@ def test_vmap_and_what_is_learned(device):
 
     def total(backend):
         def compute(query, bias, sinks):
-            out, weights = fa.attention(
-                query, key, value, bias=bias, sinks=sinks, return_weights=True, backend=backend
-            )
+            out, weights = fa.attention(query, key, value, bias=bias, sinks=sinks, return_weights=True, backend=backend)
             return out.square().sum() + weights.square().sum()
 
         return compute

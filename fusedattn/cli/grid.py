@@ -35,7 +35,7 @@ class Case(NamedTuple):
         return Case(**{**self._asdict(), **more})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """(query, key, value, the gradients that come back to out, lse and weights; options). What masks hide is NaN."""
+        """(query, key, value and the gradients of out, lse and weights; options). What masks hide is NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         drawn = dict(
@@ -61,7 +61,9 @@ class Case(NamedTuple):
         tensors = {name: x.to(device, wide if name == "lse" else dtype) for name, x in drawn.items()}
         if self.views:
             tensors = tensors | {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()}
-        options = {name: x.to(device) for name, x in seen.items()} | {name: x.to(device, dtype) for name, x in given.items()}
+        options = {name: x.to(device) for name, x in seen.items()} | {
+            name: x.to(device, dtype) for name, x in given.items()
+        }
         return tensors, self.options | options
 
 
