@@ -99,14 +99,14 @@ def autocast(arguments: Arguments) -> Arguments:
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 
-def rank4(pairs: Tensor | None) -> Tensor | None:
+def rank4(pairs: Any) -> Any:
     """A mask or bias with the dimensions that it, or the query, did not have: heads after the batch."""
     if pairs is None or pairs.dim() == 4:
         return pairs
     return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
 
 
-def rows(tensor: Tensor | None) -> Tensor | None:
+def rows(tensor: Any) -> Any:
     """(n,) as (1, n): shared by the batch."""
     return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
 

@@ -234,7 +234,7 @@ class _Attention(torch.autograd.Function):
 
 def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(output, lse, weights or None) of a checked call: the backend "triton"."""
-    inputs = [x for x in call[:DIFFERENTIABLE] if x is not None]
+    inputs = [x for x in call[:DIFFERENTIABLE] if isinstance(x, Tensor)]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # Neither of these shows in requires_grad.
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

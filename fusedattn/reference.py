@@ -240,24 +240,23 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
     wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
-    total = None
-    for first, last in _spans(call):
+    total: list[Tensor] = []
+    for span in _spans(call):
 
-        def grads(fields, given, first=first, last=last):
+        def grads(fields, given, span=span):
             def outputs(*fields):
                 block = _prepared(call._replace(**dict(zip(names, fields, strict=True))), _wide(call))
-                out, lse, weights = _block(block, first, last, True)
+                out, lse, weights = _block(block, *span, True)
                 results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
                 return tuple(results[number] for number in present)
 
             _, pull = torch.func.vjp(outputs, *fields)
-            found = dict(zip(names, pull(tuple(grad[:, :, first:last] for grad in given)), strict=True))
+            found = dict(zip(names, pull(tuple(grad[:, :, slice(*span)] for grad in given)), strict=True))
             return tuple(found[name] for name in wanted)
 
-        _, pull = torch.func.vjp(grads, fields, given)
-        parts = pull(tuple(grad for grad in grad_grads if grad is not None))
-        parts = [part for group in parts for part in group]
-        total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
+        pull = torch.func.vjp(grads, fields, given)[1]
+        parts = [part for group in pull(tuple(grad for grad in grad_grads if grad is not None)) for part in group]
+        total = [a + b for a, b in zip(total, parts, strict=True)] if total else parts
     found = dict(zip([*names, *present], total, strict=True))
     return tuple(found.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
 
