@@ -57,24 +57,83 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     from fusedattn import configs, launch
 
     case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
+    rich = case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights")
     choose = configs.tiles
     most = max(len(tiles) for tiles in configs.TABLE.values())
     for capability in (80, launch._capability(torch.device(cuda, torch.cuda.current_device()))):
         for place in range(most):
 
-            def one(kernel, _, itemsize, width, place=place, capability=capability):
-                tiles = choose(kernel, capability, itemsize, width)
+            def one(kernel, _, itemsize, width, load, place=place, capability=capability):
+                tiles = choose(kernel, capability, itemsize, width, load)
                 return tiles[min(place, len(tiles) - 1) :]
 
             monkeypatch.setattr(configs, "tiles", one)
             monkeypatch.setattr(launch, "_too_large", {})
             check(case, cuda)
+            check(rich, cuda)
 
 
+# Each way that the gradient of a bias is summed; masks that leave whole blocks, some of them and none.
+LARGE = {
+    "masks": dict(mask="batch", key_mask="own", query_mask="own"),
+    "mask of each head": dict(mask="pairs", window=(200, 100)),
+    "bias of pairs": dict(bias="pairs", dropout=0.17),
+    "bias over batch": dict(bias="heads", sinks=True),
+    "bias of keys": dict(bias="keys", causal=True),
+    "bias of rows": dict(bias="rows", softcap=50.0),
+    "slopes": dict(alibi="own", dropout=0.17, grads="out, lse and weights"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_many_runs_give_the_same_bits(dim, cuda):
-    case = Case("races", B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
+def test_options_in_many_tiles(name, dim, cuda, poison):
+    sizes = dict(B=2, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[len(name) % 2])
+    check(Case(name)._replace(**sizes, **LARGE[name]), cuda)
+
+
+def test_a_document_mask_with_a_plan(cuda):
+    """Blocks of every kind, listed for tiles larger than their grain; what no tile lists may be NaN."""
+    case = Case("documents", B=2, Hq=4, Hkv=2, Sq=1024, Sk=1024, D=64, Dv=64, dtype=torch.bfloat16)
     tensors, options = case.draw(cuda)
+    document = torch.arange(1024, device=cuda) // 300
+    mask = (document[:, None] == document[None, :])[None, None]
+    check_with = options | dict(mask=fa.plan(mask))
+    got = with_gradients(fa.attention, tensors, check_with, backend="triton")
+    assert_close(got, tensors, options | dict(mask=mask))
+    mask = mask.clone()
+    mask[..., 640:] = False
+    options |= dict(mask=fa.plan(mask))
+    want = with_gradients(fa.attention, tensors, options, backend="triton")
+    for name in ("key", "value"):
+        tensors[name][:, :, 640:] = float("nan")
+    got = with_gradients(fa.attention, tensors, options, backend="triton")
+    assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
+    query, key, value = (torch.randn(2, 4, 200, 64, device=cuda, dtype=torch.float16) for _ in range(3))
+    key.zero_(), value.copy_(torch.eye(64, device=cuda).repeat(4, 1)[:200])
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        fa.attention(query, key, value, dropout_p=0.5, return_weights=True, backend="triton")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, weights = fa.attention(query, key, value, dropout_p=0.5, return_weights=True, backend="triton")
+    kept = []
+    for _ in range(2):
+        graph.replay()
+        kept.append(weights > 0)
+        torch.testing.assert_close(out, weights @ value, rtol=0, atol=2e-3)
+    assert not torch.equal(*kept) and all(abs(x.float().mean().item() - 0.5) < 0.01 for x in kept)
+
+
+@pytest.mark.parametrize("options", [{}, dict(mask="batch", bias="heads", dropout=0.2)], ids=["plain", "rich"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_runs_give_the_same_bits(dim, options, cuda):
+    sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
+    tensors, options = Case("races")._replace(**sizes, **options).draw(cuda)
     first = with_gradients(fa.attention, tensors, options, backend="triton")
     for _ in range(200):
         again = with_gradients(fa.attention, tensors, options, backend="triton")
