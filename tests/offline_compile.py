@@ -87,7 +87,7 @@ class Row(NamedTuple):
     def __str__(self):
         rows, keys, warps, stages, *_ = self.tile
         tile = f"{rows}{'' if keys is None else f'x{keys}'} w{warps} s{stages}"
-        return f"{self.kernel:8}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:15}"
+        return f"{self.kernel:12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:15}"
 
 
 class Report(NamedTuple):
@@ -111,7 +111,7 @@ class Report(NamedTuple):
         )
 
 
-HEADER = f"{'kernel':8}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':15}" + " ".join(
+HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':15}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
 )
 
@@ -260,6 +260,8 @@ def faults(row, report):
 
 def table(capabilities=(80, 90)):
     """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
+    for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
+        yield Row(kernel, capability, "bf16", 64, "everything", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel, capability, width in itertools.product(configs.INTERPRETED, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
             size = DTYPES[dtype].itemsize
