@@ -168,10 +168,10 @@ def _block_of(first: int, last: int, need_lse: bool, *fields) -> tuple:
     return _block(Call(*fields), first, last, need_lse)[:2]
 
 
-def _spans(call: Call) -> list[tuple[int, int]]:
-    """(first, last + 1) of blocks of rows whose scores stay within the budget."""
+def _spans(call: Call, copies: int = 1) -> list[tuple[int, int]]:
+    """(first, last + 1) of blocks of rows of which so many copies of the scores stay within the budget."""
     batch, heads, rows, _ = call.query.shape
-    row_bytes = batch * heads * call.key.shape[2] * call.query.element_size()
+    row_bytes = batch * heads * call.key.shape[2] * call.query.element_size() * copies
     # To a compiler the budget would be a guard on every size, and another graph for each length.
     if torch.compiler.is_compiling() or rows * row_bytes <= BUDGET:
         return [(0, rows)]
@@ -241,7 +241,7 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
     present = [number for number, grad in enumerate(incoming) if grad is not None]
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
     total: list[Tensor] = []
-    for span in _spans(call):
+    for span in _spans(call, copies=3):  # it holds three times what a first derivative does
 
         def grads(fields, given, span=span):
             def outputs(*fields):
