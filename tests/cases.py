@@ -91,6 +91,8 @@ class Case(NamedTuple):
             if self.bias not in ("rows", "one a head"):
                 options["bias"].masked_fill_(~visible(*shapes[self.bias]), float("-inf"))
                 options["bias"][..., self.Sk // 2 :] = float("-inf")  # whole blocks
+                if self.bias in ("pairs", "rank 2"):
+                    options["bias"][..., 3:5, :] = float("-inf")  # rows that see nothing
             if self.bias == "pairs" and self.strided:
                 options["bias"] = among_nan(options["bias"], "bhds")
         if self.softcap is not None:
