@@ -80,8 +80,8 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
         >>> for layer in layers:
         ...     x = layer(x, mask=plan)
 
-    A call without a plan looks at its masks itself, once in the forward and once in the backward: what a plan saves is
-    a read of the mask in each. The caller keeps it, nobody else does; while it is in use the masks must not change.
+    A call without a plan looks at its masks itself: what a plan saves is one read of them in each call. The caller
+    keeps it, nobody else does; while it is in use the masks must not change.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one; mask may also have rank 3, (B, Sq, Sk). A call that

@@ -57,7 +57,7 @@ def _is_floating(name: str) -> Rule:
     return Rule(
         name,
         TypeError,
-        lambda a: not isinstance(getattr(a, name), Tensor) or not getattr(a, name).dtype.is_floating_point,
+        lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype not in FLOATING,
         "a floating tensor",
         lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__),
     )
@@ -391,4 +391,5 @@ def check_plan(plan: Plan) -> None:
         if name in given:
             batch, length = tuple(rows(given[name]).shape)
             if any(1 != size != other != 1 for size, other in ((batch, shape[0]), (length, shape[axis]))):
-                fail(ValueError, name, f"shape (B, S) that fits mask, {shape}", (batch, length))
+                fail(ValueError, name, f"shape (B, S) that fits the other masks, {shape}", (batch, length))
+            shape = (max(batch, shape[0]), *shape[1:])

@@ -183,11 +183,19 @@ def _launch(name, call, programs, arguments, lists=None):
                 _too_large[kind] = len(_tiles(kind)) - left
 
 
+def _narrow(tensor):
+    """A tensor before it was expanded: one element along each dimension in which it repeats itself."""
+    if tensor is None or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
 def new_marks(mask, key_mask, query_mask, bias, grain):
     """(uninitialised marks of grain x grain pairs, (rows, keys) that they are of).
 
     The masks and the bias are those of a Call; any may be None, but not all. Sizes along which none differs are 1.
     """
+    mask, key_mask, query_mask, bias = map(_narrow, (mask, key_mask, query_mask, bias))
     given = [x for x in (mask, bias) if x is not None]
     given += [] if key_mask is None else [key_mask[:, None, None, :]]
     given += [] if query_mask is None else [query_mask[:, None, :, None]]
@@ -199,6 +207,7 @@ def new_marks(mask, key_mask, query_mask, bias, grain):
 def mark(mask, key_mask, query_mask, bias, grain):
     """The marks of blocks of grain x grain pairs: bytes, as `kernels.blocks.mark` has them."""
     marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, grain)
+    mask, key_mask, query_mask, bias = map(_narrow, (mask, key_mask, query_mask, bias))
     batch, heads = marks.shape[:2]
     if marks.numel():
         with _surroundings(marks.device):
@@ -241,7 +250,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
 
 
 def _marked(call):
-    """(marks, their grain) of a call: those of its plan, or else new ones; None where nothing but a band hides."""
+    """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
     grain = configs.grain(capability(call.query.device))
     if call.marks is not None:
         return call.marks, grain
@@ -343,7 +352,7 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
         met = met if own_heads == heads else met.amax(1, keepdim=True)
         met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
         shared = dict(GradBias=over_planes, marks=_view(met), GRAIN=grain)
-        shared |= dict(BATCHES=batch, BIAS_BATCHES=own_batch, BIAS_HEADS=own_heads)
+        shared |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads)
         _launch(
             "dbias",
             call,

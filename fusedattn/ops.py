@@ -25,7 +25,7 @@ _LIBRARY.define(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
     f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})"
 )
-_LIBRARY.define("mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask) -> Tensor")
+_LIBRARY.define("mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias) -> Tensor")
 _BEFORE = 6  # how many arguments of backward come before the fields of the Call
 
 
@@ -92,13 +92,13 @@ def _grain(*masks):
 def _new_marks(*masks):
     from . import launch
 
-    return launch.new_marks(*masks, None, _grain(*masks))[0]
+    return launch.new_marks(*masks, _grain(*masks))[0]
 
 
 def _mark(*masks):
     from . import launch
 
-    return launch.mark(*masks, None, _grain(*masks))
+    return launch.mark(*masks, _grain(*masks))
 
 
 for _name, _run, _new in (
@@ -243,15 +243,19 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor,
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
         out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, save)
     elif save or transformed:
+        masks = call.mask, call.key_mask, call.query_mask, call.bias
+        # Once for forward and backward. A graph would have to know how many blocks there are, and vmap how to fold them.
+        if call.marks is None and not transformed and any(x is not None for x in masks):
+            call = call._replace(marks=mark(*masks))
         out, lse, weights, _ = _Attention.apply(*call, need_weights, True)
     else:
         out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, False)
     return out, lse, weights if need_weights else None
 
 
-def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor:
-    """The marks of a Plan of these masks, in the form that a Call has them."""
-    return torch.ops.fusedattn.mark(mask, key_mask, query_mask)
+def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """The marks of a Plan of these masks, in the form that a Call has them; a bias of -inf hides as well."""
+    return torch.ops.fusedattn.mark(mask, key_mask, query_mask, None if bias is None else bias.detach())
 
 
 def tiles(call: Call, need_weights: bool) -> dict:

@@ -36,6 +36,8 @@ def formula(
     for term in added:
         scores = scores + term
     empty = None
+    if visible is None and key.shape[2] == 0:
+        visible = scores.new_zeros(1, 1, 1, 0, dtype=torch.bool)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
         empty = ~visible.any(-1, keepdim=True)
@@ -47,7 +49,7 @@ def formula(
         # A row of -inf would be NaN in the softmax and in its gradient: such a row is computed as zeros, then dropped.
         scores = scores.masked_fill(empty, 0.0)
     weights = scores.softmax(-1)
-    lse = scores.logsumexp(-1) if need_lse else None
+    lse = _logsumexp(scores) if need_lse else None
     if sinks is not None:
         weights = weights[..., :-1]
     if empty is not None:
@@ -56,6 +58,15 @@ def formula(
     if factor is not None:
         weights = weights * factor
     return weights @ value, lse, weights
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """`scores.logsumexp(-1)`, whose gradient is right where a score of 1e38 hides the log of how many there are."""
+    if scores.shape[-1] == 0:
+        return scores.logsumexp(-1)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    return (scores - top).logsumexp(-1) + top.squeeze(-1)
 
 
 def _rows_of(pairs: Tensor, first: int, last: int) -> Tensor:
@@ -130,7 +141,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype`, where what is finite stays so: float64's finfo.min is a number, not a mask."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(tensor.dtype).min < lowest:
-        tensor = tensor.clamp(lowest, -lowest).masked_fill(tensor == float("-inf"), float("-inf"))
+        hidden = tensor == float("-inf")
+        finite = tensor.masked_fill(hidden, 0.0)
+        clamped = tensor.detach().clamp(lowest, -lowest).masked_fill(hidden, float("-inf"))
+        tensor = clamped + (finite - finite.detach())  # a clamp would have no gradient where it clamps
     return tensor.to(dtype)
 
 
@@ -150,22 +164,26 @@ def _compute(call: Call, first: int, last: int, need_lse: bool) -> tuple:
     )
 
 
-def _block(call: Call, first: int, last: int, need_lse: bool) -> tuple:
-    """(output, lse or None, weights) of rows first .. last - 1."""
+def _block(call: Call, first: int, last: int, need_lse: bool, need_weights: bool) -> tuple:
+    """(output, lse or None, weights or None) of rows first .. last - 1."""
     out, lse, weights = _compute(call, first, last, need_lse)
+    # Not for the values, which are these already, but for what comes back: gradients of what is hidden may be NaN.
+    if call.key_mask is not None and need_weights:
+        weights = weights.masked_fill(~call.key_mask[:, None, None, :], 0.0)
     if call.query_mask is not None:
-        # Not for the values, which are these already, but for what comes back: their gradients may be NaN.
         hidden = ~call.query_mask[:, None, first:last]
-        out, weights = (x.masked_fill(hidden[..., None], 0.0) for x in (out, weights))
+        out = out.masked_fill(hidden[..., None], 0.0)
+        if need_weights:
+            weights = weights.masked_fill(hidden[..., None], 0.0)
         if need_lse:
             nothing = lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.detach()[:, :, None]
             lse = torch.where(hidden, nothing, lse)
-    return out, lse, weights
+    return out, lse, weights if need_weights else None
 
 
 def _block_of(first: int, last: int, need_lse: bool, *fields) -> tuple:
     """What a checkpoint computes again: it keeps track of tensors that are arguments, not of those inside one."""
-    return _block(Call(*fields), first, last, need_lse)[:2]
+    return _block(Call(*fields), first, last, need_lse, False)[:2]
 
 
 def _spans(call: Call, copies: int = 1) -> list[tuple[int, int]]:
@@ -183,7 +201,7 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     """(output, lse or None), rows by the block where the scores of all of them would pass the budget."""
     spans = _spans(call)
     if len(spans) == 1:
-        return _block(call, *spans[0], need_lse)[:2]
+        return _block(call, *spans[0], need_lse, False)[:2]
     tensors = (x for x in call if isinstance(x, Tensor))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
@@ -193,7 +211,7 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
             for span in spans
         ]
     else:
-        parts = [_block(call, *span, need_lse)[:2] for span in spans]
+        parts = [_block(call, *span, need_lse, False)[:2] for span in spans]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2) if need_lse else None
 
@@ -221,7 +239,7 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     prepared = _prepared(call, _wide(call))
     out, lse = _blocks(prepared, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
-    weights = _block(prepared, 0, call.query.shape[2], False)[2].to(call.query.dtype) if need_weights else None
+    weights = _block(prepared, 0, call.query.shape[2], False, True)[2].to(call.query.dtype) if need_weights else None
     return arrange(out, call.query), lse, weights
 
 
@@ -246,7 +264,7 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
         def grads(fields, given, span=span):
             def outputs(*fields):
                 block = _prepared(call._replace(**dict(zip(names, fields, strict=True))), _wide(call))
-                out, lse, weights = _block(block, *span, True)
+                out, lse, weights = _block(block, *span, True, True)
                 results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
                 return tuple(results[number] for number in present)
 
@@ -273,8 +291,8 @@ def eager(query, key, value, *, return_lse=False, return_weights=False, **option
     Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
     """
     call = checked(Arguments(query, key, value, **options))
-    out, lse, weights = _block(_prepared(call, call.query.dtype), 0, call.query.shape[2], return_lse)
-    return results(query.dim(), out, lse if return_lse else None, weights if return_weights else None)
+    rows = call.query.shape[2]
+    return results(query.dim(), *_block(_prepared(call, call.query.dtype), 0, rows, return_lse, return_weights))
 
 
 def attention(

@@ -23,7 +23,14 @@ class Verdict(NamedTuple):
     why: str
 
 
-def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = None, terms: float = 1.0) -> Verdict:
+def verdict(
+    got: Tensor,
+    eager: Tensor,
+    oracle: Tensor,
+    zero: Tensor | None = None,
+    terms: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Verdict:
     """Hold a result to the rule.
 
     Args:
@@ -34,6 +41,8 @@ def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = No
             a row that sees one key has a gradient that is 0 by cancellation alone, and that may be off by rounding.
         terms: how large the terms are that the result is a sum of, together: the root of the sum of their squares. The
             gradient of a slope is one number from all pairs of a head. That eager PyTorch has it right is chance.
+        dtype: that of the call, where it is narrower than the result: a bias of float64 has a gradient of float64, but
+            a call in float32 does not know it better than that.
     """
     if got.shape != oracle.shape:
         nothing = float("nan")
@@ -45,8 +54,9 @@ def verdict(got: Tensor, eager: Tensor, oracle: Tensor, zero: Tensor | None = No
     # Where eager PyTorch overflows it allows nothing: its error counts where it has an answer.
     eager_error = (eager.double() - oracle).abs().masked_fill(infinite | ~eager.isfinite(), 0.0)
     size = oracle.abs().masked_fill(infinite, 0.0)
-    max_allowed = 2.0 * _max(eager_error) + _floor(got.dtype, _max(size), 1.0, terms)
-    mean_allowed = 1.5 * _mean(eager_error) + _floor(got.dtype, _mean(size), 0.25, terms)
+    own = got.dtype if dtype is None or torch.finfo(dtype).eps < torch.finfo(got.dtype).eps else dtype
+    max_allowed = 2.0 * _max(eager_error) + _floor(own, _max(size), 1.0, terms)
+    mean_allowed = 1.5 * _mean(eager_error) + _floor(own, _mean(size), 0.25, terms)
     max_error, mean_error = _max(error), _mean(error)
     why = _wrong_kind(got, oracle.to(got.dtype), infinite, zero)
     if not why and not max_error <= max_allowed:
@@ -77,8 +87,10 @@ def verdicts(
     sums = [name for name in oracle if name not in ("out", "weights")]
     zero = {name: torch.zeros_like(oracle[name][..., 0], dtype=torch.bool) for name in sums} | unseen
     terms = terms or {}
+    dtype = torch.promote_types(got["out"].dtype, torch.float32) if "out" in got else None  # what kernels sum in
     return {
-        name: verdict(got[name], eager[name], oracle[name], zero.get(name), terms.get(name, 1.0)) for name in oracle
+        name: verdict(got[name], eager[name], oracle[name], zero.get(name), terms.get(name, 1.0), dtype)
+        for name in oracle
     }
 
 

@@ -421,7 +421,7 @@ def dkdv(
         tiles.store(tiles.matrix(GradV, kv), cols, k_len, dv, DV)
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "batches"])
 def dbias(
     Q,
     K,
@@ -437,11 +437,10 @@ def dbias(
     k_len,
     left,
     right,
+    batches,
     score,
-    BATCHES: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    BIAS_BATCHES: tl.constexpr,
     BIAS_HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -451,9 +450,10 @@ def dbias(
     GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradBias, a View of (BIAS_BATCHES, BIAS_HEADS, Sq, Sk), each 1 or all: one program a tile sums over the others.
+    """GradBias, a View of (1 or B, BIAS_HEADS, Sq, Sk): one program a tile sums over the planes that share it.
 
-    marks, of `blocks`, is a View with the planes of GradBias: what any of those says that it sums over.
+    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `blocks`, is a
+    View with the planes of GradBias: what any of those says that it sums over.
     """
     across = tl.cdiv(k_len, BLOCK_N)
     block, own = span.place(tl.program_id(0) // across, q_len, BIAS_HEADS, BLOCK_M)
@@ -467,7 +467,7 @@ def dbias(
     heads: tl.constexpr = HEADS // BIAS_HEADS
     met = (tile >= begin) & (tile < end)
     met, every = blocks.covered(marks, own, block, tile, q_len, k_len, met, BLOCK_M, BLOCK_N, GRAIN)
-    for n in tl.range(0, tl.where(met, BATCHES // BIAS_BATCHES * heads, 0)):
+    for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head)
         kv = span.shared(plane, GROUP)

@@ -108,6 +108,9 @@ class Case(NamedTuple):
             if kind is not None:
                 shape = {"own": (self.B, length), "shared": (1, length), "rank 1": (length,)}[kind]
                 options[name] = visible(*shape)
+                if name == "key_mask":
+                    seen = options[name].expand(self.B, length)[:, None, :, None]
+                    tensors["weights"] = torch.where(seen.mT, tensors["weights"], float("nan"))
                 for hidden in ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights"):
                     tensors[hidden] = _spoil(tensors[hidden], options[name].expand(self.B, length))
         return tensors, options

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import INPUTS, with_gradients
+from fusedattn.compare import INPUTS, LEARNED, with_gradients
 
 from .cases import Case
 from .close import assert_close
@@ -70,10 +70,15 @@ def test_masks_that_hide_everything(device, backend):
         assert (got["lse"] == float("-inf")).all()
 
 
+EVERYTHING = dict(bias="pairs", softcap=2.0, alibi="own", dropout=0.3, mask="batch", grads="out, lse and weights")
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("sizes", [dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)], ids=str)
-def test_sizes_of_zero(sizes, device, backend, poison):
-    case = Case("zero", **sizes)
+def test_sizes_of_zero(sizes, options, device, backend, poison):
+    case = Case("zero", **sizes, **options)
     got = results(case, device, backend)
+    assert all((got[name] == 0).all() for name in LEARNED if name in got)
     assert got["out"].shape == (case.B, case.Hq, case.Sq, case.Dv)
     assert got["lse"].shape == (case.B, case.Hq, case.Sq)
     assert all((got[name] == 0).all() for name in ("out", *INPUTS))

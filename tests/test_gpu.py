@@ -60,7 +60,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     rich = case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights")
     choose = configs.tiles
     most = max(len(tiles) for tiles in configs.TABLE.values())
-    for capability in (80, launch._capability(torch.device(cuda, torch.cuda.current_device()))):
+    for capability in (80, launch.capability(torch.device(cuda, torch.cuda.current_device()))):
         for place in range(most):
 
             def one(kernel, _, itemsize, width, load, place=place, capability=capability):

@@ -185,7 +185,18 @@ def test_a_row_of_the_lowest_number_is_not_empty(dtype, device, backend):
     torch.testing.assert_close(weights[:, :, 1], torch.full((B, HQ, SK), 1 / SK, device=device))
     torch.testing.assert_close(out[:, :, 1], tensors[2].mean(2).repeat_interleave(HQ // HKV, 1))
     assert lse.isfinite().all()
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
+    # Its gradients are those of the mean, through output, lse and weights.
+    given = [torch.randn_like(x) for x in (out, lse, weights)]
+    bias = lowest.clone().requires_grad_()
+    results = fa.attention(*tensors, bias=bias, return_lse=True, return_weights=True)
+    grads = torch.autograd.grad(results, [*tensors, bias], given)
+    flat = torch.zeros(SQ, SK, dtype=torch.float64, device=device).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    exact[0].data[:, :, 1] = 0.0  # the products of the row are lost in its bias; the slope of key through it is 0
+    results = fa.reference.attention(*exact, bias=flat, return_lse=True, return_weights=True)
+    want = torch.autograd.grad(results, [*exact, flat], [x.double() for x in given])
+    torch.testing.assert_close(grads[2].double(), want[2], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads[3].double(), want[3], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
 def test_a_row_that_sees_only_its_sink(device, backend):
@@ -221,6 +232,14 @@ def test_a_sink_where_there_are_no_keys(device, backend):
     torch.testing.assert_close(
         torch.autograd.grad(lse.sum(), sinks)[0], torch.full((HQ,), float(B * SQ), device=device)
     )
+
+
+def test_a_sink_of_minus_infinity_where_there_are_no_keys(device, backend):
+    query, key = torch.randn(B, HQ, SQ, D, device=device), torch.randn(B, HQ, 0, D, device=device)
+    sinks = torch.full((HQ,), float("-inf"), device=device, requires_grad=True)
+    out, lse = fa.attention(query, key, key, sinks=sinks, return_lse=True)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    assert (torch.autograd.grad(lse, sinks, torch.ones_like(lse))[0] == 0).all()
 
 
 def test_a_sink_of_minus_infinity_is_none(device, backend):

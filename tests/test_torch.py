@@ -161,7 +161,7 @@ def test_operators_pass_opcheck(grads, permuted, rich, device):
             (None, given[1], None, [False, True, False, False, False, rich]),
         ):
             torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
-    torch.library.opcheck(torch.ops.fusedattn.mark, (None, options["key_mask"], None))
+    torch.library.opcheck(torch.ops.fusedattn.mark, (None, options["key_mask"], None, call[3]))
 
 
 def loss(backend):
