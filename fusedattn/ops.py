@@ -244,7 +244,7 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor,
         out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, save)
     elif save or transformed:
         masks = call.mask, call.key_mask, call.query_mask, call.bias
-        # Once for forward and backward. A graph would have to know how many blocks there are, and vmap how to fold them.
+        # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if call.marks is None and not transformed and any(x is not None for x in masks):
             call = call._replace(marks=mark(*masks))
         out, lse, weights, _ = _Attention.apply(*call, need_weights, True)
