@@ -209,8 +209,8 @@ SINGLE = [
 ]
 # One of each kind is enough where it meets the others.
 DISTINCT = (
-    *("batch", "grouped heads", "odd head dims", "more rows", "more keys", "strided", "expanded", "causal", "window"),
-    *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "scale", "negative scale", "peaked"),
+    *("grouped heads", "odd head dims", "more rows", "more keys", "strided", "expanded", "causal", "window"),
+    *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "negative scale"),
     *("bias of pairs", "bias over batch", "bias of rows", "bias of keys", "softcap", "slopes", "sinks", "dropout"),
     *("weights", "lse alone"),
 )
@@ -234,7 +234,7 @@ PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
 OPTION_PAIRS = _all_together(
     (a, b)
     for a, b in itertools.combinations(DISTINCT, 2)
-    if not {a, b} & {"batch", "odd head dims", "more rows", "more keys", "strided", "expanded", "peaked", "scale"}
+    if not {a, b} & {"odd head dims", "more rows", "more keys", "strided", "expanded"}
 )
 TRIPLES = _all_together(
     itertools.product(
