@@ -332,7 +332,7 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
 
     if any(x is not None for x in (grad_query, whole, by_rows, slope_sums)):
         own = dict(GradQ=None if grad_query is None else _view(grad_query), GradBias=whole)
-        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums)
+        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, GradLse=grad_lse)
         _launch("dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=_lists(call, marks, grain))
     if grad_key is not None or by_keys is not None:
         own = dict(

@@ -95,7 +95,7 @@ def _across(row):
 
 
 @triton.jit
-def _weights(x, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
+def _weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
     """(weights that dropout has marked, steepness of the cap) of one tile of products x = q @ k.T.
 
     row, r and c come already broadcast, either way round.
@@ -103,7 +103,7 @@ def _weights(x, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.con
     s, steepness = scores.apply(score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, score.unit)
     if CHECK:
-        seen = hidden.visible(masks, band, plane, r, c)
+        seen = hidden.visible(masks, shown, band, plane, r, c)
         if score.slopes is not None:
             seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
         p = tl.where(seen, p, 0.0)
@@ -120,11 +120,39 @@ def _grad_scores(marked, dp, row, r, c, band, masks, plane, noise, GradWeights):
     return dropout.before(noise, marked) * (dropout.grad(noise, marked, dp) - row.delta)
 
 
+class Sums(NamedTuple):
+    """Sums over the keys of a row: of its weights and of the gradients of its scores, each also times the distance."""
+
+    p: tl.tensor
+    ds: tl.tensor
+    p_far: tl.tensor
+    ds_far: tl.tensor
+
+
+@triton.jit
+def _add(sums, p, ds, far):
+    return Sums(
+        sums.p + tl.sum(p, 1),
+        sums.ds + tl.sum(ds, 1),
+        sums.p_far + tl.sum(p * far, 1),
+        sums.ds_far + tl.sum(ds * far, 1),
+    )
+
+
+@triton.jit
+def _mend(sums, delta, dlse):
+    """The sums with delta as these products have it: `prepare` knew it no better than the rounded output.
+
+    One such error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
+    """
+    error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
+    return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far)
+
+
 @triton.jit
 def _walk_keys(
     dq,
-    bias_sum,
-    slope_sum,
+    sums,
     q,
     do,
     k,
@@ -150,7 +178,7 @@ def _walk_keys(
     PRECISION: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Add to dq, and to the sums by row of the gradients of bias and slope, what key blocks [begin, end) give.
+    """Add to dq and to the sums by row what key blocks [begin, end) give.
 
     What will not be stored in GradQ, BiasSums or SlopeSums, since they are None, stays as it is. GradBias, unless None,
     gets the gradient of the scores.
@@ -162,21 +190,20 @@ def _walk_keys(
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
+        shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = _weights(x, bias, _down(row), r, c, band, masks, plane, score, noise, CHECK)
+        p, steepness = _weights(x, shown, bias, _down(row), r, c, band, masks, plane, score, noise, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = _grad_scores(p, dp, _down(row), r, c, band, masks, plane, noise, GradWeights)
         if GradBias is not None:
             tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
-        if BiasSums is not None:
-            bias_sum += tl.sum(ds, 1)
-        if SlopeSums is not None:
-            slope_sum -= tl.sum(ds * span.distance(band, r, c).to(ds.dtype), 1)
+        if BiasSums is not None or SlopeSums is not None:
+            sums = _add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
         if GradQ is not None:
             ds = scores.through(score, steepness, ds).to(k_tile.dtype)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
-    return dq, bias_sum, slope_sum
+    return dq, sums
 
 
 @triton.jit
@@ -230,9 +257,10 @@ def _walk_rows(
         q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
         do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
         row = _load_rows(Rows, plane, rows, band.rows)
+        shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = _weights(x, bias, _across(row), r, c, band, masks, plane, score, noise, CHECK)
+        p, steepness = _weights(x, shown, bias, _across(row), r, c, band, masks, plane, score, noise, CHECK)
         if GradV is not None:
             w = dropout.after(noise, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
@@ -265,6 +293,7 @@ def dq(
     K,
     V,
     GradOut,
+    GradLse,
     GradWeights,
     Rows,
     GradQ,
@@ -306,39 +335,42 @@ def dq(
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
     grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
-    bias = tl.zeros([BLOCK_M], wide)
-    slope = tl.zeros([BLOCK_M], wide)
+    zero = tl.zeros([BLOCK_M], wide)
+    sums = Sums(zero, zero, zero, zero)
     if lists is None:
         begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
-        grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+        grad, sums = _walk_keys(
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
             masks, plane, begin, full, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
         )  # fmt: skip
-        grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+        grad, sums = _walk_keys(
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
             masks, plane, full, rest, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
         )  # fmt: skip
-        grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+        grad, sums = _walk_keys(
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
             masks, plane, rest, end, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
         )  # fmt: skip
     else:
         order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=False)
-        grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+        grad, sums = _walk_keys(
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
             masks, plane, 0, count, order, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
         )  # fmt: skip
         order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=True)
-        grad, bias, slope = _walk_keys(
-            grad, bias, slope, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+        grad, sums = _walk_keys(
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
             masks, plane, 0, count, order, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
         )  # fmt: skip
     if GradQ is not None:
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
+    if BiasSums is not None or SlopeSums is not None:
+        dlse = zero if GradLse is None else tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
+        sums = _mend(sums, row.delta, dlse)
     if BiasSums is not None:
-        tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, bias)
+        tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, sums.ds)
     if SlopeSums is not None:
-        tiles.store_column(tiles.table(SlopeSums, plane, q_len, 1), rows, q_len, 0, slope)
+        tiles.store_column(tiles.table(SlopeSums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
@@ -478,9 +510,10 @@ def dbias(
         k = tiles.load(tiles.matrix(K, kv), cols, real_keys, D)
         v = tiles.load(tiles.matrix(V, kv), cols, real_keys, DV)
         row = _down(_load_rows(Rows, plane, rows, q_len))
+        shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        p, steepness = _weights(x, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
+        p, steepness = _weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
         grad += _grad_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
     tiles.store_pairs(tiles.matrix(GradBias, own), r, c, q_len, k_len, grad)

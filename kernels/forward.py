@@ -40,13 +40,12 @@ def _walk(
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_tile = tiles.load(k, cols, exists, D)
-        if CHECK:
-            seen = hidden.visible(masks, band, plane, r, c)
+        shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
         s, steepness = scores.apply(score, x, bias, band, plane, r, c)
         if CHECK:
-            s = tl.where(seen, s, float("-inf"))
+            s = tl.where(hidden.visible(masks, shown, band, plane, r, c), s, float("-inf"))
         p, decay, state = softmax.step(state, s, score.unit)
         v_tile = tiles.load(v, cols, exists, DV)
         p = dropout.drop(noise, p, plane, r, c).to(v_tile.dtype)

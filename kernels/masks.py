@@ -39,7 +39,19 @@ def real_rows(masks, plane, r, n):
 
 
 @triton.jit
-def visible(masks, band, plane, r, c):
+def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
+    """What masks.pairs says of pairs (r, c), for `visible`; 1 without it or without CHECK.
+
+    To be loaded before the product that it hides parts of: a load in between keeps wgmma from running asynchronously.
+    """
+    if CHECK and masks.pairs is not None:
+        return tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
+    else:
+        return 1
+
+
+@triton.jit
+def visible(masks, shown, band, plane, r, c):
     """Pairs that the softmax may see; r and c come already broadcast, either way round.
 
     Rows that masks.rows hides are not asked for: what the softmax keeps of a row says that it saw nothing.
@@ -48,5 +60,5 @@ def visible(masks, band, plane, r, c):
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys)
     if masks.pairs is not None:
-        seen &= tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True) != 0
+        seen &= shown != 0
     return seen
