@@ -41,7 +41,7 @@ INSTRUCTIONS = {
 
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn.
-EXTRA_SPILLS = 512
+EXTRA_SPILLS = 768
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
 
