@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 from . import configs
 from .call import Call
 from .kernels import backward as gradients
-from .kernels import blocks
+from .kernels import blocks, dbias
 from .kernels import forward as attention
 from .kernels import weights as recomputed
 from .kernels.dropout import noise
@@ -121,7 +121,7 @@ KERNELS = {
         gradients.prepare,
         gradients.dq,
         gradients.dkdv,
-        gradients.dbias,
+        dbias.dbias,
         blocks.mark,
         blocks.list_blocks,
     )

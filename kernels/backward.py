@@ -3,20 +3,11 @@
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, as two kernels so that nothing is summed by atomics.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, scores, softmax, span, tiles
+from . import blocks, dropout, gradient, row_sums, scores, softmax, span, tiles
 from . import masks as hidden
-
-
-class Row(NamedTuple):
-    """What the backward knows of a row: its softmax, and delta, the mean gradient of its weights, less dlse."""
-
-    softmax: softmax.Row
-    delta: tl.tensor
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
@@ -75,81 +66,6 @@ def prepare(
 
 
 @triton.jit
-def _load_rows(Rows, plane, rows, n):
-    shift, rest, unit, delta = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
-    return Row(softmax.Row(shift, rest, unit), delta)
-
-
-@triton.jit
-def _down(row):
-    """For tiles of [rows, keys]."""
-    s = row.softmax
-    return Row(softmax.Row(s.shift[:, None], s.rest[:, None], s.unit[:, None]), row.delta[:, None])
-
-
-@triton.jit
-def _across(row):
-    """For tiles of [keys, rows]."""
-    s = row.softmax
-    return Row(softmax.Row(s.shift[None, :], s.rest[None, :], s.unit[None, :]), row.delta[None, :])
-
-
-@triton.jit
-def _weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
-    """(weights that dropout has marked, steepness of the cap) of one tile of products x = q @ k.T.
-
-    row, r and c come already broadcast, either way round.
-    """
-    s, steepness = scores.apply(score, x, bias, band, plane, r, c)
-    p = softmax.weights(s, row.softmax, score.unit)
-    if CHECK:
-        seen = hidden.visible(masks, shown, band, plane, r, c)
-        if score.slopes is not None:
-            seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
-        p = tl.where(seen, p, 0.0)
-    return dropout.mark(noise, p, plane, r, c), steepness
-
-
-@triton.jit
-def _grad_scores(marked, dp, row, r, c, band, masks, plane, noise, GradWeights):
-    """Gradient of the scores of one tile, from what `_weights` gave and dp = dout @ v.T."""
-    if GradWeights is not None:
-        # Incoming gradients may be anything where a row or a key is hidden.
-        exists = hidden.real_rows(masks, plane, r, band.rows) & hidden.real_keys(masks, plane, c, band.keys)
-        dp += tl.load(tiles.pointers(tiles.matrix(GradWeights, plane), r, c), mask=exists, other=0.0)
-    return dropout.before(noise, marked) * (dropout.grad(noise, marked, dp) - row.delta)
-
-
-class Sums(NamedTuple):
-    """Sums over the keys of a row: of its weights and of the gradients of its scores, each also times the distance."""
-
-    p: tl.tensor
-    ds: tl.tensor
-    p_far: tl.tensor
-    ds_far: tl.tensor
-
-
-@triton.jit
-def _add(sums, p, ds, far):
-    return Sums(
-        sums.p + tl.sum(p, 1),
-        sums.ds + tl.sum(ds, 1),
-        sums.p_far + tl.sum(p * far, 1),
-        sums.ds_far + tl.sum(ds * far, 1),
-    )
-
-
-@triton.jit
-def _mend(sums, delta, dlse):
-    """The sums with delta as these products have it: `prepare` knew it no better than the rounded output.
-
-    One such error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
-    """
-    error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
-    return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far)
-
-
-@triton.jit
 def _walk_keys(
     dq,
     sums,
@@ -167,9 +83,9 @@ def _walk_keys(
     band,
     masks,
     plane,
+    order,
     begin,
     end,
-    order,
     score,
     noise,
     D: tl.constexpr,
@@ -193,13 +109,14 @@ def _walk_keys(
         shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = _weights(x, shown, bias, _down(row), r, c, band, masks, plane, score, noise, CHECK)
+        known = gradient.down(row)
+        p, steepness = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, noise, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        ds = _grad_scores(p, dp, _down(row), r, c, band, masks, plane, noise, GradWeights)
+        ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, noise, GradWeights)
         if GradBias is not None:
             tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
         if BiasSums is not None or SlopeSums is not None:
-            sums = _add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
+            sums = row_sums.add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
         if GradQ is not None:
             ds = scores.through(score, steepness, ds).to(k_tile.dtype)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
@@ -223,9 +140,9 @@ def _walk_rows(
     band,
     masks,
     kv,
+    order,
     begin,
     end,
-    order,
     score,
     noise,
     GROUP: tl.constexpr,
@@ -256,16 +173,16 @@ def _walk_rows(
         r, c = rows[None, :], cols[:, None]
         q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
         do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
-        row = _load_rows(Rows, plane, rows, band.rows)
+        row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
         shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = _weights(x, shown, bias, _across(row), r, c, band, masks, plane, score, noise, CHECK)
+        p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK)
         if GradV is not None:
             w = dropout.after(noise, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
         dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        ds = _grad_scores(p, dp, _across(row), r, c, band, masks, plane, noise, GradWeights)
+        ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
         if BiasSums is not None:
             sums += tl.sum(ds, 1)
             if order is None:
@@ -328,7 +245,7 @@ def dq(
     real = hidden.real_rows(masks, plane, rows, q_len)
     q = tiles.load(tiles.matrix(Q, plane), rows, real, D)
     do = tiles.load(tiles.matrix(GradOut, plane), rows, real, DV)
-    row = _load_rows(Rows, plane, rows, q_len)
+    row = gradient.load(Rows, plane, rows, q_len)
     kv = span.shared(plane, GROUP)
     k, v = tiles.matrix(K, kv), tiles.matrix(V, kv)
 
@@ -336,37 +253,19 @@ def dq(
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
     grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
-    sums = Sums(zero, zero, zero, zero)
-    if lists is None:
-        begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    sums = row_sums.Sums(zero, zero, zero, zero)
+    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    for n in tl.static_range(3 if lists is None else 2):
+        order, begin, end = blocks.walk(ranges, lists, plane, first // BLOCK_M, n)
         grad, sums = _walk_keys(
             grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
-            masks, plane, begin, full, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
-        )  # fmt: skip
-        grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
-            masks, plane, full, rest, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
-        )  # fmt: skip
-        grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
-            masks, plane, rest, end, None, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
-        )  # fmt: skip
-    else:
-        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=False)
-        grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
-            masks, plane, 0, count, order, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=True,
-        )  # fmt: skip
-        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=True)
-        grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
-            masks, plane, 0, count, order, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=False,
+            masks, plane, order, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
     if GradQ is not None:
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
     if BiasSums is not None or SlopeSums is not None:
         dlse = zero if GradLse is None else tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
-        sums = _mend(sums, row.delta, dlse)
+        sums = row_sums.mend(sums, row.delta, dlse)
     if BiasSums is not None:
         tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, sums.ds)
     if SlopeSums is not None:
@@ -417,103 +316,14 @@ def dkdv(
     dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    if lists is None:
-        begin, full, rest, end = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
+    ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
+    for n in tl.static_range(3 if lists is None else 2):
+        order, begin, end = blocks.walk(ranges, lists, kv, block, n)
         dk, dv = _walk_rows(
             dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
-            begin, full, None, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
-            CHECK=True, WALK=0,
-        )  # fmt: skip
-        dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
-            full, rest, None, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
-            CHECK=False, WALK=1,
-        )  # fmt: skip
-        dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
-            rest, end, None, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
-            CHECK=True, WALK=2,
-        )  # fmt: skip
-    else:
-        order, count = blocks.turns(lists, kv, block, FULL=False)
-        dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
-            0, count, order, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
-            CHECK=True, WALK=0,
-        )  # fmt: skip
-        order, count = blocks.turns(lists, kv, block, FULL=True)
-        dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
-            0, count, order, score, noise, GROUP, D, DV, BLOCK_M, PRECISION,
-            CHECK=False, WALK=1,
+            order, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     if GradK is not None:
         tiles.store(tiles.matrix(GradK, kv), cols, k_len, scores.grad(score, dk), D)
     if GradV is not None:
         tiles.store(tiles.matrix(GradV, kv), cols, k_len, dv, DV)
-
-
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "batches"])
-def dbias(
-    Q,
-    K,
-    V,
-    GradOut,
-    GradWeights,
-    Rows,
-    GradBias,
-    masks,
-    marks,
-    noise,
-    q_len,
-    k_len,
-    left,
-    right,
-    batches,
-    score,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    GRAIN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """GradBias, a View of (1 or B, BIAS_HEADS, Sq, Sk): one program a tile sums over the planes that share it.
-
-    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `blocks`, is a
-    View with the planes of GradBias: what any of those says that it sums over.
-    """
-    across = tl.cdiv(k_len, BLOCK_N)
-    block, own = span.place(tl.program_id(0) // across, q_len, BIAS_HEADS, BLOCK_M)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(0) % across
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    r, c = rows[:, None], cols[None, :]
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
-    heads: tl.constexpr = HEADS // BIAS_HEADS
-    met = (tile >= begin) & (tile < end)
-    met, every = blocks.covered(marks, own, block, tile, q_len, k_len, met, BLOCK_M, BLOCK_N, GRAIN)
-    for n in tl.range(0, tl.where(met, batches * heads, 0)):
-        batch, head = own.batch + n // heads, own.head + n % heads
-        plane = span.Plane(batch, head, batch * HEADS + head)
-        kv = span.shared(plane, GROUP)
-        real_rows = hidden.real_rows(masks, plane, rows, q_len)
-        real_keys = hidden.real_keys(masks, plane, cols, k_len)
-        q = tiles.load(tiles.matrix(Q, plane), rows, real_rows, D)
-        do = tiles.load(tiles.matrix(GradOut, plane), rows, real_rows, DV)
-        k = tiles.load(tiles.matrix(K, kv), cols, real_keys, D)
-        v = tiles.load(tiles.matrix(V, kv), cols, real_keys, DV)
-        row = _down(_load_rows(Rows, plane, rows, q_len))
-        shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(score, band, plane, r, c, CHECK=True)
-        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        p, steepness = _weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
-        dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        grad += _grad_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
-    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, q_len, k_len, grad)

@@ -17,10 +17,9 @@ def mark(Marks, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexp
     Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others are 1. A row that
     masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what becomes of it.
     """
-    across = tl.cdiv(keys, GRAIN)
-    down, plane = span.place(tl.program_id(0) // across, rows, HEADS, GRAIN)
+    down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, GRAIN, GRAIN)
     r = down * GRAIN + tl.arange(0, GRAIN)[:, None]
-    c = (tl.program_id(0) % across) * GRAIN + tl.arange(0, GRAIN)[None, :]
+    c = right * GRAIN + tl.arange(0, GRAIN)[None, :]
     exists = (r < rows) & (c < keys)
     real = hidden.real_rows(masks, plane, r, rows)
     seen = exists & hidden.real_keys(masks, plane, c, keys)
@@ -104,10 +103,17 @@ def list_blocks(
 
 
 @triton.jit
-def turns(lists, plane, block, FULL: tl.constexpr):
-    """(order, how many turns): what to visit for a block of a plane, the tiles that take a mask or the FULL ones."""
-    line = tiles.pointers(tiles.matrix(lists, plane), block * 2 + FULL, block * 0)
-    return line + 1, tl.load(line).to(tl.int32)
+def walk(ranges, lists, plane, block, N: tl.constexpr):
+    """(order, begin, end) of the Nth walk over what a block meets; only walk 1 takes no mask.
+
+    Without lists it is the Nth of the three `ranges` of `span.blocks`, and order is None. With them, what they hold for
+    the block of a plane: walk 0 visits those tiles that take a mask, walk 1 those that take none.
+    """
+    if lists is None:
+        return None, ranges[N], ranges[N + 1]
+    else:
+        line = tiles.pointers(tiles.matrix(lists, plane), block * 2 + N, block * 0)
+        return line + 1, 0, tl.load(line).to(tl.int32)
 
 
 @triton.jit

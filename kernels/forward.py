@@ -21,9 +21,9 @@ def _walk(
     band,
     masks,
     plane,
+    order,
     begin,
     end,
-    order,
     score,
     noise,
     D: tl.constexpr,
@@ -94,30 +94,12 @@ def forward(
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
     nothing = None if score.sinks is None else scores.sink(score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
-    if lists is None:
-        begin, full, rest, end = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    for n in tl.static_range(3 if lists is None else 2):
+        order, begin, end = blocks.walk(ranges, lists, plane, first // BLOCK_M, n)
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, begin, full, None, score, noise,
-            D, DV, BLOCK_N, PRECISION, CHECK=True,
-        )  # fmt: skip
-        out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, full, rest, None, score, noise,
-            D, DV, BLOCK_N, PRECISION, CHECK=False,
-        )  # fmt: skip
-        out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, rest, end, None, score, noise,
-            D, DV, BLOCK_N, PRECISION, CHECK=True,
-        )  # fmt: skip
-    else:
-        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=False)
-        out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, 0, count, order, score, noise,
-            D, DV, BLOCK_N, PRECISION, CHECK=True,
-        )  # fmt: skip
-        order, count = blocks.turns(lists, plane, first // BLOCK_M, FULL=True)
-        out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, 0, count, order, score, noise,
-            D, DV, BLOCK_N, PRECISION, CHECK=False,
+            out, state, q, k, v, rows, band, masks, plane, order, begin, end, score, noise,
+            D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
 
     out, lse, remainder = softmax.finish(out, state, score.unit)

@@ -33,6 +33,14 @@ def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def place_tile(pid, rows, keys, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(block of rows, block of keys, Plane) of one program of a grid that has one for each tile."""
+    across = tl.cdiv(keys, BLOCK_N)
+    block, plane = place(pid // across, rows, HEADS, BLOCK_M)
+    return block, pid % across, plane
+
+
+@triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
     """First row of a block counted from the end: under a causal band the longest programs then start first."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK

@@ -29,10 +29,8 @@ def weights(
     PRECISION: tl.constexpr,
 ):
     """Weights, a View of (B, Hq, Sq, Sk), after dropout, from the Stats of the forward."""
-    across = tl.cdiv(k_len, BLOCK_N)
-    block, plane = span.place(tl.program_id(0) // across, q_len, HEADS, BLOCK_M)
+    block, tile, plane = span.place_tile(tl.program_id(0), q_len, k_len, HEADS, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(0) % across
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
     band = span.band(q_len, k_len, left, right, TOP_LEFT)

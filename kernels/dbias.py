@@ -1,0 +1,71 @@
+"""Gradient of a bias that several planes share: one program per tile of it, so that nothing is summed by atomics."""
+
+import triton
+import triton.language as tl
+
+from . import blocks, gradient, scores, span, tiles
+from . import masks as hidden
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "batches"])
+def dbias(
+    Q,
+    K,
+    V,
+    GradOut,
+    GradWeights,
+    Rows,
+    GradBias,
+    masks,
+    marks,
+    noise,
+    q_len,
+    k_len,
+    left,
+    right,
+    batches,
+    score,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    GRAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """GradBias, a View of (1 or B, BIAS_HEADS, Sq, Sk): one program a tile sums over the planes that share it.
+
+    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `blocks`, is a
+    View with the planes of GradBias: what any of those says that it sums over.
+    """
+    block, tile, own = span.place_tile(tl.program_id(0), q_len, k_len, BIAS_HEADS, BLOCK_M, BLOCK_N)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, c = rows[:, None], cols[None, :]
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
+    heads: tl.constexpr = HEADS // BIAS_HEADS
+    met = (tile >= begin) & (tile < end)
+    met, every = blocks.covered(marks, own, block, tile, q_len, k_len, met, BLOCK_M, BLOCK_N, GRAIN)
+    for n in tl.range(0, tl.where(met, batches * heads, 0)):
+        batch, head = own.batch + n // heads, own.head + n % heads
+        plane = span.Plane(batch, head, batch * HEADS + head)
+        kv = span.shared(plane, GROUP)
+        real_rows = hidden.real_rows(masks, plane, rows, q_len)
+        real_keys = hidden.real_keys(masks, plane, cols, k_len)
+        q = tiles.load(tiles.matrix(Q, plane), rows, real_rows, D)
+        do = tiles.load(tiles.matrix(GradOut, plane), rows, real_rows, DV)
+        k = tiles.load(tiles.matrix(K, kv), cols, real_keys, D)
+        v = tiles.load(tiles.matrix(V, kv), cols, real_keys, DV)
+        row = gradient.down(gradient.load(Rows, plane, rows, q_len))
+        shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
+        bias = scores.bias(score, band, plane, r, c, CHECK=True)
+        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
+        p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
+        dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
+        grad += gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
+    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, q_len, k_len, grad)

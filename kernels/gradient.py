@@ -1,0 +1,63 @@
+"""What the backward recomputes of a tile: its weights, and the gradient of its scores."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import dropout, scores, softmax, tiles
+from . import masks as hidden
+
+
+class Row(NamedTuple):
+    """What the backward knows of a row: its softmax, and delta, the mean gradient of its weights, less dlse."""
+
+    softmax: softmax.Row
+    delta: tl.tensor
+
+
+@triton.jit
+def load(Rows, plane, rows, n):
+    """The Row of each of some rows, from what `backward.prepare` wrote."""
+    shift, rest, unit, delta = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
+    return Row(softmax.Row(shift, rest, unit), delta)
+
+
+@triton.jit
+def down(row):
+    """For tiles of [rows, keys]."""
+    s = row.softmax
+    return Row(softmax.Row(s.shift[:, None], s.rest[:, None], s.unit[:, None]), row.delta[:, None])
+
+
+@triton.jit
+def across(row):
+    """For tiles of [keys, rows]."""
+    s = row.softmax
+    return Row(softmax.Row(s.shift[None, :], s.rest[None, :], s.unit[None, :]), row.delta[None, :])
+
+
+@triton.jit
+def weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
+    """(weights that dropout has marked, steepness of the cap) of one tile of products x = q @ k.T.
+
+    row, r and c come already broadcast, either way round.
+    """
+    s, steepness = scores.apply(score, x, bias, band, plane, r, c)
+    p = softmax.weights(s, row.softmax, score.unit)
+    if CHECK:
+        seen = hidden.visible(masks, shown, band, plane, r, c)
+        if score.slopes is not None:
+            seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
+        p = tl.where(seen, p, 0.0)
+    return dropout.mark(noise, p, plane, r, c), steepness
+
+
+@triton.jit
+def of_scores(marked, dp, row, r, c, band, masks, plane, noise, GradWeights):
+    """Gradient of the scores of one tile, from what `weights` gave and dp = dout @ v.T."""
+    if GradWeights is not None:
+        # Incoming gradients may be anything where a row or a key is hidden.
+        exists = hidden.real_rows(masks, plane, r, band.rows) & hidden.real_keys(masks, plane, c, band.keys)
+        dp += tl.load(tiles.pointers(tiles.matrix(GradWeights, plane), r, c), mask=exists, other=0.0)
+    return dropout.before(noise, marked) * (dropout.grad(noise, marked, dp) - row.delta)
