@@ -6,9 +6,8 @@ most. The rule is the one of the tests.
 
 from typing import NamedTuple
 
-import torch
-
 import fusedattn as fa
+from fusedattn.compare import in_float64, with_gradients
 from fusedattn.tolerance import verdicts
 
 GRADIENTS = ("query", "key", "value", "bias")
@@ -32,13 +31,6 @@ def _slice(case, tensor):
     return tensor[:, -count:] if "bias" in words else tensor[-1:, -count:]  # its gradient is a sum over batches
 
 
-def _with_gradients(attention, inputs, grad_out, options):
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    out = attention(*leaves[:3], **dict(zip(GRADIENTS[3:], leaves[3:], strict=False)), **options)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    return {"out": out.detach()} | dict(zip(GRADIENTS, grads, strict=False))
-
-
 def truth(case, tensors):
     """The Truth of a case: float64 through the blocks of the naive path, so that a long one fits."""
     inputs, grad_out = [_slice(case, tensor) for tensor in tensors.inputs], _slice(case, tensors.grad_out)
@@ -46,12 +38,13 @@ def truth(case, tensors):
         name: _slice(case, mask[:, None])[:, 0] if mask.dim() == 2 else _slice(case, mask)
         for name, mask in tensors.masks.items()
     }
-    options = case.arguments(masks)
-    doubles = [tensor.double() for tensor in inputs]
-    return Truth(
-        oracle=_with_gradients(fa.reference.attention, doubles, grad_out.double(), options),
-        eager=_with_gradients(fa.reference.eager, inputs, grad_out, options),
-    )
+    options, given = case.arguments(masks), dict(zip(GRADIENTS, inputs, strict=False)) | {"out": grad_out}
+
+    def compute(function, tensors):
+        added = {name: tensors[name] for name in GRADIENTS[3:] if name in tensors}
+        return with_gradients(function, tensors, options | added, grads="out")
+
+    return Truth(oracle=compute(fa.reference.attention, in_float64(given)), eager=compute(fa.reference.eager, given))
 
 
 def judge(case, mode, result, truth):

@@ -1,8 +1,9 @@
 """What does skipping blocks save, and how near is it to the ideal?    python -m fusedattn.bench.skipping
 
 Half of all tokens padding, a mask of 8 documents, a window of 1024 keys, in 16384 tokens. Without a GPU it counts: the
-pairs in the tiles that the kernels' own lists name, at the tiles of an H100, beside the pairs that are visible. On a
-GPU it measures: forward and backward, with the masks as they are and with a plan of them, beside a call that hides
+pairs in the tiles that the kernels' own lists name, at the tiles of an H100, beside the pairs that are visible, and
+beside the ideal of what skips by tiles: the blocks in which a plan reads masks, those of them that have a visible pair.
+On a GPU it measures: forward and backward, with the masks as they are and with a plan of them, beside a call that hides
 nothing and FlexAttention with the same block mask; and what making the plan, or that block mask, takes.
 """
 
@@ -20,14 +21,14 @@ from fusedattn.checks import checked
 
 from . import attention, cases, providers, rows, table, timing
 
-GOAL = 1.1  # pairs computed over pairs visible
+GOAL = 1.1  # pairs computed over those of the ideal
 GPU = 90  # whose tiles are counted
 KERNELS = {"forward": False, "dq": False, "dkdv": True}  # whether its lists are by keys
 PROVIDERS = ("fusedattn", "fusedattn+plan", "flex")
 
 
 class Count(NamedTuple):
-    """The tiles that a kernel computes for a case, how many of them take a mask, and pairs: theirs, visible, all."""
+    """The tiles that a kernel computes, how many of them take a mask, and pairs: theirs, the ideal's, visible, all."""
 
     kernel: str
     rows: int
@@ -35,12 +36,13 @@ class Count(NamedTuple):
     tiles: int
     masked: int
     computed: int
+    ideal: int
     visible: int
     dense: int
 
     @property
     def ratio(self) -> float:
-        return self.computed / self.visible
+        return self.computed / self.ideal
 
 
 def _distinct(blocks):
@@ -100,19 +102,25 @@ def count(case, tiles, grain):
     """A Count of each (kernel, tile), of one head of all batches; it takes Triton's interpreter."""
     from fusedattn.kernels.blocks import ALL, SOME
 
-    from fusedattn import launch
+    from fusedattn import configs, launch
 
     masks = case.masks("cpu")
     call = _call(case, masks)
     # Where there is no mask kernels walk ranges: those of lists of a grid where the band alone hides.
     found = marks(masks, grain) if masks else torch.full((1, 1, 1, 1), SOME.value | ALL.value, dtype=torch.uint8)
+
+    def listed(tile, by_keys):
+        """(tiles that take a mask, all tiles) of the lists of a kernel."""
+        lists = launch.list_blocks(call, found, grain, tile, by_keys).base
+        masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
+        return masked, masked + bare
+
+    ideal = listed(configs.Tile(grain, grain, 4, 1), False)[1] * grain**2
     visible, counts = _pairs_visible(call), []
     for kernel, tile in tiles:
-        lists = launch.list_blocks(call, found, grain, tile, by_keys=KERNELS[kernel]).base
-        masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
+        masked, some = listed(tile, KERNELS[kernel])
         area, total = tile.rows * tile.keys, -(-case.Sq // tile.rows) * -(-case.Sk // tile.keys) * case.B
-        some = masked + bare
-        counts.append(Count(kernel, tile.rows, tile.keys, some, masked, some * area, visible, total * area))
+        counts.append(Count(kernel, tile.rows, tile.keys, some, masked, some * area, ideal, visible, total * area))
     return counts
 
 
@@ -132,12 +140,16 @@ def report(case, counts):
     """What was counted of a case, as lines."""
     first = counts[0]
     share = first.visible / (case.B * case.Sq * case.Sk)
-    lines = [f"{case.B} x {case.Sq} tokens, {case.options}: {share:.1%} of all pairs are visible"]
+    lines = [
+        f"{case.B} x {case.Sq} tokens, {case.options}: {share:.1%} of all pairs are visible; the ideal computes "
+        f"{first.ideal / first.visible:.3f} of those"
+    ]
     for one in counts:
         met = "" if one.ratio <= GOAL else f", over the goal of {GOAL:g}"
         lines.append(
-            f"    {one.kernel:<8}{f'{one.rows} x {one.keys}':<10} computes {one.computed / first.visible:.3f} of that"
-            f"{met}; saves {1 - one.computed / one.dense:.1%} of the tiles; {one.masked / one.tiles:.1%} take a mask"
+            f"    {one.kernel:<8}{f'{one.rows} x {one.keys}':<10} computes {one.computed / one.visible:.3f}, "
+            f"{one.ratio:.3f} of the ideal{met}; saves {1 - one.computed / one.dense:.1%} of the tiles; "
+            f"{one.masked / one.tiles:.1%} take a mask"
         )
     return "\n".join(lines)
 
