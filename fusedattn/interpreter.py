@@ -1,6 +1,8 @@
-"""Triton's interpreter, made right for bfloat16: it multiplies and sums the bits as integers, and truncates casts.
+"""Triton's interpreter, made right for bfloat16, which it multiplies and sums as integers and truncates in casts.
 
-It needs NumPy, as nothing else does: only what interprets imports this.
+And made to multiply alike on every machine: BLAS sums a product of matrices in an order that depends on the processor
+and on the shapes, where hardware's goes with the inner dimension alone. Kernels rely on that: delta cancels with dp. It
+needs NumPy, as nothing else does: only what interprets imports this.
 """
 
 import numpy
@@ -29,10 +31,12 @@ def repair():
     builder = upstream.InterpreterBuilder
     if getattr(builder, "knows_bfloat16", False):
         return
-    dot, cast = builder.create_dot, builder.cast_impl
+    cast = builder.cast_impl
 
     def create_dot(self, a, b, d, *options):
-        return dot(self, _wide(a), _wide(b), d, *options)
+        # In float64 the order is lost below the rounding to float32.
+        product = numpy.matmul(_wide(a).data.astype(numpy.float64), _wide(b).data.astype(numpy.float64))
+        return upstream.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def cast_impl(self, source, kind):
         if kind.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
