@@ -138,7 +138,7 @@ def _spoil(tensor, seen):
 # What a call may ask for, each alone and in pairs.
 FEATURES = {
     "batch": dict(B=3),
-    "grouped heads": dict(Hq=6, Hkv=2),
+    "grouped heads": dict(Hq=4, Hkv=2),
     "one kv head": dict(Hq=3, Hkv=1),
     "odd head dims": dict(D=5, Dv=24),
     "wide value": dict(D=8, Dv=40),

@@ -243,7 +243,7 @@ def test_query_head_h_reads_kv_head_h_over_group(device, backend):
         torch.testing.assert_close(out[:, [head]], alone, rtol=0, atol=1e-6)
 
 
-def test_addresses_beyond_two_to_the_31(device):
+def test_addresses_beyond_two_to_the_31(device, overflow):
     """A view whose second batch lies 2**31 elements on. In a process of its own: 32-bit arithmetic would end it."""
     if device != "cpu":
         pytest.skip("test_gpu has its own, on real memory")

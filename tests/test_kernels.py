@@ -17,7 +17,7 @@ def run(case, device):
 
 
 @pytest.mark.parametrize("case", cases.SINGLE + cases.SHAPES, ids=lambda case: case.name)
-def test_an_option_alone(case, device, poison):
+def test_an_option_alone(case, device, poison, overflow):
     if case.dtype == torch.float64 and device == "cuda":
         pytest.skip("float64 is for the interpreter")
     run(case, device)

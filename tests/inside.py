@@ -1,0 +1,50 @@
+"""What tests of how attention behaves inside PyTorch draw, ask for and compare."""
+
+import torch
+
+import fusedattn as fa
+
+BACKENDS = ("naive", "triton")
+HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
+
+
+def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False):
+    shapes = (batch, HQ, sq, D), (batch, HKV, sk, D), (batch, HKV, sk, DV)
+    return [torch.randn(s, dtype=dtype, device=device, requires_grad=requires_grad) for s in shapes]
+
+
+def same(got, want, atol=2e-6):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+OPTIONS = {
+    "plain": lambda sq, sk, device: {},
+    "causal": lambda sq, sk, device: dict(causal=True),
+    "window": lambda sq, sk, device: dict(window=(3, 1), align="top_left"),
+    "masks": lambda sq, sk, device: dict(
+        mask=torch.ones(sq, sk, dtype=torch.bool, device=device).tril(4),
+        key_mask=torch.arange(sk, device=device)[None] < sk - 2,
+        query_mask=torch.arange(sq, device=device) > 0,
+    ),
+    "scale": lambda sq, sk, device: dict(scale=-0.3),
+    "dropout": lambda sq, sk, device: dict(dropout_p=0.4, seed=torch.tensor([7], device=device)),
+    "added": lambda sq, sk, device: dict(
+        bias=torch.randn(HQ, 1, sk, device=device)[None].requires_grad_(),
+        alibi_slopes=torch.rand(HQ, device=device, requires_grad=True),
+        sinks=torch.randn(HQ, device=device, requires_grad=True),
+        softcap=3.0,
+    ),
+}
+
+
+def learned(options):
+    return [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def loss(backend):
+    def compute(query, key, value):
+        out, lse = fa.attention(query, key, value, causal=True, return_lse=True, backend=backend)
+        return out.square().sum() + lse.nan_to_num(0, 0, 0).square().sum()
+
+    return compute
