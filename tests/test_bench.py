@@ -18,6 +18,7 @@ from fusedattn.bench import (
     dropout,
     host,
     memory,
+    minilm,
     providers,
     rows,
     table,
@@ -294,6 +295,22 @@ def test_host_time_is_written_as_rows(tmp_path):
     written = rows.read(tmp_path / "a.csv")
     assert {(row.mode, row.commit, row.status) for row in written} == {("host", "abc", "ok")}
     assert len(written) == 2 * len(host.CASES)
+
+
+def test_a_real_model_is_timed_with_each_attention(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    monkeypatch.setitem(minilm.CASES, "cpu", [(2, 16, "float32")])
+    path = tmp_path / "a.csv"
+    command = ["--device", "cpu", "--csv", str(path), "--repeat-ms", "1", "--commit", "abc"]
+    assert minilm.main(command) == 0
+    assert [(row.provider, row.status) for row in rows.read(path)] == [
+        ("naive", "ok"),
+        ("sdpa", "ok"),
+        ("fusedattn", "ok"),
+    ]
+    assert "2 x 16 tokens" in capsys.readouterr().out
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    assert minilm.main(command) == 2
 
 
 def test_what_dropout_costs_is_written_as_rows(tmp_path, capsys):
