@@ -16,7 +16,7 @@ def _linear(inputs, outputs, bias, factory):
     return layer
 
 
-def _check_sizes(**sizes):
+def check_sizes(**sizes):
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             fail(TypeError, name, "an int", type(size).__name__)
@@ -24,18 +24,19 @@ def _check_sizes(**sizes):
             fail(ValueError, name, "1 or more", size)
 
 
-def _check_input(name, tensor, width):
+def check_input(name, tensor, width):
     if not isinstance(tensor, Tensor):
         fail(TypeError, name, "a tensor", type(tensor).__name__)
     if tensor.dim() != 3 or tensor.shape[-1] != width:
         fail(ValueError, name, f"shape (batch, length, {width})", tuple(tensor.shape))
 
 
-def _check_dropout(dropout):
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        fail(TypeError, "dropout", "a number", type(dropout).__name__)
-    if not 0 <= dropout <= 1:
-        fail(ValueError, "dropout", "a number from 0 to 1", dropout)
+def check_shares(**shares):
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            fail(TypeError, name, "a number", type(share).__name__)
+        if not 0 <= share <= 1:
+            fail(ValueError, name, "a number from 0 to 1", share)
 
 
 def _by_head(pairs):
@@ -45,7 +46,7 @@ def _by_head(pairs):
     return pairs.unsqueeze(1) if isinstance(pairs, Tensor) and pairs.dim() == 3 else pairs
 
 
-def _attend(query, key, value, need_weights, **options):
+def attend(query, key, value, need_weights, **options):
     """(output, weights or None); asking for weights changes nothing in the output."""
     got = attention(query, key, value, return_weights=need_weights, **options)
     return got if need_weights else (got, None)
@@ -94,17 +95,17 @@ class MultiHeadAttention(nn.Module):
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         if head_dim is None:
             if embed_dim % num_heads:
                 fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}, or a head_dim", num_heads)
             head_dim = embed_dim // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        _check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
+        check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
         check_options(causal=causal, window=window, scale=scale, softcap=softcap)
-        _check_dropout(dropout)
+        check_shares(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -143,10 +144,10 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        _check_input("query", query, self.embed_dim)
-        _check_input("key", key, self.kdim)
-        _check_input("value", value, self.vdim)
-        out, weights = _attend(
+        check_input("query", query, self.embed_dim)
+        check_input("key", key, self.kdim)
+        check_input("value", value, self.vdim)
+        out, weights = attend(
             self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2),
             self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
             self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2),
@@ -188,9 +189,9 @@ class SelfAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        _check_sizes(embed_dim=embed_dim)
+        check_sizes(embed_dim=embed_dim)
         check_options(scale=scale)
-        _check_dropout(dropout)
+        check_shares(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend
         self.q_proj = _linear(embed_dim, embed_dim, bias, {})
@@ -204,9 +205,9 @@ class SelfAttention(nn.Module):
 
         Returns: (output (B, S, E), weights (B, S, S) or None).
         """
-        _check_input("x", x, self.embed_dim)
+        check_input("x", x, self.embed_dim)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return _attend(
+        return attend(
             query,
             key,
             value,

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy
+import torch
 from torch import Tensor
 
+from ...plot import attention_map
 from .training import Point, bits
 
-SIGNS = {" ": "\u00b7", "\n": "\u21b5"}  # what a blank and the end of a line are drawn as
 INK, TRAIN, HELD_OUT = "#333333", "#4878b6", "#d1603d"
 
 
@@ -20,16 +20,17 @@ def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(12.6, 7.0), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)  # no window, whatever the machine has
-    columns = (len(maps) + 1) // 2
-    cells = figure.add_gridspec(2, 1 + columns, width_ratios=(1.25, *(1.0,) * columns))
-    _losses(figure.add_subplot(cells[:, 0]), points, frequencies, title)
-    grid = [figure.add_subplot(cells[head // columns, 1 + head % columns]) for head in range(len(maps))]
-    for head, axes in enumerate(grid):
-        shown = _attention(axes, maps[head], sentence, f"Last layer, head {head + 1}")
-    bar = figure.colorbar(shown, ax=grid, fraction=0.025, aspect=50, pad=0.015, ticks=(0.0, 0.1, 0.25, 0.5, 0.75, 1.0))
-    bar.set_label("attention of a row's byte to a column's", color=INK, fontsize=10)
-    bar.ax.tick_params(labelsize=9, colors=INK, length=2)
-    bar.outline.set_visible(False)
+    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 2.2))
+    _losses(left.subplots(), points, frequencies, title)
+    attention_map(
+        maps,
+        sentence,
+        mask=torch.ones(maps.shape[1:], dtype=torch.bool).tril(),  # what comes later is hidden
+        titles=[f"Last layer, head {head + 1}" for head in range(len(maps))],
+        label="attention of a row's byte to a column's",
+        top=1.0,
+        figure=right,
+    )
     figure.savefig(path, format="png")
 
 
@@ -65,21 +66,3 @@ def _losses(axes, points, frequencies, title):
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _attention(axes, weights, sentence, title):
-    from matplotlib import colormaps
-    from matplotlib.colors import PowerNorm
-
-    seen = weights.float().cpu().tril().numpy()
-    seen[~numpy.tri(len(seen), dtype=bool)] = numpy.nan  # what comes later is hidden, which is not a weight of 0
-    colors = colormaps["Blues"].with_extremes(bad="#f0f0f0")
-    # Square roots spread the many small weights over the colours; the bar says what each stands for.
-    shown = axes.imshow(seen, cmap=colors, norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
-    signs = [SIGNS.get(letter, letter) for letter in sentence]
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(range(len(signs)), signs, fontfamily="monospace", fontsize=9, color=INK)
-        axis.set_tick_params(length=0, pad=2)
-    axes.set_title(title, fontsize=11, color=INK, pad=4)
-    axes.spines[:].set_color("#cccccc")
-    return shown

@@ -1,0 +1,403 @@
+"""Layers of textbook transformers, and a textbook decoder, around `fusedattn.MultiHeadAttention`.
+
+With `backend="naive"` each is the textbook's own computation, on the same parameters. Masks are True where a query may
+attend: of a mask that is True where it may not, pass `~mask`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import FLOATING, fail
+from .modules import MultiHeadAttention, check_input, check_shares, check_sizes
+
+
+def _check_heads(name, num_heads, hidden_size):
+    if hidden_size % num_heads:
+        fail(ValueError, name, f"a divisor of hidden_size, {hidden_size}", num_heads)
+
+
+def _check_length(name, length, most):
+    if length > most:
+        fail(ValueError, name, f"a length of at most {most}", length)
+
+
+def _check_ids(name, ids, shape, rank):
+    if not isinstance(ids, Tensor):
+        fail(TypeError, name, "a tensor", type(ids).__name__)
+    if ids.dtype not in (torch.int32, torch.int64):
+        fail(TypeError, name, "int32 or int64", ids.dtype)
+    if ids.dim() != rank:
+        fail(ValueError, name, f"shape {shape}", tuple(ids.shape))
+
+
+def _look_up(table, name, ids):
+    """The rows of an nn.Embedding. On a GPU nobody looks whether an id has one, but for torch's own assert."""
+    try:
+        return table(ids)
+    except IndexError:
+        fail(ValueError, name, f"ids from 0 to {table.num_embeddings - 1}", f"{ids.min()} to {ids.max()}")
+
+
+# What a config may ask for and the layers do in one way only, and what they call what they read from it.
+ONLY = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+OPTIONS = {"hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout"}
+
+
+def _options(config, needed, may_have=(), only=()):
+    """{option of a layer: value} of attributes that a config needs and of some that it may have."""
+    for name in only:
+        if getattr(config, name, ONLY[name]) != ONLY[name]:
+            fail(ValueError, f"config.{name}", repr(ONLY[name]), repr(getattr(config, name)))
+    for name in needed:
+        if not hasattr(config, name):
+            fail(TypeError, "config", f"an object with {name}", type(config).__name__)
+    found = [*needed, *(name for name in may_have if hasattr(config, name))]
+    return {OPTIONS.get(name, name): getattr(config, name) for name in found}
+
+
+def _layer_options(config, *more):
+    """Those of a TransformerEncoderLayer, and more that the config needs."""
+    needed = (*more, "hidden_size", "num_attention_heads", "intermediate_size", "hidden_dropout_prob")
+    return _options(config, needed, ["attention_probs_dropout_prob", "layer_norm_eps"], ONLY)
+
+
+class SinusoidalPositionalEncoding(nn.Module):
+    """x (B, S, E) -> x + P[:S], where P[i, 2j] = sin(i / 10000^(2j/E)) and P[i, 2j+1] is the cos of the same.
+
+        >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
+        >>> layer(torch.zeros(2, 100, 512)).shape
+        torch.Size([2, 100, 512])
+
+    P is the buffer `pe` (max_len, E), computed in float64 and kept so until `.to()` says otherwise; what is added is
+    rounded to the dtype of x once. It is not part of the state dict, so weights load whatever max_len is; like the
+    parameters of other modules, it takes `reset_parameters` after `to_empty`.
+
+    Args:
+        embed_dim: E, odd or even.
+        max_len: the most positions x may have.
+    Source: Attention is all you need, arXiv:1706.03762, section 3.5.
+    """
+
+    pe: Tensor
+
+    def __init__(self, embed_dim: int, max_len: int, *, device=None, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        check_sizes(embed_dim=embed_dim, max_len=max_len)
+        self.embed_dim, self.max_len = embed_dim, max_len
+        self.register_buffer("pe", torch.empty(max_len, embed_dim, device=device, dtype=dtype), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute P again, in the dtype and on the device that it has."""
+        powers = torch.arange(0, self.embed_dim, 2, device=self.pe.device).double() / self.embed_dim
+        positions = torch.arange(self.max_len, device=self.pe.device).double()
+        angles = positions[:, None] / 10000.0**powers  # (max_len, ceil(E / 2))
+        self.pe[:, 0::2] = angles.sin()
+        self.pe[:, 1::2] = angles[:, : self.embed_dim // 2].cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises: ValueError, TypeError otherwise."""
+        check_input("x", x, self.embed_dim)
+        if x.dtype not in FLOATING:
+            fail(TypeError, "x", "a floating dtype", x.dtype)
+        _check_length("x", x.shape[1], self.max_len)
+        return x + self.pe[: x.shape[1]].to(x.dtype)
+
+    def extra_repr(self):
+        return f"embed_dim={self.embed_dim}, max_len={self.max_len}"
+
+
+class Embeddings(nn.Module):
+    """ids (B, S) -> (B, S, hidden): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
+
+    Args:
+        vocab_size: how many ids there are. hidden_size: the width of the output.
+        max_position_embeddings: the most positions there may be.
+        dropout: the share of the output dropped while training.
+        layer_norm_eps: what the norm adds to the variance.
+    Source: BERT, arXiv:1810.04805, section 3, without its token types.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        max_position_embeddings: int,
+        dropout: float = 0.0,
+        *,
+        layer_norm_eps: float = 1e-12,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
+        check_shares(dropout=dropout)
+        factory = dict(device=device, dtype=dtype)
+        self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
+        self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
+        self.dropout = nn.Dropout(dropout)
+
+    @classmethod
+    def from_config(cls, config, **options) -> "Embeddings":
+        """With the sizes, dropout and eps of a BertConfig, or of what has its attributes; options as above.
+
+        Raises: ValueError where it asks for what this layer does not do, TypeError for an attribute it lacks.
+        """
+        needed = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob")
+        return cls(**_options(config, needed, ["layer_norm_eps"], ["position_embedding_type"]) | options)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises: ValueError, TypeError for others."""
+        _check_ids("input_ids", input_ids, "(batch, length)", 2)
+        length = input_ids.shape[1]
+        _check_length("input_ids", length, self.position_embeddings.num_embeddings)
+        positions = self.position_embeddings(torch.arange(length, device=input_ids.device))
+        return self.dropout(self.layer_norm(_look_up(self.token_embeddings, "input_ids", input_ids) + positions))
+
+
+class FeedForward(nn.Module):
+    """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
+
+    Args:
+        hidden_size, intermediate_size: the widths outside and between.
+        dropout: the share of the output dropped while training.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, *, device=None, dtype=None):
+        super().__init__()
+        check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_shares(dropout=dropout)
+        self.linear_1 = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.linear_2 = nn.Linear(intermediate_size, hidden_size, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    @classmethod
+    def from_config(cls, config, **options) -> "FeedForward":
+        """With the sizes and dropout of a BertConfig; as `Embeddings.from_config`."""
+        needed = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
+        return cls(**_options(config, needed, only=["hidden_act"]) | options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., hidden), any leading dimensions -> the same shape. Raises: ValueError for another width."""
+        if not isinstance(x, Tensor):
+            fail(TypeError, "x", "a tensor", type(x).__name__)
+        if x.shape[-1:] != (self.linear_1.in_features,):
+            fail(ValueError, "x", f"shape (..., {self.linear_1.in_features})", tuple(x.shape))
+        return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
+
+
+class TransformerEncoderLayer(nn.Module):
+    """Pre-norm: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
+
+        >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
+        >>> layer(torch.randn(2, 100, 512)).shape
+        torch.Size([2, 100, 512])
+
+    Its weights: `layer.attention(layer.layer_norm_1(x), need_weights=True)[1]`, (B, H, S, S).
+
+    Args:
+        hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
+        dropout: of `feed_forward`.
+        attention_dropout: the share of attention weights dropped while training.
+        layer_norm_eps: what the norms add to the variance.
+        head_dim, value_head_dim, scale, causal, backend: as in `fusedattn.MultiHeadAttention`. The variant that divides
+            by sqrt(E) instead of sqrt(head_dim) is scale=hidden_size**-0.5.
+    Raises: ValueError, TypeError for sizes and options that do not fit.
+    Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        intermediate_size: int,
+        dropout: float = 0.0,
+        *,
+        attention_dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        backend: str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
+        if head_dim is None:
+            _check_heads("num_attention_heads", num_attention_heads, hidden_size)
+        check_shares(attention_dropout=attention_dropout)
+        factory = dict(device=device, dtype=dtype)
+        self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
+        self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
+        self.attention = MultiHeadAttention(
+            hidden_size,
+            num_attention_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            dropout=attention_dropout,
+            causal=causal,
+            scale=scale,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, device=device, dtype=dtype)
+
+    @classmethod
+    def from_config(cls, config, **options) -> "TransformerEncoderLayer":
+        """With the sizes, dropouts and eps of a BertConfig; as `Embeddings.from_config`. BERT itself is post-norm."""
+        return cls(**_layer_options(config) | options)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
+        """x (B, S, E) -> (B, S, E).
+
+        Args:
+            mask: bool, True = may attend: (S, S), (B, S, S) or (B, 1 or H, S, S); or a `fusedattn.plan`, which may also
+                hold a query_mask.
+            key_mask: bool (B, S), True = a real token.
+        """
+        check_input("x", x, self.attention.embed_dim)
+        x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
+        return x + self.feed_forward(self.layer_norm_2(x))
+
+
+class TransformerEncoder(nn.Module):
+    """`layers`: num_hidden_layers times a `TransformerEncoderLayer`, and no norm after the last.
+
+        >>> encoder = torch.nn.Sequential(Embeddings.from_config(config), TransformerEncoder.from_config(config))
+
+    Args:
+        num_hidden_layers: how many.
+        hidden_size, num_attention_heads, intermediate_size, dropout, options: as in `TransformerEncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        num_hidden_layers: int,
+        hidden_size: int,
+        num_attention_heads: int,
+        intermediate_size: int,
+        dropout: float = 0.0,
+        **options,
+    ):
+        super().__init__()
+        check_sizes(num_hidden_layers=num_hidden_layers)
+        sizes = (hidden_size, num_attention_heads, intermediate_size, dropout)
+        self.layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(num_hidden_layers))
+
+    @classmethod
+    def from_config(cls, config, **options) -> "TransformerEncoder":
+        """With the sizes, dropouts and eps of a BertConfig; as `TransformerEncoderLayer.from_config`."""
+        return cls(**_layer_options(config, "num_hidden_layers") | options)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
+        """x (B, S, E) -> (B, S, E); every layer takes the same masks, those of `TransformerEncoderLayer`."""
+        for layer in self.layers:
+            x = layer(x, mask, key_mask=key_mask)
+        return x
+
+
+class AttentionDecoder(nn.Module):
+    """One step of a recurrent sequence-to-sequence decoder, whose attentions read the encoder's outputs.
+
+    Each of `attentions` is queried with the hidden state; `fc_attn` makes one context of what they found. The GRU `rnn`
+    takes the embedded token and the context, `fc` makes logits of its output, the context and the embedded token.
+
+        >>> decoder = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256)
+        >>> for tokens in target.T:
+        ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
+
+    Args:
+        vocab_size: how many tokens there are. embed_size: the width that they are embedded in.
+        hidden_size: the width of the state. encoder_size: that of encoder_outputs and of the context.
+        num_attentions, num_heads: how many attentions, and heads of each.
+        dropout: the share of attention weights dropped while training.
+        scale, backend: as in `fusedattn.MultiHeadAttention`.
+    Raises: ValueError, TypeError for sizes and options that do not fit.
+    Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
+        of arXiv:1706.03762 in place of its own.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_size: int,
+        hidden_size: int,
+        encoder_size: int,
+        num_attentions: int = 2,
+        num_heads: int = 1,
+        dropout: float = 0.0,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size)
+        check_sizes(num_attentions=num_attentions, num_heads=num_heads)
+        _check_heads("num_heads", num_heads, hidden_size)
+        factory = dict(device=device, dtype=dtype)
+        self.embedding = nn.Embedding(vocab_size, embed_size, **factory)
+        self.attentions = nn.ModuleList(
+            MultiHeadAttention(
+                hidden_size,
+                num_heads,
+                kdim=encoder_size,
+                vdim=encoder_size,
+                dropout=dropout,
+                scale=scale,
+                backend=backend,
+                device=device,
+                dtype=dtype,
+            )
+            for _ in range(num_attentions)
+        )
+        self.fc_attn = nn.Linear(num_attentions * hidden_size, encoder_size, **factory)
+        self.rnn = nn.GRU(embed_size + encoder_size, hidden_size, batch_first=True, **factory)
+        self.fc = nn.Linear(hidden_size + encoder_size + embed_size, vocab_size, **factory)
+
+    def forward(
+        self,
+        input: Tensor,
+        hidden: Tensor,
+        encoder_outputs: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One step.
+
+        Args:
+            input: (B,) ids of the tokens before, int32 or int64.
+            hidden: (B, hidden_size), the state.
+            encoder_outputs: (B, S, encoder_size).
+            key_mask: bool (B, S), True = a real token of the source.
+            need_weights: also return the weights, after dropout.
+        Returns: (logits (B, vocab_size), the new state (B, hidden_size), weights (B, num_attentions, num_heads, S) or
+            None).
+        Raises: ValueError, TypeError for other shapes and dtypes.
+        """
+        _check_ids("input", input, "(batch,)", 1)
+        if not isinstance(hidden, Tensor):
+            fail(TypeError, "hidden", "a tensor", type(hidden).__name__)
+        if hidden.shape != (input.shape[0], self.rnn.hidden_size):
+            fail(ValueError, "hidden", f"shape {(input.shape[0], self.rnn.hidden_size)}", tuple(hidden.shape))
+        check_input("encoder_outputs", encoder_outputs, self.fc_attn.out_features)
+        if encoder_outputs.shape[0] != input.shape[0]:
+            fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
+        embedded = _look_up(self.embedding, "input", input)
+        found = [
+            attend(hidden[:, None], encoder_outputs, key_mask=key_mask, need_weights=need_weights)
+            for attend in self.attentions
+        ]
+        context = self.fc_attn(torch.cat([out[:, 0] for out, _ in found], -1))  # (B, encoder_size)
+        # cuDNN asks for a state that is contiguous.
+        outputs, state = self.rnn(torch.cat([embedded, context], -1)[:, None], hidden[None].contiguous())
+        logits = self.fc(torch.cat([outputs[:, 0], context, embedded], -1))
+        weights = torch.stack([each[:, :, 0] for _, each in found], 1) if need_weights else None
+        return logits, state[0], weights

@@ -1,0 +1,203 @@
+"""Pictures of attention weights and of positional encodings; they need matplotlib, and leave pyplot alone."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .checks import fail
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIGNS = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u2192"})  # what is written for what cannot be seen
+INK, HIDDEN, FRAME = "#333333", "#f0f0f0", "#cccccc"
+SMALLEST, LARGEST = 5.0, 9.0  # points that names are written in
+LETTER = 0.6 * LARGEST / 72  # inches that one takes
+
+
+def attention_map(
+    weights: Tensor,
+    tokens: Sequence | None = None,
+    key_tokens: Sequence | None = None,
+    *,
+    mask: Tensor | None = None,
+    titles: Sequence[str] | None = None,
+    label: str = "attention weight",
+    top: float | None = None,
+    figure: Any = None,
+) -> "Figure":
+    """A panel a head, a row a query, a column a key, and one scale of colours for all panels.
+
+        >>> _, weights = layer(x, need_weights=True)
+        >>> fusedattn.plot.attention_map(weights[0], "what it attends to".split()).savefig("heads.png")
+
+    Args:
+        weights: (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), real, 0 or more. NaN is drawn as hidden.
+        tokens: Sq names of the rows; a string names each by a letter. key_tokens: Sk names of the columns; `tokens`
+            where there are as many keys as queries. What has no names is numbered; where they do not fit, some go.
+        mask: bool, broadcastable to weights, True = may attend. What it hides is grey, which a weight of 0 is not.
+        titles: one for each head; "head 1" and so on by default, none for one head.
+        label: what the colours stand for.
+        top: the weight of the darkest colour; the largest by default. Half as dark is a quarter of it: most weights
+            are small, and are to be told apart.
+        figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
+    Returns: the figure.
+    Raises: ImportError without matplotlib; ValueError, TypeError for arguments that do not fit.
+    """
+    maps = _seen(_maps(weights), mask)
+    heads, rows, columns = maps.shape
+    row_names = _names("tokens", tokens, rows)
+    if key_tokens is None and rows == columns:
+        key_names = row_names
+    else:
+        key_names = _names("key_tokens", key_tokens, columns)
+    if titles is None:
+        titles = [f"head {head + 1}" for head in range(heads)] if heads > 1 else [""]
+    if len(titles) != heads:
+        fail(ValueError, "titles", f"{heads}, one for each head", len(titles))
+    if top is None:
+        top = maps.nan_to_num(0.0).max().item() or 1.0
+    if not 0 < top < math.inf:
+        fail(ValueError, "top", "a finite number above 0", top)
+    matplotlib = _matplotlib()
+
+    across = math.ceil(math.sqrt(heads))
+    down = math.ceil(heads / across)
+    beside, below = (max(map(len, names or ["000"])) * LETTER for names in (row_names, key_names))
+    if figure is None:
+        longest, widest = max(rows, columns), max(2.0, min(7.0, 16.0 / across))  # a panel is 2 inches wide to that
+        cell = min(max(0.15, 2.0 / longest), widest / longest)
+        size = (across * (columns * cell + beside + 0.3) + 0.9, down * (rows * cell + below + 0.5))
+        figure = matplotlib.figure.Figure(figsize=(max(size[0], 3.0), max(size[1], 2.4)), layout="constrained")
+    width, height = figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
+    cell = min(((width - 0.9) / across - beside - 0.3) / columns, (height / down - below - 0.5) / rows)
+
+    colors = matplotlib.colormaps["Blues"].with_extremes(bad=HIDDEN)
+    norm = matplotlib.colors.PowerNorm(0.5, 0.0, top)
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes in panels[heads:]:
+        axes.remove()
+    panels = panels[:heads]
+    for axes, seen, title in zip(panels, maps, titles, strict=True):
+        shown = axes.imshow(seen.numpy(), cmap=colors, norm=norm, interpolation="nearest")
+        _write(axes.xaxis, key_names, cell, rotation=90 if below > LETTER else 0)
+        _write(axes.yaxis, row_names, cell)
+        axes.set_title(title, fontsize=11, color=INK, pad=4)
+        axes.spines[:].set_color(FRAME)
+    _bar(figure, shown, panels, label, ticks=matplotlib.ticker.MaxNLocator(4))
+    return figure
+
+
+def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
+    """A row a position, a column a dimension.
+
+        >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(64, 100)
+        >>> fusedattn.plot.positional_encoding(layer.pe).savefig("positions.png")
+
+    Args:
+        pe: (S, E) or (1, S, E), real and finite.
+        figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
+    Returns: the figure.
+    Raises: ImportError without matplotlib; ValueError, TypeError for another pe.
+    """
+    table = _real("pe", pe)
+    if table.dim() == 3 and len(table) == 1:
+        table = table[0]
+    if table.dim() != 2 or not table.numel():
+        fail(ValueError, "pe", "shape (S, E) or (1, S, E), none of them 0", tuple(table.shape))
+    if not table.isfinite().all():
+        fail(ValueError, "pe", "finite numbers", "NaN or infinity")
+    matplotlib = _matplotlib()
+    if figure is None:
+        figure = matplotlib.figure.Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes, most = figure.subplots(), table.abs().max().item() or 1.0
+    shown = axes.imshow(table.numpy(), cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+    for axis, name in ((axes.xaxis, "dimension"), (axes.yaxis, "position")):
+        _write(axis, None, 0.0)
+        axis.set_label_text(name, color=INK, fontsize=10)
+    axes.spines[:].set_color(FRAME)
+    _bar(figure, shown, [axes], "value")
+    return figure
+
+
+def _matplotlib():
+    try:
+        import matplotlib
+        import matplotlib.colors
+        import matplotlib.figure
+        import matplotlib.ticker
+    except ImportError as error:
+        raise ImportError("matplotlib is not installed: pip install 'fusedattn[plot]'") from error
+    return matplotlib
+
+
+def _real(name, tensor):
+    """A tensor as matplotlib takes it."""
+    if not isinstance(tensor, Tensor):
+        fail(TypeError, name, "a tensor", type(tensor).__name__)
+    if tensor.is_complex():
+        fail(TypeError, name, "real numbers", tensor.dtype)
+    return tensor.detach().to("cpu", torch.float64)
+
+
+def _maps(weights):
+    """weights as (H, Sq, Sk)."""
+    maps = _real("weights", weights)
+    if maps.dim() == 4 and len(maps) == 1:
+        maps = maps[0]
+    if maps.dim() == 2:
+        maps = maps[None]
+    if maps.dim() != 3:
+        expected = "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk); weights[0] are those of the first of a batch"
+        fail(ValueError, "weights", expected, tuple(weights.shape))
+    if not maps.numel():
+        fail(ValueError, "weights", "a query, a key and a head at least", tuple(weights.shape))
+    low, high = maps.nan_to_num(0.0, math.inf, -math.inf).aminmax()
+    if low < 0 or high == math.inf:
+        fail(ValueError, "weights", "finite numbers, 0 or more", f"{low:.3g} to {high:.3g}")
+    return maps
+
+
+def _seen(maps, mask):
+    """maps with NaN where mask hides."""
+    if mask is None:
+        return maps
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        fail(TypeError, "mask", "a bool tensor, True = may attend", getattr(mask, "dtype", type(mask).__name__))
+    try:
+        return maps.masked_fill(~mask.cpu(), math.nan).view_as(maps)
+    except RuntimeError:
+        fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
+
+
+def _names(argument, names, length):
+    if names is None:
+        return None
+    names = [str(name).translate(SIGNS) for name in names]
+    if len(names) != length:
+        fail(ValueError, argument, f"{length} names", len(names))
+    return names
+
+
+def _write(axis, names, cell, rotation=0):
+    """Names, or numbers, along an axis where each has `cell` inches."""
+    if names is None:
+        axis.get_major_locator().set_params(integer=True)
+        axis.set_tick_params(labelsize=LARGEST, labelcolor=INK, length=2, color=INK)
+        return
+    room = max(cell * 72, 0.1)  # points
+    every = math.ceil(SMALLEST / room)
+    # A token is a token: two dollars in it are no formula.
+    style = dict(fontfamily="monospace", fontsize=min(max(room, SMALLEST), LARGEST), color=INK, parse_math=False)
+    axis.set_ticks(range(0, len(names), every), names[::every], rotation=rotation, **style)
+    axis.set_tick_params(length=0, pad=2)
+
+
+def _bar(figure, shown, panels, label, ticks=None):
+    bar = figure.colorbar(shown, ax=panels, fraction=0.025, aspect=50, pad=0.015, ticks=ticks)
+    bar.set_label(label, color=INK, fontsize=10)
+    bar.ax.tick_params(labelsize=9, colors=INK, length=2)
+    bar.outline.set_visible(False)

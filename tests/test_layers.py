@@ -1,0 +1,496 @@
+"""The layers: against plain implementations of each textbook variant, their configs, names and errors."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fusedattn as fa
+from fusedattn import layers
+
+BATCH, LENGTH, WIDTH, INSIDE = 2, 4, 6, 10
+
+
+def shake(layer, seed=1):
+    """Biases start as zeros and norms as ones, which would hide one that is not used."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3)
+    return layer
+
+
+def close(got, want):
+    tight = want.dtype == torch.float64
+    torch.testing.assert_close(got, want, rtol=1e-9 if tight else 1e-4, atol=1e-11 if tight else 1e-5)
+
+
+def same_gradients(got, want, inputs):
+    """Of what is returned with regard to tensors, in a direction of its own for each element."""
+    direction = torch.linspace(-1.0, 2.0, want.numel(), dtype=want.dtype, device=want.device).reshape(want.shape)
+    for one, other in zip(
+        torch.autograd.grad(got, inputs, direction, retain_graph=True),
+        torch.autograd.grad(want, inputs, direction, retain_graph=True),
+        strict=True,
+    ):
+        assert one.abs().sum() > 0
+        close(one, other)
+
+
+def affine(x, linear):
+    return x @ linear.weight.T + linear.bias
+
+
+def normed(x, norm, eps):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight + norm.bias
+
+
+def fed(x, feed_forward):
+    inside = affine(x, feed_forward.linear_1)
+    return affine(inside * 0.5 * (1 + torch.erf(inside / math.sqrt(2))), feed_forward.linear_2)
+
+
+def attended(layer, query, key, visible, divisor, kept=None):
+    """Multi-head attention as a textbook writes it, head by head: output and weights (B, H, Sq, Sk).
+
+    visible and kept: bool (B, H, Sq, Sk); kept are the half of the weights that dropout leaves.
+    """
+    outputs, weights = [], []
+    for head in range(layer.num_heads):
+        at, at_value = (slice(head * dim, (head + 1) * dim) for dim in (layer.head_dim, layer.value_head_dim))
+        q = query @ layer.q_proj.weight[at].T + layer.q_proj.bias[at]
+        k = key @ layer.k_proj.weight[at].T + layer.k_proj.bias[at]
+        v = key @ layer.v_proj.weight[at_value].T + layer.v_proj.bias[at_value]
+        unnormed = torch.exp(q @ k.transpose(1, 2) / divisor) * visible[:, head]
+        total = unnormed.sum(-1, keepdim=True)
+        weight = unnormed / torch.where(total == 0, 1.0, total)
+        if kept is not None:
+            weight = weight * kept[:, head] * 2
+        outputs.append(weight @ v)
+        weights.append(weight)
+    return affine(torch.cat(outputs, -1), layer.out_proj), torch.stack(weights, 1)
+
+
+def pairs(*shape):
+    """A mask that shows every query something."""
+    return (torch.rand(shape) < 0.6) | torch.eye(shape[-1], dtype=torch.bool)
+
+
+KEYS = torch.tensor([[True, True, False, True], [True, True, True, True]])
+QUERIES = torch.tensor([[True, False, True, True], [True, True, True, False]])
+HEAD_ROOT, WIDTH_ROOT = math.sqrt(WIDTH // 2), math.sqrt(WIDTH)
+# name: heads, options, divisor of the scores, draw() -> (mask given, key_mask given, what a query sees)
+VARIANTS = {
+    "several heads": (2, {}, HEAD_ROOT, lambda: (None, None, torch.tensor(True))),
+    "a single head": (1, {}, WIDTH_ROOT, lambda: (None, None, torch.tensor(True))),
+    "by the root of embed_dim": (2, dict(scale=WIDTH**-0.5), WIDTH_ROOT, lambda: (None, None, torch.tensor(True))),
+    "mask of rank 2": (2, {}, HEAD_ROOT, lambda: (m := pairs(4, 4), None, m)),
+    "mask of rank 3": (2, {}, HEAD_ROOT, lambda: (m := pairs(2, 4, 4), None, m[:, None])),
+    "mask of rank 4": (2, {}, HEAD_ROOT, lambda: (m := pairs(2, 2, 4, 4), None, m)),
+    "mask of rank 4, for all heads": (2, {}, HEAD_ROOT, lambda: (m := pairs(2, 1, 4, 4), None, m)),
+    "True is hidden": (2, {}, HEAD_ROOT, lambda: (~(m := ~pairs(4, 4)), None, m.logical_not())),
+    "a row that sees nothing": (2, {}, HEAD_ROOT, lambda: (m := torch.ones(4, 4).tril(-1).bool(), None, m)),
+    "causal": (2, dict(causal=True), HEAD_ROOT, lambda: (None, None, torch.ones(4, 4).tril().bool())),
+    "key_mask": (2, {}, HEAD_ROOT, lambda: (None, KEYS, KEYS[:, None, None])),
+    "mask and key_mask": (2, {}, HEAD_ROOT, lambda: (m := pairs(4, 4), KEYS, m & KEYS[:, None, None])),
+    "query_mask with key_mask": (
+        2,
+        {},
+        HEAD_ROOT,
+        lambda: (fa.plan(key_mask=KEYS, query_mask=QUERIES), None, KEYS[:, None, None] & QUERIES[:, None, :, None]),
+    ),
+    "width of the values": (2, dict(value_head_dim=5), HEAD_ROOT, lambda: (None, None, torch.tensor(True))),
+    "width of the heads": (3, dict(head_dim=4), 2.0, lambda: (None, None, torch.tensor(True))),
+    "dropout of weights": (2, dict(attention_dropout=0.5), HEAD_ROOT, lambda: (None, KEYS, KEYS[:, None, None])),
+}
+
+
+def on(device, tensor):
+    return None if tensor is None else tensor.to(device)
+
+
+def check_variant(name, backend, device):
+    heads, options, divisor, draw = VARIANTS[name]
+    # On a GPU Triton takes no float64.
+    dtype = torch.float32 if device == "cuda" else torch.float64
+    mask, key_mask, visible = draw()
+    if isinstance(mask, fa.Plan):
+        mask = fa.plan(*(on(device, each) for each in mask[:3]))
+    else:
+        mask = on(device, mask)
+    key_mask, visible = on(device, key_mask), on(device, visible)
+    visible = visible.expand(BATCH, heads, LENGTH, LENGTH)
+    layer = shake(layers.TransformerEncoderLayer(WIDTH, heads, INSIDE, **options, device=device, dtype=dtype))
+    head_dim = options.get("head_dim", WIDTH // heads)
+    widths = (heads, head_dim, options.get("value_head_dim", head_dim))
+    assert (layer.attention.num_heads, layer.attention.head_dim, layer.attention.value_head_dim) == widths
+    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype, device=device, requires_grad=True)
+    with fa.use_backend(backend):
+        torch.manual_seed(7)
+        got = layer(x, mask, key_mask=key_mask)
+        torch.manual_seed(7)
+        _, got_weights = layer.attention(layer.layer_norm_1(x), mask=mask, key_mask=key_mask, need_weights=True)
+        kept = got_weights != 0 if "attention_dropout" in options else None
+        normed_1 = normed(x, layer.layer_norm_1, 1e-5)
+        out, weights = attended(layer.attention, normed_1, normed_1, visible, divisor, kept)
+        want = x + out
+        want = want + fed(normed(want, layer.layer_norm_2, 1e-5), layer.feed_forward)
+        close(got, want)
+        close(got_weights, weights)
+        # A bias added to all keys moves all scores of a query alike: its gradient is rounding.
+        inputs = [x, *(p for name, p in layer.named_parameters() if "k_proj.bias" not in name)]
+        same_gradients(got, want, inputs)
+    if kept is not None:
+        assert 0.2 < kept.sum() / visible.sum() < 0.8
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_textbook_encoder_layer(name):
+    check_variant(name, "naive", "cpu")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_textbook_encoder_layer_by_the_fused_kernels(name, device):
+    check_variant(name, "triton", device)
+
+
+def stepped(decoder, input, hidden, encoder_outputs, visible, divisor, kept=None):
+    """One step of the decoder as a textbook writes it, the gates of its GRU one by one."""
+    embedded = decoder.embedding.weight[input]
+    found = [
+        attended(layer, hidden[:, None], encoder_outputs, visible, divisor, None if kept is None else kept[:, index])
+        for index, layer in enumerate(decoder.attentions)
+    ]
+    context = affine(torch.cat([out.squeeze(1) for out, _ in found], 1), decoder.fc_attn)
+    rnn = decoder.rnn
+    x = (torch.cat([embedded, context], 1) @ rnn.weight_ih_l0.T + rnn.bias_ih_l0).chunk(3, 1)
+    h = (hidden @ rnn.weight_hh_l0.T + rnn.bias_hh_l0).chunk(3, 1)
+    reset, update = torch.sigmoid(x[0] + h[0]), torch.sigmoid(x[1] + h[1])
+    state = (1 - update) * torch.tanh(x[2] + reset * h[2]) + update * hidden
+    return affine(torch.cat([state, context, embedded], 1), decoder.fc), state, [weights for _, weights in found]
+
+
+def check_decoder(heads, dropout, scale, steps, backend, device):
+    dtype = torch.float32 if device == "cuda" else torch.float64
+    sizes = dict(vocab_size=7, embed_size=3, hidden_size=6, encoder_size=5, num_attentions=2)
+    decoder = layers.AttentionDecoder(
+        **sizes, num_heads=heads, dropout=dropout, scale=scale, device=device, dtype=dtype
+    )
+    shake(decoder)
+    hidden = torch.randn(2, 6, dtype=dtype, device=device, requires_grad=True)
+    encoded = torch.randn(2, 4, 5, dtype=dtype, device=device, requires_grad=True)
+    key_mask = KEYS.to(device)
+    visible = key_mask[:, None, None].expand(2, heads, 1, 4)
+    divisor = math.sqrt(6 // heads) if scale is None else 1 / scale
+    state, want_state = hidden, hidden
+    with fa.use_backend(backend):
+        for tokens in torch.tensor([[1, 6], [0, 1], [5, 2]], device=device)[:steps]:
+            torch.manual_seed(7)
+            logits, after, weights = decoder(tokens, state, encoded, key_mask=key_mask, need_weights=True)
+            assert weights.shape == (2, 2, heads, 4)
+            kept = (weights != 0).unsqueeze(3) if dropout else None
+            want, want_state, want_weights = stepped(decoder, tokens, want_state, encoded, visible, divisor, kept)
+            close(logits, want)
+            close(after, want_state)
+            close(weights, torch.stack(want_weights, 1).squeeze(3))
+            state = after
+        inputs = [hidden, encoded, *(p for name, p in decoder.named_parameters() if "k_proj.bias" not in name)]
+        same_gradients(logits, want, inputs)
+        same_gradients(state, want_state, inputs[:2])
+
+
+@pytest.mark.parametrize("heads, dropout, scale", [(1, 0.0, None), (2, 0.0, None), (3, 0.5, None), (2, 0.0, 6**-0.5)])
+def test_a_textbook_decoder(heads, dropout, scale):
+    check_decoder(heads, dropout, scale, 3, "naive", "cpu")
+
+
+def test_a_textbook_decoder_by_the_fused_kernels(device):
+    check_decoder(2, 0.5, None, 1, "triton", device)
+
+
+def test_decoder_without_a_mask_and_dropout_in_training_alone():
+    decoder = shake(layers.AttentionDecoder(7, 3, 4, 5, dropout=0.5)).eval()
+    tokens, hidden, encoded = torch.tensor([1, 2], dtype=torch.int32), torch.randn(2, 4), torch.randn(2, 9, 5)
+    logits, state, weights = decoder(tokens, hidden, encoded, need_weights=True)
+    assert logits.shape == (2, 7) and state.shape == (2, 4) and weights.shape == (2, 2, 1, 9)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 1))
+    assert torch.equal(decoder(tokens, hidden, encoded, key_mask=torch.ones(2, 9).bool())[0], logits)
+    torch.testing.assert_close(decoder(tokens, hidden.T.contiguous().T, encoded)[1], state)  # of any strides
+    decoder.train()
+    torch.manual_seed(3)
+    logits, _, weights = decoder(tokens, hidden, encoded, need_weights=True)
+    torch.manual_seed(3)
+    again, _, none = decoder(tokens, hidden, encoded)
+    assert torch.equal(again, logits) and none is None and (weights == 0).any()
+    assert decoder(tokens[:0], hidden[:0], encoded[:0])[0].shape == (0, 7)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 8])
+def test_positions_are_sines_and_cosines(width):
+    layer = layers.SinusoidalPositionalEncoding(width, 30)
+    want = torch.empty(30, width, dtype=torch.float64)
+    for i in range(30):
+        for column in range(width):
+            angle = i / 10000 ** (2 * (column // 2) / width)
+            want[i, column] = math.cos(angle) if column % 2 else math.sin(angle)
+    x = torch.randn(3, 21, width, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), x + want[:21], rtol=0, atol=1e-13)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        zeros = torch.zeros(1, 30, width, dtype=dtype)
+        assert layer(zeros).dtype == dtype and torch.equal(layer(zeros)[0], layer.pe.to(dtype))
+
+
+def test_positions_far_away_are_exact():
+    layer = layers.SinusoidalPositionalEncoding(4, 100_000)
+    for column, angle in enumerate((99_999, 99_999, 999.99, 999.99)):
+        assert abs(layer.pe[-1, column].item() - (math.sin, math.cos)[column % 2](angle)) < 1e-10
+
+
+def test_positions_are_a_buffer_and_no_state():
+    layer = layers.SinusoidalPositionalEncoding(4, 10)
+    assert list(layer.parameters()) == [] and [name for name, _ in layer.named_buffers()] == ["pe"]
+    longer = layers.SinusoidalPositionalEncoding(4, 20)
+    longer.load_state_dict(layer.state_dict())
+    layer.load_state_dict(longer.state_dict())
+    assert len(longer.pe) == 20
+    assert layer.to(torch.float16).pe.dtype == torch.float16 and layer.to("meta").pe.is_meta
+    layer.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(layer.pe, longer.pe[:10].half())
+    assert layers.SinusoidalPositionalEncoding(4, 10, dtype=torch.float32).pe.dtype == torch.float32
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_embeddings():
+    layer = shake(layers.Embeddings(9, WIDTH, 5, dtype=torch.float64))
+    ids = torch.tensor([[1, 0, 8], [8, 8, 2]])
+    summed = layer.token_embeddings.weight[ids] + layer.position_embeddings.weight[:3]
+    want = normed(summed, layer.layer_norm, 1e-12)
+    close(layer(ids), want)
+    assert torch.equal(layer(ids.int()), layer(ids))
+    same_gradients(layer(ids), want, list(layer.parameters()))
+    assert layer(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, WIDTH)  # all the positions there are
+    assert layer(ids[:, :0]).shape == (2, 0, WIDTH)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (2, 3, 4), (0, 4)], ids=str)
+def test_feed_forward_takes_any_leading_dimensions(shape):
+    layer = shake(layers.FeedForward(WIDTH, INSIDE, dtype=torch.float64))
+    x = 3 * torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
+    close(layer(x), fed(x, layer))
+    if x.numel():
+        same_gradients(layer(x), fed(x, layer), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize(
+    "layer, given",
+    [
+        (layers.FeedForward(8, 16, 0.5), torch.randn(2, 30, 8)),
+        (layers.Embeddings(50, 8, 30, 0.5), torch.randint(50, (2, 30))),
+    ],
+    ids=["feed forward", "embeddings"],
+)
+def test_dropout_comes_last_and_in_training_alone(layer, given):
+    got = layer(given)
+    dropped = got == 0
+    assert 0.3 < dropped.float().mean() < 0.7
+    torch.testing.assert_close(got[~dropped], 2 * layer.eval()(given)[~dropped])
+
+
+def test_dropout_of_an_encoder_layer_is_that_of_what_it_feeds_forward():
+    layer = layers.TransformerEncoderLayer(8, 2, 16, 1.0)
+    assert layer.attention.dropout == 0
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(layer(x), x + layer.attention(layer.layer_norm_1(x))[0])
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_an_encoder_is_its_layers_one_after_the_other(backend, device):
+    encoder = shake(layers.TransformerEncoder(2, 8, 2, 16, causal=True, backend=backend, device=device))
+    assert [each.attention.backend for each in encoder.layers] == [backend] * 2
+    x, mask, key_mask = (y.to(device) for y in (torch.randn(2, 4, 8), pairs(4, 4), KEYS))
+    got = encoder(x, mask, key_mask=key_mask)
+    want = x
+    for layer in encoder.layers:
+        layer.attention.backend = None
+        want = layer(want, mask & torch.ones(4, 4, device=device).tril().bool() & key_mask[:, None])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+ATTENTION = [f"{name}_proj.{kind}" for name in ("q", "k", "v", "out") for kind in ("weight", "bias")]
+FEED_FORWARD = ["linear_1.weight", "linear_1.bias", "linear_2.weight", "linear_2.bias"]
+LAYER = [
+    *(f"layer_norm_{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")),
+    *(f"attention.{name}" for name in ATTENTION),
+    *(f"feed_forward.{name}" for name in FEED_FORWARD),
+]
+GRU = [f"rnn.{kind}_{way}_l0" for kind in ("weight", "bias") for way in ("ih", "hh")]
+LINEARS = [f"{name}.{kind}" for name in ("fc_attn", "fc") for kind in ("weight", "bias")]
+EMBEDDINGS = ["token_embeddings.weight", "position_embeddings.weight", "layer_norm.weight", "layer_norm.bias"]
+
+
+@pytest.mark.parametrize(
+    "make, names",
+    [
+        (lambda: layers.Embeddings(9, 8, 5), EMBEDDINGS),
+        (lambda: layers.FeedForward(8, 16), FEED_FORWARD),
+        (lambda: layers.TransformerEncoderLayer(8, 2, 16), LAYER),
+        (lambda: layers.TransformerEncoder(2, 8, 2, 16), [f"layers.{i}.{name}" for i in (0, 1) for name in LAYER]),
+        (
+            lambda: layers.AttentionDecoder(9, 3, 8, 5, 2),
+            ["embedding.weight", *(f"attentions.{i}.{name}" for i in (0, 1) for name in ATTENTION), *GRU, *LINEARS],
+        ),
+    ],
+)
+def test_names_of_the_state(make, names):
+    first, second = make(), shake(make())
+    assert sorted(first.state_dict()) == sorted(names)
+    first.load_state_dict(second.state_dict())
+    assert all(torch.equal(x, y) for x, y in zip(first.parameters(), second.parameters(), strict=True))
+    assert sorted(name for name, _ in first.named_parameters()) == sorted(names)
+
+
+def config(**changed):
+    sizes = dict(vocab_size=40, hidden_size=8, max_position_embeddings=12, num_hidden_layers=2, num_attention_heads=2)
+    return SimpleNamespace(**sizes | dict(intermediate_size=16, hidden_dropout_prob=0.25) | changed)
+
+
+def bert_config(**changed):
+    transformers = pytest.importorskip("transformers")
+    return transformers.BertConfig(**vars(config(**changed)))
+
+
+@pytest.mark.parametrize("make", [config, bert_config], ids=["any object", "BertConfig"])
+def test_a_config_in_place_of_numbers(make):
+    given = make(attention_probs_dropout_prob=0.125, layer_norm_eps=1e-3)
+    embeddings = layers.Embeddings.from_config(given)
+    assert embeddings.token_embeddings.weight.shape == (40, 8)
+    assert embeddings.position_embeddings.weight.shape == (12, 8)
+    assert (embeddings.dropout.p, embeddings.layer_norm.eps) == (0.25, 1e-3)
+    encoder = layers.TransformerEncoder.from_config(given, backend="naive", causal=True)
+    single = layers.TransformerEncoderLayer.from_config(given, backend="naive", causal=True)
+    assert len(encoder.layers) == 2
+    for layer in (*encoder.layers, single):
+        assert (layer.attention.num_heads, layer.attention.dropout, layer.attention.backend) == (2, 0.125, "naive")
+        assert layer.attention.causal and (layer.layer_norm_1.eps, layer.layer_norm_2.eps) == (1e-3, 1e-3)
+        assert layer.feed_forward.dropout.p == 0.25 and layer.feed_forward.linear_1.weight.shape == (16, 8)
+    feed_forward = layers.FeedForward.from_config(given, dropout=0.5, dtype=torch.float64)
+    assert feed_forward.dropout.p == 0.5 and feed_forward.linear_2.weight.dtype == torch.float64
+    model = nn.Sequential(embeddings, encoder).eval()
+    assert model(torch.randint(40, (2, 12))).shape == (2, 12, 8)
+
+
+def test_a_config_that_says_no_more_than_sizes():
+    layer = layers.TransformerEncoderLayer.from_config(config())
+    assert (layer.attention.dropout, layer.layer_norm_1.eps) == (0.0, 1e-5)
+    assert layers.Embeddings.from_config(config()).layer_norm.eps == 1e-12
+    layers.TransformerEncoder.from_config(bert_config())  # its own defaults are what the layers do
+
+
+ENCODERS = (layers.TransformerEncoderLayer, layers.TransformerEncoder)
+
+
+@pytest.mark.parametrize("make", [config, bert_config], ids=["any object", "BertConfig"])
+@pytest.mark.parametrize(
+    "name, value, refusing, taking",
+    [
+        ("hidden_act", "relu", (layers.FeedForward, *ENCODERS), (layers.Embeddings,)),
+        ("hidden_act", "gelu_new", (layers.FeedForward, *ENCODERS), (layers.Embeddings,)),
+        ("position_embedding_type", "relative_key", (layers.Embeddings, *ENCODERS), (layers.FeedForward,)),
+        ("is_decoder", True, ENCODERS, (layers.FeedForward, layers.Embeddings)),
+        ("add_cross_attention", True, ENCODERS, (layers.FeedForward, layers.Embeddings)),
+    ],
+)
+def test_a_config_that_asks_for_something_else(make, name, value, refusing, taking):
+    for kind in refusing:
+        with pytest.raises(ValueError, match=rf"^config\.{name}: .*{value}"):
+            kind.from_config(make(**{name: value}))
+    for kind in taking:
+        kind.from_config(make(**{name: value}))
+
+
+def test_a_config_that_lacks_a_size():
+    given = config()
+    del given.intermediate_size
+    with pytest.raises(TypeError, match="^config: expected an object with intermediate_size, got SimpleNamespace$"):
+        layers.TransformerEncoder.from_config(given)
+
+
+def test_compiled_without_a_break():
+    model = nn.Sequential(
+        layers.Embeddings(9, 8, 12),
+        layers.SinusoidalPositionalEncoding(8, 12),
+        layers.TransformerEncoderLayer(8, 2, 16),
+    )
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    ids = torch.randint(9, (2, 12))
+    torch.testing.assert_close(compiled(ids), model(ids))
+
+
+LONG = torch.zeros(1, 4, dtype=torch.int64)
+
+
+def decode(input=(1,), hidden=(1, 4), encoded=(1, 3, 5), dtype=torch.int64, **options):
+    step = torch.zeros(input, dtype=dtype), torch.zeros(hidden), torch.zeros(encoded)
+    return layers.AttentionDecoder(7, 3, 4, 5)(*step, **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "make"),
+    [
+        ("embed_dim: ", ValueError, lambda: layers.SinusoidalPositionalEncoding(0, 5)),
+        ("max_len: ", TypeError, lambda: layers.SinusoidalPositionalEncoding(4, 5.0)),
+        ("x: .*at most 3, got 4", ValueError, lambda: layers.SinusoidalPositionalEncoding(2, 3)(torch.zeros(1, 4, 2))),
+        ("x: .*, 2\\)", ValueError, lambda: layers.SinusoidalPositionalEncoding(2, 3)(torch.zeros(1, 3, 1))),
+        ("x: .*, 2\\)", ValueError, lambda: layers.SinusoidalPositionalEncoding(2, 3)(torch.zeros(3, 2))),
+        ("x: .*floating", TypeError, lambda: layers.SinusoidalPositionalEncoding(4, 3)(LONG[None])),
+        ("vocab_size: ", ValueError, lambda: layers.Embeddings(0, 8, 3)),
+        ("max_position_embeddings: ", ValueError, lambda: layers.Embeddings(4, 8, 0)),
+        ("dropout: ", ValueError, lambda: layers.Embeddings(4, 8, 3, 1.5)),
+        ("dropout: ", TypeError, lambda: layers.FeedForward(4, 8, "0.1")),
+        ("input_ids: .*at most 3, got 4", ValueError, lambda: layers.Embeddings(4, 8, 3)(LONG)),
+        ("input_ids: .*int64", TypeError, lambda: layers.Embeddings(4, 8, 4)(LONG.float())),
+        ("input_ids: .*int64", TypeError, lambda: layers.Embeddings(4, 8, 4)(LONG.bool())),
+        ("input_ids: .*shape", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG[0])),
+        ("input_ids: .*tensor", TypeError, lambda: layers.Embeddings(4, 8, 4)([[1]])),
+        ("input_ids: .*0 to 3, got 4 to 4", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG + 4)),
+        ("input_ids: .*0 to 3, got -1 to -1", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG - 1)),
+        ("intermediate_size: ", ValueError, lambda: layers.FeedForward(4, 0)),
+        ("x: .*4\\)", ValueError, lambda: layers.FeedForward(4, 8)(torch.zeros(3, 5))),
+        ("x: .*4\\)", ValueError, lambda: layers.FeedForward(4, 8)(torch.tensor(1.0))),
+        ("x: .*tensor", TypeError, lambda: layers.FeedForward(4, 8)([1.0] * 4)),
+        ("num_attention_heads: .*hidden_size, 8", ValueError, lambda: layers.TransformerEncoderLayer(8, 3, 16)),
+        ("num_attention_heads: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 0, 16)),
+        ("attention_dropout: ", ValueError, lambda: layers.TransformerEncoder(1, 8, 2, 16, attention_dropout=2)),
+        ("dropout: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16, -0.1)),
+        ("scale: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16, scale=math.nan)),
+        ("backend: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16, backend="fast")),
+        ("x: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 7))),
+        ("x: ", ValueError, lambda: layers.TransformerEncoder(1, 8, 2, 16)(torch.zeros(3, 8))),
+        ("mask: ", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 8), torch.ones(3, 3))),
+        ("num_hidden_layers: ", ValueError, lambda: layers.TransformerEncoder(0, 8, 2, 16)),
+        ("num_heads: .*hidden_size, 4", ValueError, lambda: layers.AttentionDecoder(7, 3, 4, 5, num_heads=3)),
+        ("num_attentions: ", ValueError, lambda: layers.AttentionDecoder(7, 3, 4, 5, 0)),
+        ("encoder_size: ", ValueError, lambda: layers.AttentionDecoder(7, 3, 4, 0)),
+        ("dropout: ", ValueError, lambda: layers.AttentionDecoder(7, 3, 4, 5, dropout=2)),
+        ("input: .*int64", TypeError, lambda: decode(dtype=torch.float32)),
+        ("input: .*shape", ValueError, lambda: decode(input=(1, 1))),
+        ("input: .*0 to 6, got 9 to 9", ValueError, lambda: decode_ids(9)),
+        ("hidden: .*\\(1, 4\\), got \\(1, 1, 4\\)", ValueError, lambda: decode(hidden=(1, 1, 4))),
+        ("hidden: .*\\(2, 4\\), got \\(1, 4\\)", ValueError, lambda: decode(input=(2,))),
+        ("encoder_outputs: ", ValueError, lambda: decode(encoded=(1, 3, 4))),
+        ("encoder_outputs: .*batch size", ValueError, lambda: decode(encoded=(2, 3, 5))),
+        ("key_mask: ", ValueError, lambda: decode(key_mask=torch.ones(1, 4).bool())),
+    ],
+)
+def test_a_wrong_argument_is_named(message, error, make):
+    with pytest.raises(error, match=f"^{message}"):
+        make()
+
+
+def decode_ids(token):
+    return layers.AttentionDecoder(7, 3, 4, 5)(torch.tensor([token]), torch.zeros(1, 4), torch.zeros(1, 3, 5))

@@ -1,0 +1,197 @@
+"""The pictures: what is drawn where, in which colours and under which names; and what is refused."""
+
+import io
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusedattn import layers, plot
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def panels(figure):
+    """The axes that show weights, without the colour bar."""
+    return [axes for axes in figure.axes if axes.images]
+
+
+def drawn(axes):
+    """(rows, columns) of an image, NaN where it shows nothing."""
+    data = axes.images[0].get_array()
+    return torch.tensor(data.astype(float).filled(math.nan))
+
+
+def written(axis):
+    return {round(tick.get_loc()): tick.label1.get_text() for tick in axis.get_major_ticks()}
+
+
+def named(names):
+    return dict(enumerate(names))
+
+
+def saved(figure):
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=40)
+    return content.getvalue()
+
+
+def weights(*shape):
+    return torch.randn(shape).softmax(-1)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5, 5), (1, 1, 5, 5), (3, 5, 5), (1, 3, 5, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_panel_a_head_in_one_scale(shape, dtype):
+    given = weights(*shape).to(dtype).requires_grad_()
+    figure = plot.attention_map(given)
+    heads = given.detach().double().reshape(-1, 5, 5)
+    shown = panels(figure)
+    assert len(shown) == len(heads)
+    for axes, want in zip(shown, heads, strict=True):
+        assert torch.equal(drawn(axes), want)
+        assert axes.images[0].norm is shown[0].images[0].norm and axes.images[0].get_cmap().name == "Blues"
+    norm = shown[0].images[0].norm
+    assert (norm.vmin, norm.vmax) == (0.0, heads.max().item())
+    assert [axes.get_title() for axes in shown] == (["head 1", "head 2", "head 3"] if len(heads) > 1 else [""])
+    (bar,) = (axes for axes in figure.axes if axes.get_ylabel())
+    assert bar.get_ylabel() == "attention weight" and len(figure.axes) == len(heads) + 1
+
+
+def test_it_is_a_picture():
+    assert saved(plot.attention_map(weights(2, 4, 4), "abcd")).startswith(b"\x89PNG")
+    assert saved(plot.positional_encoding(torch.randn(4, 3))).startswith(b"\x89PNG")
+
+
+def test_tokens_name_queries_and_keys():
+    (axes,) = panels(plot.attention_map(weights(4, 4), ["a", " the", "$x$", "\n"]))
+    names = named(["a", "\u00b7the", "$x$", "\u21b5"])
+    assert written(axes.yaxis) == names and written(axes.xaxis) == names
+    label = axes.yaxis.get_major_ticks()[2].label1
+    assert not label.get_parse_math()  # or else it is an x
+    assert {tick.label1.get_rotation() for tick in axes.xaxis.get_major_ticks()} == {90.0}
+
+
+def test_letters_stand_upright_and_a_string_is_letters():
+    (axes,) = panels(plot.attention_map(weights(3, 3), "abc"))
+    assert written(axes.xaxis) == written(axes.yaxis) == named("abc")
+    assert {tick.label1.get_rotation() for tick in axes.xaxis.get_major_ticks()} == {0.0}
+
+
+def test_keys_of_other_names():
+    (axes,) = panels(plot.attention_map(weights(2, 3), [7, 8], key_tokens="abc"))
+    assert written(axes.yaxis) == named(["7", "8"]) and written(axes.xaxis) == named("abc")
+    (axes,) = panels(plot.attention_map(weights(3, 3), "abc", "xyz"))
+    assert written(axes.yaxis) == named("abc") and written(axes.xaxis) == named("xyz")
+
+
+def test_what_has_no_names_is_numbered():
+    figure = plot.attention_map(weights(2, 30), "ab")
+    saved(figure)
+    (axes,) = panels(figure)
+    assert written(axes.yaxis) == named("ab")
+    inside = {place: name for place, name in written(axes.xaxis).items() if 0 <= place < 30}
+    assert len(inside) > 3 and all(str(place) == name for place, name in inside.items())
+
+
+def test_names_that_do_not_fit_are_left_out():
+    (axes,) = panels(plot.attention_map(weights(300, 300), [f"t{i}" for i in range(300)]))
+    names = written(axes.yaxis)
+    assert 20 < len(names) < 150 and all(name == f"t{place}" for place, name in names.items())
+    width, height = axes.figure.get_size_inches()
+    assert max(width, height) < 10
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (1, 4, 4), (2, 4, 4), (1, 1, 4, 4), (1, 2, 4, 4)], ids=str)
+def test_what_a_mask_hides_is_grey_and_not_a_weight(shape):
+    mask = torch.ones(4, 4).tril().bool()
+    given = weights(2, 4, 4) * mask
+    given[:, 1, 0] = 0.0
+    figure = plot.attention_map(given, mask=mask.expand(shape))
+    for axes, want in zip(panels(figure), given, strict=True):
+        assert torch.equal(drawn(axes).isnan(), ~mask)
+        assert torch.equal(drawn(axes)[mask], want.double()[mask])
+        cmap = axes.images[0].get_cmap()
+        assert matplotlib.colors.to_hex(cmap.get_bad()) == "#f0f0f0" != matplotlib.colors.to_hex(cmap(0.0))
+    hidden = given.masked_fill(~mask, math.nan)
+    for axes, other in zip(panels(plot.attention_map(hidden)), panels(figure), strict=True):
+        assert torch.equal(drawn(axes).nan_to_num(-1.0), drawn(other).nan_to_num(-1.0))
+    assert not given.isnan().any()  # what was passed is as it was
+
+
+def test_titles_label_and_the_darkest_weight():
+    figure = plot.attention_map(weights(2, 3, 3), titles=["one", "two"], label="share", top=1.0)
+    assert [axes.get_title() for axes in panels(figure)] == ["one", "two"]
+    assert any(axes.get_ylabel() == "share" for axes in figure.axes)
+    norm = panels(figure)[0].images[0].norm
+    assert norm.vmax == 1.0 and abs(norm(0.25) - 0.5) < 1e-6
+    assert panels(plot.attention_map(torch.zeros(2, 2)))[0].images[0].norm.vmax == 1.0
+
+
+def test_drawn_into_a_part_of_a_figure():
+    whole = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
+    left, right = whole.subfigures(1, 2)
+    assert plot.attention_map(weights(4, 3, 3), "abc", figure=left) is left
+    assert plot.positional_encoding(torch.randn(3, 2), figure=right) is right
+    assert len(panels(left)) == 4 and len(panels(right)) == 1 and saved(whole)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (1, 7, 4)], ids=str)
+def test_positional_encoding(shape):
+    pe = layers.SinusoidalPositionalEncoding(4, 7).pe
+    figure = plot.positional_encoding(pe.reshape(shape).float())
+    (axes,) = panels(figure)
+    assert torch.equal(drawn(axes), pe.float().double())
+    assert axes.get_ylabel() == "position" and axes.get_xlabel() == "dimension"
+    norm = axes.images[0].norm
+    assert norm.vmin == -norm.vmax == -pe.float().abs().max().item()
+
+
+@pytest.mark.parametrize("draw", [plot.attention_map, plot.positional_encoding])
+def test_without_matplotlib_it_says_what_to_install(draw, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'fusedattn\[bench\]'"):
+        draw(weights(2, 2))
+
+
+def test_pyplot_is_left_alone_and_matplotlib_is_late():
+    program = """
+import sys, torch
+from fusedattn import plot
+assert "matplotlib" not in sys.modules
+plot.attention_map(torch.ones(2, 2)), plot.positional_encoding(torch.ones(2, 2))
+assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "draw"),
+    [
+        ("weights: .*tensor", TypeError, lambda: plot.attention_map([[1.0]])),
+        ("weights: .*real", TypeError, lambda: plot.attention_map(torch.ones(2, 2, dtype=torch.complex64))),
+        ("weights: .*weights\\[0\\]", ValueError, lambda: plot.attention_map(weights(2, 3, 4, 4))),
+        ("weights: .*\\(3,\\)", ValueError, lambda: plot.attention_map(weights(3))),
+        ("weights: .*at least", ValueError, lambda: plot.attention_map(torch.ones(2, 0, 3))),
+        ("weights: .*0 or more, got -1 to 1", ValueError, lambda: plot.attention_map(torch.tensor([[-1.0, 1.0]]))),
+        ("weights: .*got 0 to inf", ValueError, lambda: plot.attention_map(torch.tensor([[0.0, math.inf]]))),
+        ("tokens: .*3 names, got 2", ValueError, lambda: plot.attention_map(weights(3, 3), "ab")),
+        ("tokens: .*2 names, got 3", ValueError, lambda: plot.attention_map(weights(2, 3), "abc")),
+        ("key_tokens: .*3 names", ValueError, lambda: plot.attention_map(weights(2, 3), "ab", "ab")),
+        ("titles: .*2", ValueError, lambda: plot.attention_map(weights(2, 3, 3), titles=["one"])),
+        ("mask: .*bool", TypeError, lambda: plot.attention_map(weights(3, 3), mask=torch.ones(3, 3))),
+        ("mask: .*\\(1, 3, 3\\)", ValueError, lambda: plot.attention_map(weights(3, 3), mask=torch.ones(2, 3).bool())),
+        ("mask: ", ValueError, lambda: plot.attention_map(weights(3, 3), mask=torch.ones(2, 3, 3).bool())),
+        ("top: ", ValueError, lambda: plot.attention_map(weights(3, 3), top=0.0)),
+        ("top: ", ValueError, lambda: plot.attention_map(weights(3, 3), top=math.nan)),
+        ("pe: .*tensor", TypeError, lambda: plot.positional_encoding(None)),
+        ("pe: .*\\(2, 3, 4\\)", ValueError, lambda: plot.positional_encoding(torch.ones(2, 3, 4))),
+        ("pe: ", ValueError, lambda: plot.positional_encoding(torch.ones(0, 4))),
+        ("pe: .*finite", ValueError, lambda: plot.positional_encoding(torch.tensor([[math.nan]]))),
+    ],
+)
+def test_a_wrong_argument_is_named(message, error, draw):
+    with pytest.raises(error, match=f"^{message}"):
+        draw()
