@@ -1,6 +1,6 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
-from . import reference
+from . import compat, layers, plot, reference
 from .api import attention, merge, plan
 from .backends import Explanation, explain, use_backend
 from .call import Plan
@@ -12,9 +12,12 @@ __all__ = [
     "Plan",
     "SelfAttention",
     "attention",
+    "compat",
     "explain",
+    "layers",
     "merge",
     "plan",
+    "plot",
     "reference",
     "use_backend",
 ]

@@ -1,0 +1,151 @@
+"""torch's scaled_dot_product_attention, by the functions of this package."""
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..call import Arguments, autocast, autocasting
+from ..checks import fail
+
+_LOWER = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
+
+    Where torch's answer depends on the kernel it takes, or is undefined, this one is defined: a row that sees nothing
+    is 0 and has gradients 0; attn_mask beside is_causal raises, and so do key and value of different lengths.
+
+    Args:
+        query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, none
+            included, that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them.
+        attn_mask: of rank 2 up, broadcasts to (..., Hq, L, S): bool, True = may attend; or float, added to the scores,
+            in query's dtype or float32. Or one of `torch.nn.attention.bias`.
+        dropout_p: the share of weights dropped, always: there is no training mode here.
+        is_causal: row i sees keys up to i, whatever the lengths.
+        scale: 1 / sqrt(D) by default.
+        enable_gqa: heads of key and value, dimension -3, may be fewer: head h reads head h // group.
+    Returns: (..., Hq, L, Dv) in query's dtype: in the order of a query of rank 4 where torch's fused kernels keep it,
+        otherwise contiguous.
+    Raises: ValueError, TypeError for arguments that do not fit.
+    """
+    given = {"query": query, "key": key, "value": value}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            fail(TypeError, name, "a tensor", type(tensor).__name__)
+        if tensor.is_nested:
+            fail(TypeError, name, "a strided tensor", "a nested tensor")
+        if tensor.dim() < 2:
+            fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            fail(TypeError, name, "a bool", type(flag).__name__)
+    causal, align = is_causal, "top_left"
+    if attn_mask is not None:
+        if is_causal:
+            fail(ValueError, "is_causal", "False beside an attn_mask", True)
+        variant = _causal_bias(attn_mask, query.shape[-2], key.shape[-2])
+        if variant is not None:
+            attn_mask, causal, align = None, True, variant
+
+    if enable_gqa:
+        heads = _check_heads(given)
+        batch = _common({name: x.shape[:-3] for name, x in given.items()})
+        leading = (*batch, heads)
+    else:
+        leading = _common({name: x.shape[:-2] for name, x in given.items()})
+        batch, heads = leading[:-1], leading[-1] if leading else 1
+    q, k, v = (_rank4(x, batch) for x in given.values())
+    if not enable_gqa:
+        q = q.expand(-1, heads, -1, -1)
+    if k.shape[1] != v.shape[1]:  # what differs between the two, the kernels cannot share
+        k, v = (x.repeat_interleave(heads // max(x.shape[1], 1), 1) for x in (k, v))
+
+    mask = bias = None
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, key, value, leading)
+        mask = attn_mask if attn_mask.dim() == 2 else _rank4(attn_mask, batch, shared=True)
+        if mask.dtype != torch.bool:
+            mask, bias = None, mask
+    out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
+    kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in given.values())
+    if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
+        return out
+    return out.contiguous().view(*leading, *out.shape[2:])
+
+
+def _causal_bias(mask, rows, keys):
+    """The alignment of a mask that is a causal bias of torch's, which holds no numbers; None for any other."""
+    module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever made one, and slow to import
+    if module is None or not isinstance(mask, module.CausalBias):
+        return None
+    if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
+        fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", (mask.seq_len_q, mask.seq_len_kv))
+    return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
+
+
+def _check_heads(given):
+    """The number of query heads, of which those of key and value must be divisors."""
+    for name, tensor in given.items():
+        if tensor.dim() < 3:
+            fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
+    heads = given["query"].shape[-3]
+    for name in ("key", "value"):
+        fewer = given[name].shape[-3]
+        if fewer != heads and (fewer == 0 or heads % fewer):
+            fail(ValueError, name, f"a number of heads that divides the {heads} of query", f"{fewer} heads")
+    return heads
+
+
+def _common(shapes):
+    """What leading dimensions broadcast to."""
+    whole = [1] * max(map(len, shapes.values()))
+    for name, shape in shapes.items():
+        for axis in range(-len(shape), 0):
+            if whole[axis] == 1:
+                whole[axis] = shape[axis]
+            elif shape[axis] not in (1, whole[axis]):
+                fail(ValueError, name, f"leading dimensions that broadcast with {tuple(whole)}", tuple(shape))
+    return tuple(whole)
+
+
+def _rank4(tensor, batch, shared=False):
+    """(batch, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns).
+
+    shared: where all of the batch has the same, it may stay 1.
+    """
+    rank = max(len(batch), 1) + 3
+    tensor = tensor[(None,) * (rank - tensor.dim())]
+    if shared and all(size == 1 for size in tensor.shape[:-3]):
+        batch = (1,) * len(batch)
+    return tensor.expand(*batch or (1,), *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
+
+
+def _check_mask(mask, query, key, value, leading):
+    if not isinstance(mask, Tensor):
+        fail(TypeError, "attn_mask", "a tensor", type(mask).__name__)
+    if mask.device != query.device:
+        fail(ValueError, "attn_mask", f"the device of query, {query.device}", mask.device)
+    dtype = autocast(Arguments(query, key, value)).query.dtype
+    allowed = {torch.bool, torch.float32, dtype}
+    if dtype in _LOWER and autocasting(query):
+        allowed.update(_LOWER)
+    if mask.dtype not in allowed:
+        fail(TypeError, "attn_mask", f"bool, float32 or the dtype of query, {dtype}", mask.dtype)
+    scores = (*leading, query.shape[-2], key.shape[-2])
+    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if not 2 <= mask.dim() <= len(scores) or any(size not in (1, whole) for size, whole in sizes):
+        fail(ValueError, "attn_mask", f"rank 2 or more, broadcastable to {scores}", tuple(mask.shape))

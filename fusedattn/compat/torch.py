@@ -1,0 +1,281 @@
+"""Drop-ins for torch's own attention: one function, one module, one call that converts a model, and one provider."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from ..call import autocasting
+from ..checks import fail
+from ..modules import attend, check_shares
+from ._provider import register, sdpa_provider
+from ._sdpa import scaled_dot_product_attention
+
+__all__ = ["MultiheadAttention", "convert", "register", "scaled_dot_product_attention", "sdpa_provider"]
+
+
+def _stay(module, inputs):
+    """A hook that does nothing: torch.nn.TransformerEncoderLayer computes attention itself where there is none."""
+
+
+def _check_inputs(layer, query, key, value):
+    given = {"query": query, "key": key, "value": value}
+    widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
+    dtype = layer.out_proj.weight.dtype
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            fail(TypeError, name, "a tensor", type(x).__name__)
+        if x.is_nested:
+            fail(
+                TypeError, name, "a strided tensor, or without masks one nested one with batch_first", "a nested tensor"
+            )
+        if x.dim() not in (2, 3) or x.dim() != query.dim():
+            fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
+        if x.shape[-1] != widths[name]:
+            fail(ValueError, name, f"a width of {widths[name]}", tuple(x.shape))
+        if x.dtype != dtype and not autocasting(x):
+            fail(TypeError, name, f"the dtype of the parameters, {dtype}", x.dtype)
+    batch = 0 if layer.batch_first else 1
+    if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
+        fail(ValueError, "key", f"the batch size of query, {query.shape[batch]}", tuple(key.shape))
+    if value.shape[:-1] != key.shape[:-1]:
+        fail(ValueError, "value", f"all but the last dimension as in key, {tuple(key.shape)}", tuple(value.shape))
+
+
+def _check_mask(name, mask, query, *shapes):
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", got)
+    if mask.device != query.device:
+        fail(ValueError, name, f"the device of query, {query.device}", mask.device)
+    if tuple(mask.shape) not in shapes:
+        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
+
+
+def _sum(mask, padding):
+    """Two float masks added, where what is finite stays so: twice finfo.min still is a number."""
+    dtype = torch.promote_types(torch.promote_types(mask.dtype, padding.dtype), torch.float32)
+    hidden = (mask == float("-inf")) | (padding == float("-inf"))
+    total = (mask.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
+    return total.masked_fill(hidden, float("-inf"))
+
+
+def _masks(attn_mask, padding, extra):
+    """The masks of a call of `attention` from torch's, in which True hides, and no more than the keys are known.
+
+    Args:
+        attn_mask: (L, S), (N, heads, L, S) or None. padding: (N, S) or None. extra: how many keys come after S.
+    """
+    masks = {}
+    if attn_mask is not None:
+        attn_mask = pad(attn_mask, (0, extra))
+        if attn_mask.dtype == torch.bool:
+            masks["mask"] = ~attn_mask
+        else:
+            masks["bias"] = attn_mask
+    if padding is not None:
+        padding = pad(padding, (0, extra))
+        if padding.dtype == torch.bool:
+            masks["key_mask"] = ~padding
+        else:
+            padding = padding[:, None, None]
+            masks["bias"] = _sum(masks["bias"], padding) if "bias" in masks else padding
+    return masks
+
+
+def _each(function, query, key, value):
+    """function of all three; one tensor stays one."""
+    k = function(key)
+    return k if query is key else function(query), k, k if value is key else function(value)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention`, fused: same constructor, parameters, initial values, state dict and forward.
+
+    Where torch's answer depends on need_weights, on the mode or on its fast path, ours is the same in all of them:
+
+    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights,
+      not without.
+    - is_causal is a hint, and changes nothing: attn_mask decides. In torch a hint that contradicts the mask wins
+      without weights, and loses with them.
+    - For one seed, dropout drops the same with weights and without.
+    - What a bool key_padding_mask hides may be NaN or inf, and changes no bit; in torch it leaks.
+
+    bool and float masks mix. `torch.jit.script` is not for it.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        dropout=0.0,
+        bias=True,
+        add_bias_kv=False,
+        add_zero_attn=False,
+        kdim=None,
+        vdim=None,
+        batch_first=False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        if num_heads > 0 and embed_dim % num_heads:
+            fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
+        check_shares(dropout=dropout)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self._leave_fast_path()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._leave_fast_path()
+
+    def _leave_fast_path(self):
+        # Not by register_forward_pre_hook: a number that a pickle brings along may be given to another hook later.
+        self._forward_pre_hooks.setdefault("fusedattn", _stay)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key and value.
+
+        Args:
+            query: (L, N, E), with batch_first (N, L, E), or (L, E). key, value: (S, N, kdim), (S, N, vdim), likewise.
+                Or all three one nested tensor, as torch has it: with batch_first and without masks.
+            key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
+            need_weights: also return the weights, after dropout; the output stays what it is.
+            attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
+            average_attn_weights: the mean of the weights over the heads.
+            is_causal: says that attn_mask, which must be there, is causal; it is read all the same.
+        Returns: (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S
+            grows by one for each of add_bias_kv and add_zero_attn: every query sees those.
+        Raises: ValueError, TypeError for arguments that do not fit.
+        """
+        if query is key and key is value and attn_mask is None and key_padding_mask is None and self._is_nested(query):
+            return self._within(query, need_weights, None, average_attn_weights, is_causal)
+        _check_inputs(self, query, key, value)
+        if attn_mask is None and is_causal:
+            fail(ValueError, "is_causal", "False without an attn_mask, for which it is a hint", True)
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = _each(lambda x: x.unsqueeze(0), query, key, value)
+        along = 1 if self.batch_first or not batched else 0
+        batch, rows, keys = query.shape[1 - along], query.shape[along], key.shape[along]
+        if attn_mask is not None:
+            _check_mask("attn_mask", attn_mask, query, (rows, keys), (batch * self.num_heads, rows, keys))
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+        if key_padding_mask is not None:
+            _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if batched else (keys,))
+            key_padding_mask = key_padding_mask.reshape(batch, keys)
+            if key_padding_mask.dtype == torch.bool:
+                # For the output it would do to hide them there; but the projections' gradients are linear in them.
+                hidden = (key_padding_mask if along else key_padding_mask.mT).unsqueeze(-1)
+                same, key = key is value, key.masked_fill(hidden, 0.0)
+                value = key if same else value.masked_fill(hidden, 0.0)
+
+        q, k, v = self._project(query, key, value)
+        k, v = self._extend(k, v, along)
+        order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if along else ((1, 2, 0, 3), (2, 0, 1, 3))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(order) for x in (q, k, v))
+        out, weights = attend(
+            q,
+            k,
+            v,
+            need_weights,
+            dropout_p=self.dropout if self.training else 0.0,
+            **_masks(attn_mask, key_padding_mask, k.shape[2] - keys),
+        )
+        out = linear(out.permute(back).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _is_nested(self, x):
+        """Whether x is a padded batch as torch.nn.TransformerEncoder packs it, if it was made of a converted layer."""
+        return self.batch_first and isinstance(x, Tensor) and x.is_nested and x.layout == torch.strided
+
+    def _within(self, x, *options):
+        """(nested output, padded weights or None): self-attention within each sequence of a nested tensor."""
+        lengths = [len(sequence) for sequence in x.unbind()]
+        padded = torch.nested.to_padded_tensor(x, 0.0)
+        places = torch.arange(padded.shape[1], device=x.device)
+        padding = places >= torch.tensor(lengths, device=x.device)[:, None]
+        out, weights = self.forward(padded, padded, padded, padding, *options)
+        return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
+
+    def _project(self, query, key, value):
+        """All three with their projections, in as few products as there are different inputs."""
+        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if weight is not None and query is key and key is value:
+            return linear(query, weight, bias).chunk(3, -1)
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        q = linear(query, weights[0], biases[0])
+        if weight is not None and key is value:
+            return q, *linear(key, weight[width:], None if bias is None else bias[width:]).chunk(2, -1)
+        return q, linear(key, weights[1], biases[1]), linear(value, weights[2], biases[2])
+
+    def _extend(self, k, v, along):
+        """k and v with what every query sees after the keys."""
+        shape = list(k.shape)
+        shape[along] = 1
+        if self.bias_k is not None:
+            k, v = (torch.cat([x, more.expand(shape)], along) for x, more in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = (torch.cat([x, x.new_zeros(shape)], along) for x in (k, v))
+        return k, v
+
+
+def convert(model: nn.Module) -> nn.Module:
+    """`model` itself, with a fused MultiheadAttention in place of each torch.nn.MultiheadAttention in it.
+
+        >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(512, 8))
+
+    The new modules share all that the old ones hold: parameters, buffers, hooks, flags and mode. Subclasses of torch's
+    stay as they are; a second call changes nothing. Names and order of modules, parameters and state dict stay. Copies
+    and pickles are converted, too.
+
+    torch.nn.TransformerEncoderLayer has a fast path for eval without gradients that calls no module, and
+    torch.nn.TransformerEncoder packs padded batches for it: where attention was converted, neither is taken any more.
+    What comes out at padded positions is finite, not 0. Models that were not converted keep both.
+
+    Args:
+        model: any module. Of a torch.nn.MultiheadAttention itself the converted one is returned, which shares its
+            parameters.
+    Raises: TypeError for anything else.
+    """
+    if not isinstance(model, nn.Module):
+        fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
+    if type(model) is nn.MultiheadAttention:
+        return _converted(model)
+    made: dict[nn.Module, nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if type(child) is nn.MultiheadAttention:
+                if child not in made:
+                    made[child] = _converted(child)
+                parent._modules[name] = made[child]
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
+                encoder.use_nested_tensor = False
+    return model
+
+
+def _converted(module):
+    """A fused module that is the same in everything but its class."""
+    twin = MultiheadAttention.__new__(MultiheadAttention)
+    # One dict for both: who still holds the old one, or a handle of one of its hooks, holds this one.
+    object.__setattr__(twin, "__dict__", module.__dict__)
+    twin._leave_fast_path()
+    return twin

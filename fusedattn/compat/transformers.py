@@ -1,0 +1,135 @@
+"""Hugging Face Transformers: after `register()`, attn_implementation="fusedattn" is one more that its models take."""
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..checks import fail
+
+# What some models ask for by a keyword of their own. Leaving it out would change the answer.
+REFUSED = {
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by blocks",
+    "sinks": "a sink for each query",
+    "head_mask": "a weight for each head",
+    "cache": "the paged cache of continuous batching",
+}
+# What transformers takes a name for, by what is in it.
+RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
+
+
+def register(name: str = "fusedattn") -> None:
+    """Make `name` an attn_implementation of every model that calls transformers' AttentionInterface.
+
+        >>> fusedattn.compat.transformers.register()
+        >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fusedattn")
+        >>> model.set_attn_implementation("fusedattn")  # or later
+
+    Registers `fusedattn_forward` and transformers' own `sdpa_mask`, without which the padding mask would be dropped
+    without a word. Attention is then ours in training, in generate() with any cache, under gradient checkpointing.
+    Not so: models that do not call the interface (Falcon, Bloom, in transformers 4 also BERT, ModernBERT and T5), which
+    transformers warns about; generate_batch(), which takes no registered name; output_attentions=True, which wants
+    "eager" and gets None.
+
+    Args:
+        name: what to call it. Registering twice, or under two names, does no harm.
+    Raises: ImportError without transformers 4.53 or newer. TypeError, ValueError for a name that is no string, is empty
+        or holds what transformers reads as something else: "flash", "/" or "|".
+    """
+    if not isinstance(name, str):
+        fail(TypeError, "name", "a string", type(name).__name__)
+    if not name:
+        fail(ValueError, "name", "a name", repr(name))
+    for part, meaning in RESERVED.items():
+        if part in name:
+            fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    except ImportError as error:
+        raise ImportError("fusedattn.compat.transformers: needs transformers 4.53 or newer") from error
+    AttentionInterface.register(name, fusedattn_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def fusedattn_forward(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others,
+) -> tuple[Tensor, None]:
+    """`fusedattn.attention` as transformers calls attention.
+
+    A mask that is given holds all there is of causality, window, padding and packing, and nothing comes on top of it.
+    With none, attention is causal if `is_causal` says so and there is more than one query, the first query level with
+    the first key: the one query of a decoding step sees all keys, the prompt in a static cache none of the empty slots.
+
+    Args:
+        module: whose `is_causal` counts where the keyword is None; True where it has none.
+        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; B may be 1 for some of them.
+        attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
+            Columns after the last key are left out.
+        dropout: the share of weights dropped, whether or not the module is training.
+        scaling: 1 / sqrt(D) by default.
+        softcap: as in `fusedattn.attention`.
+        s_aux: floating (Hq,), a sink for each head.
+        position_bias: floating, broadcastable as the mask is, added to the scores; has its gradient in its own shape.
+        others: ignored, such as `sliding_window`, but for those in REFUSED.
+    Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; None). A row that sees nothing is 0.
+    Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None.
+    """
+    for name, meaning in REFUSED.items():
+        if others.get(name) is not None:
+            fail(NotImplementedError, name, f"None, for {meaning} is not implemented", type(others[name]).__name__)
+    if attention_mask is not None and not (
+        attention_mask.dtype.is_floating_point or attention_mask.dtype == torch.bool
+    ):
+        fail(TypeError, "attention_mask", "a bool or floating tensor", attention_mask.dtype)
+
+    query, key, value = _one_batch(query, key, value)
+    length = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(length > 1 and attention_mask is None and causal)
+    if causal and key.shape[2] > length:
+        key, value = key[:, :, :length], value[:, :, :length]
+    # transformers 4 makes some masks longer than the keys, and leaves it to attention to cut them.
+    mask, bias = _pairs(attention_mask, key.shape[2]), _pairs(position_bias, key.shape[2])
+    if mask is not None and mask.dtype != torch.bool:
+        bias = mask if bias is None else bias + mask
+        mask = None
+    out = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        align="top_left",
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries learned for all samples come as a batch of one."""
+    batch = max(x.shape[0] for x in tensors)
+    return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in tensors)
+
+
+def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
+    """A mask or bias in rank 4, as torch broadcasts it, cut to the keys there are."""
+    if scores is None:
+        return None
+    scores = scores[(None,) * (4 - scores.dim())]
+    return scores[..., :keys] if scores.shape[-1] > keys else scores

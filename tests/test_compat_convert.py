@@ -1,0 +1,415 @@
+"""convert and the provider of fusedattn.compat.torch."""
+
+import copy
+import io
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fusedattn as fa
+import fusedattn.compat.torch as compat
+from fusedattn.compat import _provider
+
+
+class Block(nn.Module):
+    """As a vision transformer has it: patches, a class token, attention before the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.norm_1, self.norm_2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        y = self.norm_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm_2(x))
+
+
+class Custom(nn.MultiheadAttention):
+    def forward(self, query, *rest, **options):
+        return query * 2, None
+
+
+def encoder_layer(**options):
+    return nn.TransformerEncoderLayer(16, 4, 32, **(dict(dropout=0.0, batch_first=True) | options))
+
+
+def encoder(**options):
+    return nn.TransformerEncoder(encoder_layer(**options), 2)
+
+
+def shaken(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+PADDING = torch.arange(6) >= torch.tensor([[4], [6]])
+CAUSAL = torch.ones(6, 6).triu(1).bool()
+FLOATS = nn.Transformer.generate_square_subsequent_mask(6)
+
+
+def transformer(**options):
+    return nn.Transformer(16, 4, 2, 2, 32, **(dict(dropout=0.0, batch_first=True) | options))
+
+
+MODELS = {
+    "transformer": (transformer, (X, X + 1), {}),
+    "transformer, sequence first": (lambda: transformer(batch_first=False), (X, X + 1), {}),
+    "transformer, norm first": (lambda: transformer(norm_first=True, activation="gelu"), (X, X + 1), {}),
+    "transformer, masks": (
+        transformer,
+        (X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING, PADDING[:, :5], PADDING),
+        dict(tgt_is_causal=True),
+    ),
+    "encoder": (encoder, (X,), {}),
+    "encoder, causal": (encoder, (X, FLOATS), {}),
+    "encoder, hint": (encoder, (X, FLOATS), dict(is_causal=True)),
+    "encoder, padded": (encoder, (X,), dict(src_key_padding_mask=PADDING)),
+    "encoder, both": (encoder, (X, CAUSAL, PADDING), {}),
+    "encoder, unbatched": (encoder, (X[0], CAUSAL), {}),
+    "layer": (encoder_layer, (X,), dict(src_key_padding_mask=PADDING)),
+    "ViT": (Block, (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),), {}),
+}
+
+
+def valid(out, name):
+    """What torch defines: the fast path of torch leaves zeros at padded positions."""
+    return out[~PADDING] if "padded" in name or name == "layer" else out
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often our attention ran, without a hook, which would keep torch off its fast path."""
+    count, attend = [], compat._attend
+    monkeypatch.setattr(compat, "_attend", lambda *a, **k: (count.append(1), attend(*a, **k))[1])
+    return count
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_gives_the_same(name, mode, counted):
+    make, inputs, options = MODELS[name]
+    model = shaken(make()).train(mode == "train")
+    twin = compat.convert(copy.deepcopy(model))
+    attentions = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode(mode == "inference"):
+        want, got = model(*inputs, **options), twin(*inputs, **options)
+    assert len(counted) == attentions and got.isfinite().all()
+    torch.testing.assert_close(valid(got, name), valid(want, name), rtol=1e-4, atol=1e-5)
+    if mode in ("train", "eval"):
+        for out in (want, got):
+            valid(out, name).square().sum().backward()
+        for (key, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.grad, theirs.grad, rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}"
+            )
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_fully_padded_samples_are_finite_in_every_mode(mode):
+    model = compat.convert(encoder())
+    for training in (True, False):
+        model.train(training)
+        with mode():
+            out = model(X, src_key_padding_mask=torch.ones(2, 6).bool())
+        assert out.isfinite().all()
+        if out.requires_grad:
+            out.sum().backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_all_is_shared_and_nothing_is_renamed():
+    model = transformer()
+    old = model.encoder.layers[0].self_attn
+    seen = []
+    old.register_buffer("extra", torch.ones(2))
+    old.mark = "kept"
+    old.dropout = 0.25
+    old.eval()
+    old.in_proj_bias.requires_grad_(False)
+    before_hook = old.register_forward_pre_hook(lambda module, inputs: seen.append("before"))
+    old.register_forward_hook(lambda module, inputs, out: seen.append("after"))
+    old.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    names = [name for name, _ in model.named_modules()]
+    parameters, state = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    assert model.encoder.use_nested_tensor and compat.convert(model) is model and not model.encoder.use_nested_tensor
+    new = model.encoder.layers[0].self_attn
+    assert type(new) is compat.MultiheadAttention and [name for name, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == list(state)
+    assert all(x is state[name] for name, x in model.state_dict(keep_vars=True).items())
+    assert list(parameters) == [name for name, _ in model.named_parameters()]
+    assert all(x is parameters[name] for name, x in model.named_parameters())
+    assert (new.mark, new.dropout, new.training, new.batch_first) == ("kept", 0.25, False, True)
+    assert new.extra is old.extra and new.out_proj is old.out_proj and not new.in_proj_bias.requires_grad
+    seen.clear()
+    new(X, X, X)
+    assert seen == ["before", "after"]
+    before_hook.remove()
+    new(X, X, X)
+    assert seen == ["before", "after", "after"]
+    assert type(model.decoder.layers[1].multihead_attn) is compat.MultiheadAttention
+
+
+def test_a_shared_module_stays_one_and_subclasses_stay_as_they_are():
+    attention, custom = nn.MultiheadAttention(16, 4), Custom(16, 4)
+    model = nn.ModuleDict(dict(a=attention, b=nn.ModuleList([custom, attention]), c=attention))
+    compat.convert(model)
+    assert model["a"] is model["b"][1] is model["c"] and type(model["a"]) is compat.MultiheadAttention
+    assert model["b"][0] is custom and type(custom) is Custom and not custom._forward_pre_hooks
+    stack = nn.TransformerEncoder(encoder_layer(), 1)
+    stack.layers[0].self_attn = Custom(16, 4, batch_first=True)
+    assert compat.convert(stack).use_nested_tensor and type(stack.layers[0].self_attn) is Custom
+
+
+def test_a_second_call_changes_nothing():
+    model = compat.convert(encoder())
+    modules = list(model.modules())
+    hooks = [dict(x._forward_pre_hooks) for x in modules]
+    state = [dict(x.__dict__) for x in modules]
+    assert compat.convert(model) is model
+    assert list(model.modules()) == modules and [dict(x._forward_pre_hooks) for x in modules] == hooks
+    assert [x.__dict__ for x in modules] == state
+    single = model.layers[0].self_attn
+    assert compat.convert(single) is single
+
+
+def test_a_bare_module_gives_one_that_shares_its_parameters():
+    old = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    new = compat.convert(old)
+    assert type(new) is compat.MultiheadAttention and type(old) is nn.MultiheadAttention and not new.training
+    assert all(a is b for a, b in zip(old.parameters(), new.parameters(), strict=True))
+    torch.testing.assert_close(new(X, X, X), old(X, X, X))
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got list"):
+        compat.convert([old])
+
+
+def test_models_that_were_not_converted_keep_their_fast_path(counted):
+    before = torch.backends.mha.get_fastpath_enabled()
+    other = encoder().eval()
+    compat.convert(encoder())
+    assert torch.backends.mha.get_fastpath_enabled() is before is True and other.use_nested_tensor
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = other(X, src_key_padding_mask=PADDING)
+    assert (out[0, 4:] == 0).all() and not counted  # the zeros are those of a nested tensor
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_save])
+def test_copies_are_converted_and_share_nothing(copied, counted):
+    model = compat.convert(shaken(encoder())).eval()
+    want = model(X, src_key_padding_mask=PADDING)
+    twin = copied(model)
+    counted.clear()
+    with torch.no_grad():
+        assert torch.equal(twin(X, src_key_padding_mask=PADDING), want)
+        assert len(counted) == 2
+        assert not {x.data_ptr() for x in twin.parameters()} & {x.data_ptr() for x in model.parameters()}
+        # A hook that comes and goes after loading leaves what keeps torch off its fast path.
+        for _ in range(3):
+            twin.layers[0].self_attn.register_forward_pre_hook(lambda *_: None).remove()
+        twin(X)
+        assert len(counted) == 4
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(model(X, src_key_padding_mask=PADDING), want)
+
+
+def test_a_layer_made_of_ours_computes_ours_too(counted):
+    layer = encoder_layer().eval()
+    layer.self_attn = compat.MultiheadAttention(16, 4, batch_first=True).eval()
+    with torch.no_grad():
+        layer(X, src_key_padding_mask=PADDING)
+    assert len(counted) == 1
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+def test_an_encoder_made_of_a_converted_layer_may_pack_its_batches(counted):
+    layer = shaken(encoder_layer())
+    model = nn.TransformerEncoder(layer, 2).eval()
+    twin = nn.TransformerEncoder(compat.convert(layer), 2).eval()
+    with torch.no_grad():
+        want, got = (x(X, src_key_padding_mask=PADDING) for x in (model, twin))
+    assert len(counted) == 2 and (got[0, 4:] == 0).all()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="query: expected a strided tensor"):
+        packed = torch.nested.nested_tensor([X[0]])
+        layer.self_attn(packed, packed, packed, torch.zeros(1, 6).bool())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+def test_converted_models_compile(mode):
+    model = compat.convert(shaken(nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    model.train(mode == "train")
+    arguments = (X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING)
+    with torch.set_grad_enabled(mode == "train"):
+        out, want = compiled(*arguments), model(*arguments)
+    torch.testing.assert_close(out, want)
+    if mode == "train":
+        got = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+        want = torch.autograd.grad(want.square().sum(), list(model.parameters()))
+        for ours, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_converted_model_computes_by_the_backend_that_is_named(device):
+    model = compat.convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 1)).to(device)
+    x = torch.randn(1, 3, 4, device=device)
+    padding = torch.tensor([[False, False, True]], device=device)
+    with torch.no_grad():
+        want = model.eval()(x, src_key_padding_mask=padding)
+        with fa.use_backend("triton"):
+            torch.testing.assert_close(model(x, src_key_padding_mask=padding), want, rtol=1e-5, atol=1e-5)
+    if device == "cpu":
+        wide = compat.convert(nn.MultiheadAttention(300, 1))
+        with fa.use_backend("triton"), pytest.raises(NotImplementedError):
+            wide(*[torch.randn(2, 1, 300)] * 3)
+
+
+@pytest.fixture
+def registry():
+    """torch's table of implementations, as it was."""
+    from torch.nn.attention import _registry
+
+    before = dict(_registry._FLASH_ATTENTION_IMPLS)
+    yield torch.nn.attention
+    _registry._FLASH_ATTENTION_IMPLS.clear()
+    _registry._FLASH_ATTENTION_IMPLS.update(before)
+
+
+def test_register_adds_a_name_and_activates_nothing(registry):
+    query = torch.randn(2, 3, 4, 8)
+    want, active = (
+        nn.functional.scaled_dot_product_attention(query, query, query),
+        registry.current_flash_attention_impl(),
+    )
+    for _ in range(2):
+        compat.register()
+        assert registry.list_flash_attention_impls().count("fusedattn") == 1
+    assert registry.current_flash_attention_impl() == active
+    assert torch.equal(nn.functional.scaled_dot_product_attention(query, query, query), want)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_the_provider_names_cuda_where_there_is_none(registry):
+    active = registry.current_flash_attention_impl()
+    with pytest.raises(RuntimeError, match="CUDA"):
+        with compat.sdpa_provider():
+            pass
+    compat.register()
+    with pytest.raises(RuntimeError, match="CUDA"):
+        registry.activate_flash_attention_impl("fusedattn")
+    assert registry.current_flash_attention_impl() == active
+
+
+class Original:
+    """Stands for the kernel that torch has on CUDA."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def call_boxed(self, keyset, *args, **kwargs):
+        raise LookupError(self.name)
+
+
+@pytest.fixture
+def override(monkeypatch, device):
+    """Our operators in the place where torch, on a CPU, has none."""
+    if device != "cpu":
+        pytest.skip("on a GPU the provider itself is tested")
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Original(name))
+    made = _provider.Override("CPU")
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    yield operator
+    made.remove()
+    with pytest.raises(NotImplementedError, match="CPU"):
+        operator(*[torch.randn(1, 1, 2, 8)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("causal", "scale", "kv_heads", "order"),
+    [(False, None, 2, (0, 1, 2, 3)), (True, 0.3, 2, (0, 2, 1, 3)), (False, -0.5, 1, (0, 1, 2, 3))],
+)
+def test_the_operators_of_the_provider_are_torchs(override, causal, scale, kv_heads, order):
+    shapes = (1, 2, 4, 8), (1, kv_heads, 4 if causal else 5, 8), (1, kv_heads, 4 if causal else 5, 8)
+    inputs = [torch.randn([s[axis] for axis in order]).permute(order).half().requires_grad_() for s in shapes]
+    out, lse, cum_q, cum_k, rows, keys, state, unused, debug = override(*inputs, is_causal=causal, scale=scale)
+    assert out.dtype == torch.float16 and out.stride() == torch.empty_like(inputs[0]).stride()
+    assert (rows, keys) == (4, shapes[1][2]) and state.shape == (2,) and state.dtype == unused.dtype == torch.uint64
+    assert cum_q is None and cum_k is None and debug.numel() == 0
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    grouped = [x.repeat_interleave(2 // x.shape[1], 1) for x in doubles]
+    want = nn.functional.scaled_dot_product_attention(*grouped, is_causal=causal, scale=scale)
+    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
+    scores = grouped[0] @ grouped[1].mT * (8**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf) if causal else scores
+    torch.testing.assert_close(lse, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+    weight = torch.randn(out.shape)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    for ours, theirs in zip(got, torch.autograd.grad((want * weight).sum(), doubles), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=5e-3, atol=5e-3)
+
+
+def test_the_provider_drops_the_same_in_both_passes(override):
+    query, key, value = (torch.randn(1, 1, 4, 8).half().requires_grad_() for _ in range(3))
+    out, *_, state, _, _ = override(query, key, value, 0.5)
+    want = fa.attention(query, key, value, dropout_p=0.5, seed=state.view(torch.int64)[:1])
+    torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
+    weight = torch.randn(out.shape)
+    got, want = (torch.autograd.grad((x * weight).sum(), (query, key, value)) for x in (out, want))
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=5e-3)
+    assert not torch.equal(override(query, key, value, 0.5)[0], out)
+
+
+def test_what_the_kernels_do_not_take_goes_to_torch(override):
+    wide, narrow = torch.randn(1, 1, 2, 264).half(), torch.randn(1, 1, 2, 8).half()
+    with pytest.raises(LookupError, match="aten::_scaled_dot_product_flash_attention$"):
+        override(wide, wide, wide)
+    with pytest.raises(NotImplementedError, match="return_debug_mask"):
+        override(narrow, narrow, narrow, return_debug_mask=True)
+    with fa.use_backend("naive"):
+        assert override(narrow, narrow, narrow)[0].shape == narrow.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_provider_reaches_torchs_attention_on_a_gpu(registry):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query, key, value = (torch.randn(2, 4, n, 64, device="cuda").half().requires_grad_() for n in (70, 90, 90))
+    active = registry.current_flash_attention_impl()
+    got = []
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for provided in (True, False):
+            with compat.sdpa_provider() if provided else warnings.catch_warnings():
+                out = nn.functional.scaled_dot_product_attention(query, key, value)
+                got.append((out, *torch.autograd.grad(out.sum(), (query, key, value))))
+    for ours, theirs in zip(*got, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert registry.current_flash_attention_impl() == active

@@ -1,0 +1,327 @@
+"""MultiheadAttention of fusedattn.compat.torch: against torch's own, and where torch's is wrong."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fusedattn as fa
+import fusedattn.compat.torch as compat
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+given, settings = hypothesis.given, hypothesis.settings
+
+LOWEST = torch.finfo(torch.float32).min
+WIDTHS = [{}, dict(kdim=6, vdim=10), dict(bias=False), dict(kdim=6, bias=False), dict(add_bias_kv=True)]
+EXTRAS = [dict(add_zero_attn=True), dict(add_bias_kv=True, add_zero_attn=True, vdim=3)]
+
+
+def pair(num_heads=2, dtype=torch.float32, **options):
+    """torch's module and ours with the same parameters, biases included."""
+    theirs = nn.MultiheadAttention(8, num_heads, dtype=dtype, **options)
+    ours = compat.MultiheadAttention(8, num_heads, dtype=dtype, **options)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
+    """query, key and value in the layer's layout; without a batch where it is None."""
+    sizes = ((rows, layer.embed_dim), (keys, layer.kdim), (keys, layer.vdim))
+    if batch is not None:
+        sizes = (((batch, n, e) if layer.batch_first else (n, batch, e)) for n, e in sizes)
+    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def results(layer, inputs, *masks, **options):
+    """Output, weights and gradients of inputs, parameters and float masks."""
+    out, weights = layer(*inputs, **options)
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+    wanted = [*dict.fromkeys(inputs), *layer.parameters(), *(x for x in masks if x is not None and x.requires_grad)]
+    grads = torch.autograd.grad(loss, wanted, materialize_grads=True, retain_graph=True)
+    if weights is None:
+        return [out, *grads]
+    more = torch.autograd.grad(weights.sin().sum(), wanted, materialize_grads=True)
+    return [out, weights, *grads, *more]
+
+
+def assert_all_close(got, want, rtol=1e-5, atol=1e-5):
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+@st.composite
+def calls(draw):
+    """(options of the constructor, sizes, masks as (kind of padding, kind of mask), options of forward, seed)."""
+    options = draw(st.sampled_from(WIDTHS + EXTRAS)) | dict(batch_first=draw(st.booleans()))
+    sizes = draw(st.sampled_from([None, 1, 2, 3])), draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    kinds = st.sampled_from([None, "bool", "float"])
+    masks = draw(kinds), draw(kinds), draw(st.booleans())
+    forward = dict(need_weights=draw(st.booleans()), average_attn_weights=draw(st.booleans()))
+    return options, sizes, masks, forward, draw(st.sampled_from([1, 2, 4])), draw(st.integers(0, 99))
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(calls())
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_values_and_gradients_are_torchs(call):
+    options, (batch, rows, keys), (padding_kind, mask_kind, by_head), forward, num_heads, seed = call
+    torch.manual_seed(seed)
+    theirs, ours = pair(num_heads, dtype=torch.float64, **options)
+    inputs = draw_inputs(ours, batch, rows, keys, dtype=torch.float64)
+    if seed % 2 and keys == rows and "kdim" not in options and "vdim" not in options:
+        inputs = [inputs[0]] * 3
+    elif seed % 3 == 0 and ours.kdim == ours.vdim:
+        inputs[2] = inputs[1]
+    padding = torch.rand(*(() if batch is None else (batch,)), keys) < 0.4
+    padding[..., 0] = False
+    mask = torch.rand((batch or 1) * num_heads if by_head else 1, rows, keys) < 0.4
+    mask[..., 0] = False
+    mask = mask if by_head else mask[0]
+    made = []
+    for kind, hidden in ((padding_kind, padding), (mask_kind, mask)):
+        if kind == "float":
+            hidden = torch.randn(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf).requires_grad_()
+        made.append(hidden if kind else None)
+    forward |= dict(key_padding_mask=made[0], attn_mask=made[1])
+    got, want = (results(layer, inputs, *made, **forward) for layer in (ours, theirs))
+    assert_all_close(got, want, 1e-8, 1e-10)
+    assert ours.training and got[0].is_contiguous()
+    ours.eval(), theirs.eval()
+    with torch.no_grad():
+        got, want = ours(*inputs, **forward), theirs(*inputs, **forward)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-8, atol=1e-10)
+    assert (got[1] is None) == (want[1] is None) == (not forward["need_weights"])
+
+
+@pytest.mark.parametrize("options", WIDTHS + EXTRAS, ids=str)
+def test_a_seed_gives_torchs_initial_parameters_and_state_dicts_load_both_ways(options):
+    made = []
+    for kind in (nn.MultiheadAttention, compat.MultiheadAttention):
+        torch.manual_seed(4)
+        made.append(kind(8, 2, 0.1, batch_first=True, dtype=torch.float64, **options))
+    theirs, ours = made
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert_all_close(ours.state_dict().values(), theirs.state_dict().values(), 0, 0)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert isinstance(ours, nn.MultiheadAttention) and type(ours.out_proj) is type(theirs.out_proj)
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_signatures_are_torchs(method):
+    ours, theirs = (
+        list(inspect.signature(getattr(x, method)).parameters.values())
+        for x in (compat.MultiheadAttention, nn.MultiheadAttention)
+    )
+    assert [(x.name, x.default, x.kind) for x in ours] == [(x.name, x.default, x.kind) for x in theirs]
+
+
+def hide_everything(kind, batch, heads, rows, keys):
+    """Masks under which row 0 of sample 0 sees nothing."""
+    if kind == "padding":
+        mask = torch.zeros(batch, keys).bool()
+        mask[0] = True
+        return dict(key_padding_mask=mask)
+    if kind == "float padding":
+        return dict(key_padding_mask=torch.zeros(batch, keys).masked_fill(torch.arange(batch)[:, None] == 0, -math.inf))
+    mask = torch.zeros(batch * heads, rows, keys).bool()
+    mask[:heads, 0] = True
+    if kind == "together":
+        mask[:heads, 0, 0] = False
+        padding = torch.zeros(batch, keys).bool()
+        padding[:, 0] = True
+        return dict(attn_mask=mask, key_padding_mask=padding)
+    return dict(attn_mask=mask if kind == "mask" else torch.zeros(mask.shape).masked_fill(mask, -math.inf))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("kind", ["padding", "float padding", "mask", "float mask", "together"])
+def test_a_query_that_sees_nothing_gets_the_bias_of_out_proj(kind, need_weights, mode):
+    _, layer = pair(batch_first=True, dropout=0.0)
+    layer.train(mode == "train")
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    with torch.set_grad_enabled(mode != "no_grad"):
+        out, weights = layer(x, x, x, need_weights=need_weights, **hide_everything(kind, 2, 2, 3, 3))
+    assert torch.equal(out[0, 0], layer.out_proj.bias) and out.isfinite().all()
+    assert not torch.equal(out[1, 0], layer.out_proj.bias)
+    if need_weights:
+        assert (weights[0, 0] == 0).all()
+        torch.testing.assert_close(weights[1].sum(-1), torch.ones(3))
+    if mode != "no_grad":
+        out.sum().backward(retain_graph=need_weights)
+        if need_weights:
+            weights.square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("options", [{}, dict(kdim=6, vdim=10), EXTRAS[1]], ids=str)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_what_padding_hides_changes_no_bit_and_no_gradient(options, batch_first, bad):
+    _, layer = pair(batch_first=batch_first, **options)
+    query, key, value = draw_inputs(layer, 2, 4, 5)
+    padding = torch.tensor([[False, True, False, False, True], [True, True, False, False, False]])
+    want = results(layer, [query, key, value], need_weights=True, key_padding_mask=padding)
+    hidden = (padding if batch_first else padding.T)[..., None]
+    poisoned = [x.detach().masked_fill(hidden, bad).requires_grad_() for x in (key, value)]
+    for mask in (None, torch.zeros(4, 5)):
+        got = results(layer, [query, *poisoned], need_weights=True, key_padding_mask=padding, attn_mask=mask)
+        for ours, theirs in zip(got, want, strict=True):
+            assert torch.equal(ours, theirs) if mask is None else torch.allclose(ours, theirs, atol=1e-6)
+    shared = layer(query, poisoned[0], poisoned[0], padding)[0] if layer.kdim == layer.vdim else want[0]
+    assert shared.isfinite().all()
+
+
+def test_in_self_attention_hidden_rows_reach_no_other():
+    _, layer = pair(batch_first=True)
+    x, padding = torch.randn(2, 4, 8), torch.tensor([[False, False, True, True], [False] * 4])
+    want, want_weights = layer(x, x, x, padding)
+    x[0, 2:] = math.nan
+    out, weights = layer(x, x, x, padding)
+    assert torch.equal(out[0, :2], want[0, :2]) and torch.equal(out[1], want[1])
+    assert torch.equal(weights[0, :2], want_weights[0, :2])
+
+
+@pytest.mark.parametrize("options", [{}, *EXTRAS, dict(add_bias_kv=True)], ids=str)
+@pytest.mark.parametrize("contradicts", [False, True])
+def test_is_causal_is_only_a_hint(options, contradicts):
+    _, layer = pair(batch_first=True, **options)
+    inputs = draw_inputs(layer, 2, 4, 4)
+    mask = torch.zeros(4, 4).bool() if contradicts else torch.ones(4, 4).triu(1).bool()
+    outs = [
+        layer(*inputs, attn_mask=mask, need_weights=need, is_causal=hint)[0]
+        for need in (0, 1)
+        for hint in (True, False)
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    with pytest.raises(ValueError, match="is_causal: .*attn_mask"):
+        layer(*inputs, is_causal=True)
+
+
+def test_extra_columns_are_seen_through_every_mask():
+    _, layer = pair(batch_first=True, add_bias_kv=True, add_zero_attn=True)
+    inputs = draw_inputs(layer, 2, 3, 4)
+    masks = dict(attn_mask=torch.ones(3, 4).bool(), key_padding_mask=torch.full((2, 4), -math.inf))
+    out, weights = layer(*inputs, average_attn_weights=False, **masks)
+    assert weights.shape == (2, 2, 3, 6) and (weights[..., :4] == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 3))
+    assert not torch.equal(out[0, 0], layer.out_proj.bias)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_are_those_after_dropout_and_a_seed_drops_the_same_without_them(average):
+    _, layer = pair(batch_first=True, dropout=0.5)
+    x = torch.randn(2, 20, 8)
+    torch.manual_seed(5)
+    out, weights = layer(x, x, x, average_attn_weights=average)
+    torch.manual_seed(5)
+    assert torch.equal(layer(x, x, x, need_weights=False)[0], out)
+    assert not torch.equal(layer(x, x, x)[0], out)
+    if average:
+        assert weights.shape == (2, 20, 20)
+    else:
+        assert 0.4 < (weights == 0).float().mean() < 0.6
+        v = (x @ layer.in_proj_weight[16:].T + layer.in_proj_bias[16:]).unflatten(-1, (2, 4)).transpose(1, 2)
+        torch.testing.assert_close(layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), out)
+    layer.eval()
+    assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_two_masks_of_the_lowest_number_are_still_the_mean():
+    _, layer = pair(batch_first=True)
+    inputs = draw_inputs(layer, 2, 3, 4)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        lowest = torch.finfo(dtype).min
+        masks = dict(attn_mask=torch.full((3, 4), lowest, dtype=dtype), key_padding_mask=torch.full((2, 4), LOWEST))
+        masks["key_padding_mask"][0, 1] = -math.inf
+        weights = layer(*inputs, **masks)[1]
+        want = torch.tensor([[1 / 3, 0, 1 / 3, 1 / 3], [0.25] * 4])
+        torch.testing.assert_close(weights, want[:, None].expand(2, 3, 4))
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("options", [{}, EXTRAS[1]], ids=str)
+def test_sizes_of_zero(sizes, options):
+    _, layer = pair(batch_first=True, **options)
+    batch, rows, keys = sizes
+    masks = dict(attn_mask=torch.zeros(batch * 2, rows, keys), key_padding_mask=torch.zeros(batch, keys).bool())
+    out, weights = layer(*draw_inputs(layer, *sizes), **masks)
+    assert out.shape == (batch, rows, 8) and weights.shape == (batch, rows, keys + 2 * bool(options))
+    if keys == 0 and not options:
+        assert torch.equal(out, layer.out_proj.bias.expand(out.shape))
+    assert out.isfinite().all()
+
+
+def test_autocast_is_torchs():
+    theirs, ours = pair(add_bias_kv=True, add_zero_attn=True)
+    x, padding = torch.randn(4, 2, 8), torch.tensor([[False, True, False, False], [False] * 4])
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (layer(x, x, x, padding) for layer in (ours, theirs))
+    assert got[0].dtype == want[0].dtype and got[1].dtype == want[1].dtype
+    assert_all_close(got, want, 3e-2, 3e-2)
+
+
+X, K = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+WRONG = {
+    "no tensor": (dict(query=None), TypeError, "query: expected a tensor, got NoneType"),
+    "nested": (dict(value=torch.nested.nested_tensor([torch.randn(3, 8)])), TypeError, "value: .*nested"),
+    "rank": (dict(query=X[None]), ValueError, "query: expected rank 2 or 3"),
+    "ranks": (dict(key=K[0]), ValueError, "key: expected rank 3, as query"),
+    "width": (dict(query=X[..., :4]), ValueError, r"query: expected a width of 8, got \(2, 3, 4\)"),
+    "dtype": (dict(key=K.double()), TypeError, "key: expected the dtype of the parameters, torch.float32"),
+    "batch": (dict(query=X[:1]), ValueError, "key: expected the batch size of query, 1"),
+    "lengths": (dict(value=K[:, 1:]), ValueError, r"value: expected all but .* \(2, 5, 8\), got \(2, 4, 8\)"),
+    "padding": (
+        dict(key_padding_mask=torch.zeros(2, 3).bool()),
+        ValueError,
+        r"key_padding_mask: .*\(2, 5\), got \(2, 3\)",
+    ),
+    "padding int": (dict(key_padding_mask=torch.zeros(2, 5).byte()), TypeError, "key_padding_mask: .*torch.uint8"),
+    "mask": (dict(attn_mask=torch.zeros(5, 3)), ValueError, r"attn_mask: expected shape \(3, 5\) or \(4, 3, 5\), got"),
+    "mask heads": (dict(attn_mask=torch.zeros(2, 3, 5)), ValueError, "attn_mask: "),
+    "mask int": (dict(attn_mask=torch.zeros(3, 5).byte()), TypeError, "attn_mask: .*torch.uint8"),
+    "mask list": (dict(attn_mask=[[True]]), TypeError, "attn_mask: .*list"),
+    "elsewhere": (
+        dict(attn_mask=torch.zeros(3, 5, device="meta")),
+        ValueError,
+        "attn_mask: expected the device of query",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    changed, error, match = WRONG[name]
+    layer = compat.MultiheadAttention(8, 2, batch_first=True)
+    assert layer(X, K, K, torch.zeros(2, 5).bool(), attn_mask=torch.zeros(4, 3, 5))[0].shape == (2, 3, 8)
+    with pytest.raises(error, match=match) as raised:
+        layer(**(dict(query=X, key=K, value=K) | changed))
+    assert "\n" not in str(raised.value)
+
+
+def test_errors_of_the_constructor():
+    with pytest.raises(ValueError, match="num_heads: expected a divisor of embed_dim, 8, got 3"):
+        compat.MultiheadAttention(8, 3)
+    with pytest.raises(ValueError, match="dropout: "):
+        compat.MultiheadAttention(8, 2, dropout=1.5)
+    with pytest.raises(ValueError, match="num_heads"):
+        compat.MultiheadAttention(8, 0)
+
+
+def test_it_computes_by_the_backend_that_is_named(device):
+    layer = pair(add_bias_kv=True)[1].to(device)
+    query, key = torch.randn(2, 2, 8, device=device), torch.randn(3, 2, 8, device=device)
+    padding = torch.tensor([[False, True, False], [True, True, True]], device=device)
+    masks = dict(key_padding_mask=padding, attn_mask=torch.randn(2, 3, device=device))
+    got = {}
+    for backend in ("naive", "triton"):
+        with fa.use_backend(backend):
+            got[backend] = results(layer, [query.requires_grad_(), key.requires_grad_(), key], **masks)
+    assert_all_close(got["triton"], got["naive"])
