@@ -9,6 +9,7 @@ from ...backends import explain
 from ...tolerance import Verdict
 from .. import machine
 from ..screen import Problem, Screen, compared, need
+from . import converted
 from . import text as texts
 from .model import HEADS, WIDTH, LanguageModel, continuation
 from .timing import times
@@ -50,12 +51,16 @@ def run(given) -> int:
     for why in dict.fromkeys(one.why for one in timed if one.why):
         screen.say(f"The fused kernels are not timed: {why}\n")
 
+    encoder, (x, padding) = converted.encoder().to(device), converted.batch(device)
+    converted_checks, steps = list(converted.checks(encoder, x, padding)), converted.steps(encoder, x, padding)
+    _show_conversion(screen, converted_checks, steps)
+
     sentence = texts.sentence(text)
     written = continuation(model, sentence.encode(), 100, torch.Generator().manual_seed(given.seed))
     screen.say(f"Asked to go on from {sentence!r}, it writes:\n{written}\n")
     _draw(given.out, text, points, model, sentence, device)
 
-    checks = model_checks + kernel_checks
+    checks = model_checks + kernel_checks + converted_checks
     wrong = [one for one in checks if not one.verdict.ok]
     for one in wrong:
         screen.say(f"FAIL {one.what}, {one.result}: {one.verdict.why}", style="red")
@@ -66,7 +71,13 @@ def run(given) -> int:
     found = dict(ok=not wrong, seconds=seconds, versions=machine.versions(), device=where, text=text.name)
     found |= dict(bytes=len(text.content), parameters=count, losses=[point._asdict() for point in points])
     found |= dict(checks=[dict(what=one.what, result=one.result) | one.verdict._asdict() for one in checks])
-    found |= dict(times=[one._asdict() for one in timed], left_out=reasons, continuation=written, picture=given.out)
+    found |= dict(
+        times=[one._asdict() for one in timed],
+        converted=[one._asdict() for one in steps],
+        left_out=reasons,
+        continuation=written,
+        picture=given.out,
+    )
     screen.finish(found)
     return 1 if wrong else 0
 
@@ -107,6 +118,16 @@ def _show_checks(screen, model_checks: list[Check], kernel_checks: list[Check], 
         screen.table(title, ["", "out", "lse", "d query", "d key", "d value", ""], rows, marks=True)
     for reason in reasons:
         screen.say(f"The fused kernels are not checked: {reason}")
+
+
+def _show_conversion(screen, checks: list[Check], steps: list[converted.Step]):
+    rows = [[one.what, one.result, compared(one.verdict), "ok" if one.verdict.ok else "FAIL"] for one in checks]
+    title = "model = fa.compat.torch.convert(model): largest error / that before, against float64"
+    screen.table(title, ["", "", "", ""], rows, marks=True)
+    times = [
+        [step.what, f"{step.before:.2f}", f"{step.after:.2f}", f"{step.before / step.after:.2f}"] for step in steps
+    ]
+    screen.table("Milliseconds of a step of it, median", ["", "before", "after", "ratio"], times)
 
 
 def _by_what(checks: list[Check]) -> dict[str, list[Verdict]]:

@@ -50,10 +50,10 @@ def _medians(function, inputs):
     def both():
         torch.autograd.grad(function(*inputs), inputs, gradient)
 
-    return [_median(forward), _median(both)]
+    return [median(forward), median(both)]
 
 
-def _median(step):
+def median(step: Callable[[], None]) -> float:
     """Milliseconds; on a GPU the timer waits for what was launched."""
     step()
     timer = Timer("step()", globals=dict(step=step), num_threads=torch.get_num_threads())
