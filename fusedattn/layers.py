@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import FLOATING, fail
-from .modules import MultiHeadAttention, check_input, check_shares, check_sizes
+from .modules import MultiHeadAttention, check_fits, check_input, check_shares, check_sizes
 
 
 def _check_heads(name, num_heads, hidden_size):
@@ -185,6 +185,7 @@ class FeedForward(nn.Module):
             fail(TypeError, "x", "a tensor", type(x).__name__)
         if x.shape[-1:] != (self.linear_1.in_features,):
             fail(ValueError, "x", f"shape (..., {self.linear_1.in_features})", tuple(x.shape))
+        check_fits("x", x, self.linear_1)
         return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
 
 
@@ -260,7 +261,7 @@ class TransformerEncoderLayer(nn.Module):
                 hold a query_mask.
             key_mask: bool (B, S), True = a real token.
         """
-        check_input("x", x, self.attention.embed_dim)
+        check_input("x", x, self.attention.embed_dim, self.layer_norm_1)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
         return x + self.feed_forward(self.layer_norm_2(x))
 
@@ -387,13 +388,14 @@ class AttentionDecoder(nn.Module):
             fail(TypeError, "hidden", "a tensor", type(hidden).__name__)
         if hidden.shape != (input.shape[0], self.rnn.hidden_size):
             fail(ValueError, "hidden", f"shape {(input.shape[0], self.rnn.hidden_size)}", tuple(hidden.shape))
-        check_input("encoder_outputs", encoder_outputs, self.fc_attn.out_features)
+        check_fits("hidden", hidden, self.embedding)
+        check_input("encoder_outputs", encoder_outputs, self.fc_attn.out_features, self.embedding)
         if encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
         embedded = _look_up(self.embedding, "input", input)
         found = [
-            attend(hidden[:, None], encoder_outputs, key_mask=key_mask, need_weights=need_weights)
-            for attend in self.attentions
+            attention(hidden[:, None], encoder_outputs, key_mask=key_mask, need_weights=need_weights)
+            for attention in self.attentions
         ]
         context = self.fc_attn(torch.cat([out[:, 0] for out, _ in found], -1))  # (B, encoder_size)
         # cuDNN asks for a state that is contiguous.

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from .api import attention
 from .backends import check_name
-from .call import Plan
+from .call import Plan, autocasting
 from .checks import check_options, fail
 
 
@@ -24,11 +24,27 @@ def check_sizes(**sizes):
             fail(ValueError, name, "1 or more", size)
 
 
-def check_input(name, tensor, width):
+def check_input(name, tensor, width, layer=None):
+    """A tensor (batch, length, width) that a layer can take."""
     if not isinstance(tensor, Tensor):
         fail(TypeError, name, "a tensor", type(tensor).__name__)
     if tensor.dim() != 3 or tensor.shape[-1] != width:
         fail(ValueError, name, f"shape (batch, length, {width})", tuple(tensor.shape))
+    check_fits(name, tensor, layer)
+
+
+def check_fits(name, tensor, layer):
+    """The dtype and device of a tensor are those of the weight of a layer.
+
+    One whose weight is wrapped, quantized or yet to be loaded answers for itself.
+    """
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta:
+        return
+    if tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
+        fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
+    if tensor.device != weight.device:
+        fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
 
 
 def check_shares(**shares):
@@ -144,9 +160,9 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        check_input("query", query, self.embed_dim)
-        check_input("key", key, self.kdim)
-        check_input("value", value, self.vdim)
+        check_input("query", query, self.embed_dim, self.q_proj)
+        check_input("key", key, self.kdim, self.k_proj)
+        check_input("value", value, self.vdim, self.v_proj)
         out, weights = attend(
             self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2),
             self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
@@ -205,7 +221,7 @@ class SelfAttention(nn.Module):
 
         Returns: (output (B, S, E), weights (B, S, S) or None).
         """
-        check_input("x", x, self.embed_dim)
+        check_input("x", x, self.embed_dim, self.q_proj)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return attend(
             query,

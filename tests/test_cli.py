@@ -161,6 +161,10 @@ def test_demo_learns_checks_times_and_draws(demo, tmp_path, capsys):
     first, last = found["losses"][0], found["losses"][-1]
     assert last["step"] == 8 and last["train"] < first["train"] and last["held_out"] < first["held_out"]
     assert {one["provider"] for one in found["times"]} == {"fused", "naive", "torch SDPA"}
+    assert [one["what"] for one in found["converted"]] == ["inference", "training"]
+    assert all(one["before"] > 0 and one["after"] > 0 for one in found["converted"])
+    converted = [(one["what"].rpartition(", ")[2], one["result"]) for one in found["checks"][-3:]]
+    assert converted == [("eval", "outputs"), ("training", "outputs"), ("training", "gradients")]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert found["left_out"] or any(one["what"] == "layer 2, float32" for one in found["checks"])
 
@@ -170,6 +174,13 @@ def test_demo_fails_if_the_kernels_are_wrong(demo, monkeypatch, capsys):
     status, found = answer(capsys, *demo)
     wrong = {one["what"] for one in found["checks"] if not one["ok"]}
     assert status == 1 and wrong >= {"by triton", "layer 1, float32", "layer 2, float32"}
+
+
+def test_demo_fails_if_what_was_converted_is_wrong(demo, monkeypatch, capsys):
+    plant(monkeypatch, "naive", slightly_wrong)
+    status, found = answer(capsys, *demo)
+    wrong = {one["what"] for one in found["checks"] if not one["ok"]}
+    assert status == 1 and {f"an nn.TransformerEncoder, converted, {mode}" for mode in ("eval", "training")} <= wrong
 
 
 @pytest.mark.parametrize("content, why", [(None, "cannot read"), (b"short", "expected at least")], ids=["no", "short"])

@@ -92,8 +92,8 @@ def valid(out, name):
 @pytest.fixture
 def counted(monkeypatch):
     """How often our attention ran, without a hook, which would keep torch off its fast path."""
-    count, attend = [], compat._attend
-    monkeypatch.setattr(compat, "_attend", lambda *a, **k: (count.append(1), attend(*a, **k))[1])
+    count, attend = [], compat.attend
+    monkeypatch.setattr(compat, "attend", lambda *a, **k: (count.append(1), attend(*a, **k))[1])
     return count
 
 

@@ -600,7 +600,6 @@ def test_compiled_without_a_graph_break_at_any_length():
         ("block_indices", NotImplementedError, dict(block_indices=torch.zeros(2, 2, 5, 1, dtype=torch.int64))),
         ("sinks", NotImplementedError, dict(sinks=torch.zeros(2, 4, 5, 1))),
         ("head_mask", NotImplementedError, dict(head_mask=torch.ones(4))),
-        ("cache", NotImplementedError, dict(cache=object())),
     ],
 )
 def test_what_it_cannot_do_is_named(name, error, options):
@@ -616,6 +615,14 @@ def test_a_name_that_transformers_would_take_for_another_is_refused(name, error)
     with pytest.raises(error, match="^name: "):
         compat.register(name)
     assert name not in transformers.AttentionInterface()
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+def test_a_name_that_transformers_has_is_refused(name):
+    before = transformers.AttentionInterface().get(name)
+    with pytest.raises(ValueError, match="^name: "):
+        compat.register(name)
+    assert transformers.AttentionInterface().get(name) is before
 
 
 def test_another_name_twice():

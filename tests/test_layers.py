@@ -434,8 +434,8 @@ def test_compiled_without_a_break():
 LONG = torch.zeros(1, 4, dtype=torch.int64)
 
 
-def decode(input=(1,), hidden=(1, 4), encoded=(1, 3, 5), dtype=torch.int64, **options):
-    step = torch.zeros(input, dtype=dtype), torch.zeros(hidden), torch.zeros(encoded)
+def decode(input=(1,), hidden=(1, 4), encoded=(1, 3, 5), dtype=torch.int64, floating=torch.float32, **options):
+    step = torch.zeros(input, dtype=dtype), torch.zeros(hidden, dtype=floating), torch.zeros(encoded)
     return layers.AttentionDecoder(7, 3, 4, 5)(*step, **options)
 
 
@@ -472,6 +472,9 @@ def decode(input=(1,), hidden=(1, 4), encoded=(1, 3, 5), dtype=torch.int64, **op
         ("x: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 7))),
         ("x: ", ValueError, lambda: layers.TransformerEncoder(1, 8, 2, 16)(torch.zeros(3, 8))),
         ("mask: ", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 8), torch.ones(3, 3))),
+        ("x: .*float32", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 8).double())),
+        ("x: .*float32", TypeError, lambda: layers.FeedForward(4, 8)(torch.zeros(3, 4).half())),
+        ("x: .*device", ValueError, lambda: layers.FeedForward(4, 8)(torch.zeros(3, 4, device="meta"))),
         ("num_hidden_layers: ", ValueError, lambda: layers.TransformerEncoder(0, 8, 2, 16)),
         ("num_heads: .*hidden_size, 4", ValueError, lambda: layers.AttentionDecoder(7, 3, 4, 5, num_heads=3)),
         ("num_attentions: ", ValueError, lambda: layers.AttentionDecoder(7, 3, 4, 5, 0)),
@@ -482,6 +485,7 @@ def decode(input=(1,), hidden=(1, 4), encoded=(1, 3, 5), dtype=torch.int64, **op
         ("input: .*0 to 6, got 9 to 9", ValueError, lambda: decode_ids(9)),
         ("hidden: .*\\(1, 4\\), got \\(1, 1, 4\\)", ValueError, lambda: decode(hidden=(1, 1, 4))),
         ("hidden: .*\\(2, 4\\), got \\(1, 4\\)", ValueError, lambda: decode(input=(2,))),
+        ("hidden: .*float32", TypeError, lambda: decode(floating=torch.float64)),
         ("encoder_outputs: ", ValueError, lambda: decode(encoded=(1, 3, 4))),
         ("encoder_outputs: .*batch size", ValueError, lambda: decode(encoded=(2, 3, 5))),
         ("key_mask: ", ValueError, lambda: decode(key_mask=torch.ones(1, 4).bool())),

@@ -165,6 +165,10 @@ def test_self_attention_is_one_head_without_output_projection():
         ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(3, 8))),
         ("value", ValueError, lambda: fa.MultiHeadAttention(8, 2, vdim=5)(torch.ones(1, 3, 8), torch.ones(1, 3, 8))),
         ("x", TypeError, lambda: fa.SelfAttention(8)([1.0])),
+        ("x", TypeError, lambda: fa.SelfAttention(8)(torch.ones(1, 3, 8).double())),
+        ("query", TypeError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(1, 3, 8).long())),
+        ("key", TypeError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(1, 3, 8), torch.ones(1, 3, 8).half())),
+        ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(1, 3, 8, device="meta"))),
         ("mask", TypeError, lambda: fa.SelfAttention(8)(torch.ones(1, 3, 8), torch.ones(3, 3))),
     ],
 )

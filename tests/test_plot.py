@@ -152,7 +152,7 @@ def test_positional_encoding(shape):
 @pytest.mark.parametrize("draw", [plot.attention_map, plot.positional_encoding])
 def test_without_matplotlib_it_says_what_to_install(draw, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'fusedattn\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'fusedattn\[plot\]'"):
         draw(weights(2, 2))
 
 

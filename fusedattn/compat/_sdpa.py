@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..call import Arguments, autocast, autocasting
+from ..call import CAST, autocast_dtype, autocasting
 from ..checks import fail
-
-_LOWER = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def scaled_dot_product_attention(
@@ -137,12 +135,14 @@ def _rank4(tensor, batch, shared=False):
 def _check_mask(mask, query, key, value, leading):
     if not isinstance(mask, Tensor):
         fail(TypeError, "attn_mask", "a tensor", type(mask).__name__)
+    if mask.is_nested or mask.layout != torch.strided:
+        fail(TypeError, "attn_mask", "a strided tensor", mask.layout)
     if mask.device != query.device:
         fail(ValueError, "attn_mask", f"the device of query, {query.device}", mask.device)
-    dtype = autocast(Arguments(query, key, value)).query.dtype
+    dtype = autocast_dtype(query)
     allowed = {torch.bool, torch.float32, dtype}
-    if dtype in _LOWER and autocasting(query):
-        allowed.update(_LOWER)
+    if dtype in CAST and autocasting(query):
+        allowed.update(CAST)
     if mask.dtype not in allowed:
         fail(TypeError, "attn_mask", f"bool, float32 or the dtype of query, {dtype}", mask.dtype)
     scores = (*leading, query.shape[-2], key.shape[-2])

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from ..call import autocasting
 from ..checks import fail
-from ..modules import attend, check_shares
+from ..modules import attend, check_fits, check_shares
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 
@@ -20,7 +19,6 @@ def _stay(module, inputs):
 def _check_inputs(layer, query, key, value):
     given = {"query": query, "key": key, "value": value}
     widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
-    dtype = layer.out_proj.weight.dtype
     for name, x in given.items():
         if not isinstance(x, Tensor):
             fail(TypeError, name, "a tensor", type(x).__name__)
@@ -32,8 +30,7 @@ def _check_inputs(layer, query, key, value):
             fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
         if x.shape[-1] != widths[name]:
             fail(ValueError, name, f"a width of {widths[name]}", tuple(x.shape))
-        if x.dtype != dtype and not autocasting(x):
-            fail(TypeError, name, f"the dtype of the parameters, {dtype}", x.dtype)
+        check_fits(name, x, layer.out_proj)
     batch = 0 if layer.batch_first else 1
     if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
         fail(ValueError, "key", f"the batch size of query, {query.shape[batch]}", tuple(key.shape))
@@ -248,6 +245,10 @@ def convert(model: nn.Module) -> nn.Module:
     torch.nn.TransformerEncoderLayer has a fast path for eval without gradients that calls no module, and
     torch.nn.TransformerEncoder packs padded batches for it: where attention was converted, neither is taken any more.
     What comes out at padded positions is finite, not 0. Models that were not converted keep both.
+
+    What is not a child of a module, but in a plain list, is not replaced. torch.fx traces into the new modules, as into
+    any that is not torch's own, and cannot: its Tracer must be told by `is_leaf_module`. They keep clear of the fast
+    path by a forward pre-hook of their own: who removes all hooks brings it back.
 
     Args:
         model: any module. Of a torch.nn.MultiheadAttention itself the converted one is returned, which shares its

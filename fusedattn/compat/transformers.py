@@ -12,7 +12,6 @@ REFUSED = {
     "block_indices": "sparse attention by blocks",
     "sinks": "a sink for each query",
     "head_mask": "a weight for each head",
-    "cache": "the paged cache of continuous batching",
 }
 # What transformers takes a name for, by what is in it.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
@@ -34,7 +33,7 @@ def register(name: str = "fusedattn") -> None:
     Args:
         name: what to call it. Registering twice, or under two names, does no harm.
     Raises: ImportError without transformers 4.53 or newer. TypeError, ValueError for a name that is no string, is empty
-        or holds what transformers reads as something else: "flash", "/" or "|".
+        holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
@@ -48,6 +47,9 @@ def register(name: str = "fusedattn") -> None:
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.53 or newer") from error
+    taken = AttentionInterface().get(name)
+    if name == "eager" or taken not in (None, fusedattn_forward):
+        fail(ValueError, "name", "a name of its own", f"{name!r}, which transformers has")
     AttentionInterface.register(name, fusedattn_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ class Step(NamedTuple):
     what: str
     before: float
     after: float
+
+
+# torch's, of the path by which it packs padded batches.
+warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
 
 
 def encoder() -> nn.TransformerEncoder:

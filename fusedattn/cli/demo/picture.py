@@ -20,7 +20,7 @@ def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(12.6, 7.0), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)  # no window, whatever the machine has
-    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 2.2))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 2.2), squeeze=False)[0]
     _losses(left.subplots(), points, frequencies, title)
     attention_map(
         maps,
