@@ -148,6 +148,7 @@ FEATURES = {
     "one key": dict(Sq=33, Sk=1),
     "strided": dict(strided=True),
     "expanded": dict(B=2, expanded=True),
+    "awkward": dict(strided=True, D=5, Dv=24, Sq=70, Sk=19),
     "causal": dict(causal=True),
     "window": dict(window=(9, 4)),
     "window of itself": dict(window=(0, 0)),
@@ -209,7 +210,7 @@ SINGLE = [
 ]
 # One of each kind is enough where it meets the others.
 DISTINCT = (
-    *("grouped heads", "odd head dims", "more rows", "more keys", "strided", "expanded", "causal", "window"),
+    *("grouped heads", "awkward", "more keys", "expanded", "causal", "window"),
     *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "negative scale"),
     *("bias of pairs", "bias over batch", "bias of rows", "bias of keys", "softcap", "slopes", "sinks", "dropout"),
     *("weights", "lse alone"),
@@ -232,9 +233,7 @@ def _all_together(combinations):
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
 # Those of what a caller asks for, less those of how tensors are made.
 OPTION_PAIRS = _all_together(
-    (a, b)
-    for a, b in itertools.combinations(DISTINCT, 2)
-    if not {a, b} & {"odd head dims", "more rows", "more keys", "strided", "expanded"}
+    (a, b) for a, b in itertools.combinations(DISTINCT, 2) if not {a, b} & {"awkward", "more keys", "expanded"}
 )
 TRIPLES = _all_together(
     itertools.product(

@@ -1,0 +1,412 @@
+"""Hugging Face Transformers: tiny random models of each family, ours against eager."""
+
+import copy
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.compat import transformers as compat
+
+transformers = pytest.importorskip("transformers")
+MAJOR = int(transformers.__version__.partition(".")[0])
+
+TINY = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+GROUPED = dict(TINY, num_key_value_heads=2)
+HEADS = dict(GROUPED, head_dim=8)
+WINDOWS = ["sliding_attention", "full_attention"]
+SEQ2SEQ = dict(vocab_size=64, pad_token_id=0, eos_token_id=None, decoder_start_token_id=1)
+
+
+class Family(NamedTuple):
+    """A class of models, with a tiny config."""
+
+    name: str
+    model: str
+    config: str
+    options: dict
+    kind: str = "decoder"  # or "encoder", "image", "speech", "seq2seq": what the inputs are
+    since: int = 4  # the version of transformers that first calls the interface
+
+
+FAMILIES = [
+    Family("BERT", "BertForMaskedLM", "BertConfig", TINY, "encoder", since=5),
+    Family("BERT decoder", "BertLMHeadModel", "BertConfig", dict(TINY, is_decoder=True), since=5),
+    Family(
+        "ModernBERT",
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        dict(TINY, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
+        "encoder",
+        since=5,
+    ),
+    Family(
+        "ViT",
+        "ViTForImageClassification",
+        "ViTConfig",
+        dict(
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=12,
+            patch_size=4,
+            num_labels=5,
+        ),
+        "image",
+    ),
+    Family(
+        "Whisper",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        dict(
+            SEQ2SEQ,
+            bos_token_id=1,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=40,
+            decoder_ffn_dim=40,
+            num_mel_bins=6,
+            max_source_positions=11,
+            max_target_positions=32,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        ),
+        "speech",
+    ),
+    Family(
+        "T5",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        dict(
+            SEQ2SEQ,
+            d_model=32,
+            d_kv=8,
+            d_ff=40,
+            num_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=12,
+        ),
+        "seq2seq",
+        since=5,
+    ),
+    Family(
+        "BART",
+        "BartForConditionalGeneration",
+        "BartConfig",
+        dict(
+            SEQ2SEQ,
+            bos_token_id=1,
+            forced_eos_token_id=None,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=40,
+            decoder_ffn_dim=40,
+            max_position_embeddings=64,
+        ),
+        "seq2seq",
+    ),
+    Family("Llama", "LlamaForCausalLM", "LlamaConfig", GROUPED),
+    Family("Mistral", "MistralForCausalLM", "MistralConfig", dict(GROUPED, sliding_window=4)),
+    Family(
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        dict(
+            HEADS,
+            sliding_window=4,
+            layer_types=WINDOWS,
+            attn_logit_softcapping=1.5,
+            query_pre_attn_scalar=5,
+            use_cache=True,
+        ),
+    ),
+    Family(
+        "Gemma 3",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        dict(HEADS, sliding_window=4, layer_types=WINDOWS, query_pre_attn_scalar=5),
+    ),
+    Family(
+        "GPT-OSS",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        dict(HEADS, sliding_window=4, layer_types=WINDOWS, num_local_experts=2, num_experts_per_tok=1),
+    ),
+    Family(
+        "DeepSeek-V3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        dict(
+            TINY,
+            num_key_value_heads=4,
+            q_lora_rank=12,
+            kv_lora_rank=10,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=7,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        ),
+    ),
+]
+BY_NAME = {family.name: family for family in FAMILIES}
+GENERATING = [
+    family for family in FAMILIES if family.kind not in ("encoder", "image") and family.name != "BERT decoder"
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    compat.register()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The keywords of each call of `fusedattn.attention` by way of transformers."""
+    seen = []
+
+    def attention(*args, **options):
+        seen.append(options)
+        return fa.attention(*args, **options)
+
+    monkeypatch.setattr(compat, "attention", attention)
+    return seen
+
+
+@functools.cache
+def model_of(name):
+    """Weights large enough for attention to be far from uniform."""
+    family = BY_NAME[name]
+    if MAJOR < family.since:
+        pytest.skip(f"{name} has attention of its own in transformers {MAJOR}")
+    model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.options)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+    return model
+
+
+def tokens(batch, length):
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(batch + length))
+
+
+def padding(length):
+    """(3, length): one sample padded on the left, one on the right, one not at all."""
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[0, :3] = mask[1, -2:] = 0
+    return mask
+
+
+def inputs_of(family, padded):
+    generator = torch.Generator().manual_seed(7)
+    if family.kind == "image":
+        return dict(pixel_values=torch.randn(2, 3, 12, 12, generator=generator), labels=torch.tensor([1, 4]))
+    inputs, counts = dict(labels=tokens(3, 9)), padding(9)
+    if family.kind == "speech":
+        inputs["input_features"] = torch.randn(3, 6, 22, generator=generator)
+    else:
+        inputs["input_ids"] = tokens(3, 11) if family.kind == "seq2seq" else inputs["labels"]
+    if padded:
+        name = "decoder_attention_mask" if family.kind == "speech" else "attention_mask"
+        inputs[name] = padding(11) if family.kind == "seq2seq" else counts
+        if family.kind == "decoder":  # what a hidden row says of the next token is nobody's business
+            counts = counts * counts.roll(1, dims=1)
+        inputs["labels"] = inputs["labels"].masked_fill(counts == 0, -100)
+    return inputs
+
+
+def outcome(model, implementation, inputs):
+    """The loss, the logits that count and the gradient of each parameter."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    out = model(**inputs)
+    out.loss.backward()
+    logits = out.logits[inputs["labels"] != -100] if out.logits.dim() == 3 else out.logits
+    return dict(loss=out.loss.detach(), logits=logits.detach()) | {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
+
+
+def assert_same(got, want):
+    """To float32 rounding: 1e-5 of the largest element, or of 1."""
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        if expected is None:
+            assert got[name] is None, name
+        else:
+            atol = 1e-5 * max(1.0, expected.abs().max().item())
+            torch.testing.assert_close(got[name], expected, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def pairs(*cases):
+    """A test of (family, something) that is named for both."""
+    return pytest.mark.parametrize(("family", "case"), [pytest.param(f, c, id=f"{f.name}, {c}") for f, c in cases])
+
+
+@pairs(*((f, case) for f in FAMILIES for case in ("plain", "padded") if (f.kind, case) != ("image", "padded")))
+def test_logits_loss_and_gradients_are_eagers(family, case, calls):
+    model, inputs = model_of(family.name), inputs_of(family, case == "padded")
+    want = outcome(model, "eager", inputs)
+    assert not calls
+    got = outcome(model, "fusedattn", inputs)
+    assert len(calls) == (6 if family.kind in ("seq2seq", "speech") else 2)  # each layer, and cross attention
+    assert_same(got, want)
+
+
+def generated(model, implementation, inputs, **options):
+    """Tokens (B, L) and the scores of each step, or of the beams."""
+    model.set_attn_implementation(implementation)
+    out = model.generate(
+        **inputs,
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    return out.sequences, torch.stack(out.scores)
+
+
+CACHES = {
+    "dynamic": dict(cache_implementation="dynamic"),
+    "static": dict(cache_implementation="static"),
+    "beams": dict(num_beams=3),
+    "in chunks": dict(prefill_chunk_size=4),
+    "no cache": dict(use_cache=False),
+}
+
+
+@pairs(*((f, case) for f in GENERATING for case in CACHES if f.kind == "decoder" or case != "in chunks"))
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_generated_tokens_are_eagers(family, case, padded, calls):
+    if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
+        pytest.skip("the static cache of transformers 4 takes values for as wide as keys")
+    model, inputs = model_of(family.name), inputs_of(family, padded)
+    for name in ("labels", "decoder_attention_mask"):
+        inputs.pop(name, None)
+    want, want_scores = generated(model, "eager", inputs, **CACHES[case])
+    assert not calls
+    got, scores = generated(model, "fusedattn", inputs, **CACHES[case])
+    assert calls and len(scores) == 6
+    assert torch.equal(got, want)
+    torch.testing.assert_close(scores, want_scores, rtol=0, atol=1e-4)
+
+
+def test_a_window_that_begins_to_bind_while_tokens_are_generated():
+    model, inputs = model_of("Mistral"), dict(input_ids=tokens(3, 2))
+    for cache in ("dynamic", "static"):
+        want, _ = generated(model, "eager", inputs, cache_implementation=cache)
+        got, _ = generated(model, "fusedattn", inputs, cache_implementation=cache)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 makes a mask there")
+def test_the_prompt_in_a_static_cache_is_causal_and_sees_no_empty_slot(calls):
+    generated(model_of("Llama"), "fusedattn", dict(input_ids=tokens(2, 5)), cache_implementation="static")
+    assert calls[0]["causal"] and calls[0]["mask"] is None and not calls[-1]["causal"]
+
+
+def test_packed_sequences_do_not_see_each_other():
+    model = model_of("Llama")
+    model.set_attn_implementation("fusedattn")
+    ids = tokens(1, 7)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split((3, 4), dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    # Where both halves of T5 are reentrant, the order in which the encoder's gradient is summed differs, eager's too.
+    [("Llama", False), ("Llama", True), ("Gemma 2", False), ("Gemma 2", True), ("T5", False)],
+)
+def test_checkpointing_changes_no_bit_of_a_gradient(name, reentrant, calls):
+    model = copy.deepcopy(model_of(name)).train()
+    inputs = inputs_of(BY_NAME[name], padded=True) | dict(use_cache=False)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    torch.manual_seed(1)
+    want = outcome(model, "fusedattn", inputs)
+    once = len(calls)
+    assert all(call["dropout_p"] > 0 for call in calls)
+    model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    torch.manual_seed(1)
+    got = outcome(model, "fusedattn", inputs)
+    assert len(calls) == 3 * once  # each was computed again
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_a_model_under_a_name_without_its_mask_function_is_caught():
+    """The padding mask is dropped without a word, and the comparison above would say so."""
+    transformers.AttentionInterface.register("fusedattn_without_mask", compat.fusedattn_forward)
+    model, inputs = model_of("Llama"), inputs_of(BY_NAME["Llama"], padded=True)
+    want = outcome(model, "eager", inputs)
+    wrong = outcome(model, "fusedattn_without_mask", inputs)
+    assert (wrong["logits"] - want["logits"]).abs().max() > 0.1
+    with pytest.raises(AssertionError, match="loss|logits"):
+        assert_same(wrong, want)
+    assert_same(outcome(model, "fusedattn", inputs), want)
+
+
+def test_a_model_that_is_loaded_with_it(tmp_path):
+    model = model_of("Llama")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fusedattn")
+    assert loaded.config._attn_implementation == "fusedattn"
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(loaded(tokens(2, 5)).logits, model(tokens(2, 5)).logits, rtol=0, atol=1e-5)
+
+
+def test_hidden_rows_are_finite_in_half_precision():
+    model = copy.deepcopy(model_of("Gemma 2")).to(torch.bfloat16)
+    got = outcome(model, "fusedattn", inputs_of(BY_NAME["Gemma 2"], padded=True))
+    assert all(x.isfinite().all() for x in got.values() if x is not None)
+    everything = model(input_ids=tokens(3, 9), attention_mask=padding(9)).logits
+    assert everything.dtype == torch.bfloat16 and everything.isfinite().all()
+
+
+def test_a_tiny_llama_through_the_kernels(device, calls):
+    options = dict(GROUPED, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).to(device)
+    ids = tokens(2, 5).to(device)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
+    for inputs in (
+        dict(labels=ids),
+        dict(labels=ids.masked_fill(mask * mask.roll(1, 1) == 0, -100), attention_mask=mask),
+    ):
+        want = outcome(model, "eager", dict(input_ids=ids) | inputs)
+        with fa.use_backend("triton"):
+            got = outcome(model, "fusedattn", dict(input_ids=ids) | inputs)
+        assert_same(got, want)
+    assert len(calls) == 2
