@@ -256,7 +256,8 @@ def dq(
     sums = row_sums.Sums(zero, zero, zero, zero)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     for n in tl.static_range(3 if lists is None else 2):
-        order, begin, end = blocks.walk(ranges, lists, plane, first // BLOCK_M, n)
+        order = None if lists is None else blocks.order(lists, plane, first // BLOCK_M, n)
+        begin, end = blocks.extent(ranges, order, n)
         grad, sums = _walk_keys(
             grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
             masks, plane, order, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
@@ -318,7 +319,8 @@ def dkdv(
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     for n in tl.static_range(3 if lists is None else 2):
-        order, begin, end = blocks.walk(ranges, lists, kv, block, n)
+        order = None if lists is None else blocks.order(lists, kv, block, n)
+        begin, end = blocks.extent(ranges, order, n)
         dk, dv = _walk_rows(
             dk, dv, k, v, Q, GradOut, GradWeights, GradK, GradV, BiasSums, Rows, cols, band, masks, kv,
             order, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,

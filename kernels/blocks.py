@@ -103,17 +103,21 @@ def list_blocks(
 
 
 @triton.jit
-def walk(ranges, lists, plane, block, N: tl.constexpr):
-    """(order, begin, end) of the Nth walk over what a block meets; only walk 1 takes no mask.
+def order(lists, plane, block, N: tl.constexpr):
+    """What walk N visits for a block of a plane, in turn: 0 those tiles that take a mask, 1 those that take none."""
+    return tiles.pointers(tiles.matrix(lists, plane), block * 2 + N, block * 0) + 1
 
-    Without lists it is the Nth of the three `ranges` of `span.blocks`, and order is None. With them, what they hold for
-    the block of a plane: walk 0 visits those tiles that take a mask, walk 1 those that take none.
+
+@triton.jit
+def extent(ranges, order, N: tl.constexpr):
+    """(begin, end) of walk N: of an order, or, where that is None, of the three `ranges` of `span.blocks`.
+
+    Walk 1 alone takes no mask.
     """
-    if lists is None:
-        return None, ranges[N], ranges[N + 1]
+    if order is None:
+        return ranges[N], ranges[N + 1]
     else:
-        line = tiles.pointers(tiles.matrix(lists, plane), block * 2 + N, block * 0)
-        return line + 1, 0, tl.load(line).to(tl.int32)
+        return 0, tl.load(order - 1).to(tl.int32)
 
 
 @triton.jit

@@ -96,7 +96,8 @@ def forward(
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     for n in tl.static_range(3 if lists is None else 2):
-        order, begin, end = blocks.walk(ranges, lists, plane, first // BLOCK_M, n)
+        order = None if lists is None else blocks.order(lists, plane, first // BLOCK_M, n)
+        begin, end = blocks.extent(ranges, order, n)
         out, state = _walk(
             out, state, q, k, v, rows, band, masks, plane, order, begin, end, score, noise,
             D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
