@@ -316,9 +316,9 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
     def table(columns, length=rows, new=stats.new_empty):
         return new((batch, heads, length, columns))
 
-    rows_table, sink_sums = table(4), None if grad_sinks is None else table(1)
+    rows_table = table(4)
     prepare = dict(Out=_view(out), GradOut=_view(grad_out), GradLse=grad_lse, Weights=weights)
-    prepare |= dict(GradWeights=grad_weights, Stats=stats, Rows=rows_table, GradSinks=sink_sums)
+    prepare |= dict(GradWeights=grad_weights, Stats=stats, Rows=rows_table)
     prepare |= {name: common[name] for name in ("q_len", "k_len", "score", "HEADS", "DV", "PRECISION")}
     _launch("prepare", call, lambda tile: cdiv(rows, tile.rows) * planes, prepare)
     common |= dict(GradOut=_view(grad_out), GradWeights=grad_weights, Rows=rows_table)
@@ -328,11 +328,11 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
     by_keys = table(3, keys, stats.new_zeros) if where == "keys" else None
     over_planes = _view(grad_bias) if where == "planes" else None
     whole = _view(grad_bias.zero_()) if where == "pairs" else None
-    slope_sums = None if grad_slopes is None else table(1)
+    slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
 
-    if any(x is not None for x in (grad_query, whole, by_rows, slope_sums)):
+    if any(x is not None for x in (grad_query, whole, by_rows, slope_sums, sink_sums)):
         own = dict(GradQ=None if grad_query is None else _view(grad_query), GradBias=whole)
-        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, GradLse=grad_lse)
+        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums, GradLse=grad_lse)
         _launch("dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=_lists(call, marks, grain))
     if grad_key is not None or by_keys is not None:
         own = dict(

@@ -71,7 +71,8 @@ class SinusoidalPositionalEncoding(nn.Module):
 
     P is the buffer `pe` (max_len, E), computed in float64 and kept so until `.to()` says otherwise; what is added is
     rounded to the dtype of x once. It is not part of the state dict, so weights load whatever max_len is; like the
-    parameters of other modules, it takes `reset_parameters` after `to_empty`.
+    parameters of other modules, it takes `reset_parameters` after `to_empty`. A device without float64 wants another
+    dtype.
 
     Args:
         embed_dim: E, odd or even.

@@ -19,7 +19,6 @@ def prepare(
     GradWeights,
     Stats,
     Rows,
-    GradSinks,
     q_len,
     k_len,
     score,
@@ -31,7 +30,7 @@ def prepare(
     """Rows (B, Hq, Sq, 4: shift, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
 
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
-    (B, Hq, Sq, Sk), or None. GradSinks (B, Hq, Sq), or None, is what each row adds to the gradient of its head's sink.
+    (B, Hq, Sq, Sk), or None.
     """
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -60,9 +59,6 @@ def prepare(
     tiles.store_column(table, rows, q_len, 1, row.rest)
     tiles.store_column(table, rows, q_len, 2, row.unit)
     tiles.store_column(table, rows, q_len, 3, delta)
-    if GradSinks is not None:
-        p = softmax.weights(scores.sink(score, plane, rest.dtype), row, score.unit)
-        tiles.store_column(tiles.table(GradSinks, plane, q_len, 1), rows, q_len, 0, -p * delta)
 
 
 @triton.jit
@@ -78,6 +74,7 @@ def _walk_keys(
     GradBias,
     BiasSums,
     SlopeSums,
+    SinkSums,
     row,
     rows,
     band,
@@ -96,8 +93,8 @@ def _walk_keys(
 ):
     """Add to dq and to the sums by row what key blocks [begin, end) give.
 
-    What will not be stored in GradQ, BiasSums or SlopeSums, since they are None, stays as it is. GradBias, unless None,
-    gets the gradient of the scores.
+    What will not be stored, since GradQ or all of BiasSums, SlopeSums and SinkSums are None, stays as it is. GradBias,
+    unless None, gets the gradient of the scores.
     """
     following = blocks.first(order, begin)
     for n in tl.range(begin, end):
@@ -115,7 +112,7 @@ def _walk_keys(
         ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, noise, GradWeights)
         if GradBias is not None:
             tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
-        if BiasSums is not None or SlopeSums is not None:
+        if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
             sums = row_sums.add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
         if GradQ is not None:
             ds = scores.through(score, steepness, ds).to(k_tile.dtype)
@@ -217,6 +214,7 @@ def dq(
     GradBias,
     BiasSums,
     SlopeSums,
+    SinkSums,
     masks,
     lists,
     noise,
@@ -237,7 +235,7 @@ def dq(
     """GradQ (B, Hq, Sq, D), from GradOut and the Rows that `prepare` made; what else is walked row by row with it.
 
     Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
-    row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope.
+    row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope, SinkSums of the sink's.
     """
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     first = span.latest_first(block, q_len, BLOCK_M)
@@ -259,18 +257,21 @@ def dq(
         order = None if lists is None else blocks.order(lists, plane, first // BLOCK_M, n)
         begin, end = blocks.extent(ranges, order, n)
         grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, row, rows, band,
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, SinkSums, row, rows, band,
             masks, plane, order, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
     if GradQ is not None:
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
-    if BiasSums is not None or SlopeSums is not None:
+    if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
         dlse = zero if GradLse is None else tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
-        sums = row_sums.mend(sums, row.delta, dlse)
+        sums, delta = row_sums.mend(sums, row.delta, dlse)
     if BiasSums is not None:
         tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, sums.ds)
     if SlopeSums is not None:
         tiles.store_column(tiles.table(SlopeSums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
+    if SinkSums is not None:
+        p = softmax.weights(scores.sink(score, plane, wide), row.softmax, score.unit)
+        tiles.store_column(tiles.table(SinkSums, plane, q_len, 1), rows, q_len, 0, -p * delta)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])

@@ -1,4 +1,4 @@
-"""Sums over the keys of each row that are taken on the way: the gradients of a bias by rows and of slopes."""
+"""Sums over the keys of each row that are taken on the way: the gradients of a bias by rows, of slopes and of sinks."""
 
 from typing import NamedTuple
 
@@ -27,9 +27,9 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def mend(sums, delta, dlse):
-    """The sums with delta as these products have it: `prepare` knew it no better than the rounded output.
+    """(The sums, delta) with delta as these products have it: `prepare` knew it no better than the rounded output.
 
     One such error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
     """
     error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
-    return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far)
+    return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far), delta + error

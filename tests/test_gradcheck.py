@@ -18,7 +18,7 @@ def small(case):
     window = case.window and tuple(None if side is None else side % 3 for side in case.window)
     sizes = {name: size for name, size in SMALL.items() if getattr(case, name) == getattr(cases.Case(""), name)}
     sizes |= {name: min(getattr(case, name), 7) for name in SMALL if name not in sizes}
-    heads = dict(Hq=4) if case.Hq > 4 else {}
+    heads = dict(Hq=2, Hkv=1) if case.Hq > case.Hkv else {}
     return case._replace(**sizes, **heads, window=window, dtype=torch.float64, bias_dtype=None)
 
 
