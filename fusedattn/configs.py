@@ -33,7 +33,7 @@ TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2)),
+    ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("forward", 90, 2, 128): (Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
     ("forward", 90, 2, 256): (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
     ("forward", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
@@ -43,7 +43,7 @@ TABLE = {
     ("dq", 80, 2, 128): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dq", 90, 2, 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
-    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2)),
+    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
     ("dq", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("dq", 80, 4, 128): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
@@ -109,7 +109,15 @@ def grain(capability):
     return 16 if capability is None else 64
 
 
-def tiles(kernel, capability, itemsize, width, load="plain"):
+def narrow(left, right):
+    """Whether a band with these sides, None if unbounded, is one for tiles of at most 64 rows and 64 keys.
+
+    A tile of n rows meets n - 1 keys more than one row does: with 128 rows that is over a tenth of such a band.
+    """
+    return left is not None and right is not None and left + 1 + right < 10 * 127
+
+
+def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
@@ -119,9 +127,13 @@ def tiles(kernel, capability, itemsize, width, load="plain"):
         width: the wider of D and Dv.
         load: what else needs registers: "plain" nothing, "masked" a mask of pairs, "rich" a bias, slopes, a cap or
             dropout.
+        narrow: whether the band of the call is, as the function of that name has it.
     """
     if capability is None:
         return INTERPRETED[kernel]
+    if narrow:
+        found = tiles(kernel, capability, itemsize, width, load)
+        return tuple(tile for tile in found if max(tile.rows, tile.keys or 0) <= 64)
     width = 64 if width <= 64 else 128 if width <= 128 else 256
     # 86, 89 and 120 have little shared memory and no wgmma; 100 has both.
     architecture = 90 if 90 <= capability < 120 else 80

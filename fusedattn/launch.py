@@ -131,7 +131,8 @@ _too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device c
 
 def _kind(name, call):
     query, value = call.query, call.value
-    return name, query.device, query.dtype, max(width.fn(query.shape[3]), width.fn(value.shape[3])), _load(call)
+    widest, band = max(width.fn(query.shape[3]), width.fn(value.shape[3])), configs.narrow(call.left, call.right)
+    return name, query.device, query.dtype, widest, _load(call), band
 
 
 def _load(call):
@@ -142,8 +143,8 @@ def _load(call):
 
 
 def _tiles(kind):
-    name, device, dtype, width, load = kind
-    return configs.tiles(name, capability(device), dtype.itemsize, width, load)
+    name, device, dtype, width, *rest = kind
+    return configs.tiles(name, capability(device), dtype.itemsize, width, *rest)
 
 
 def candidates(name, call):

@@ -53,6 +53,7 @@ def _meta(*shape, dtype=torch.bool):
 VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Call's fields
     "full": {},
     "causal": dict(right=0),
+    "window": dict(left=1024, right=0),
     "masked": dict(mask=_meta(BATCH, 1, LENGTH, LENGTH)),
     "dropout": dict(dropout_p=0.1, seed=_meta(1, dtype=torch.int64)),
     "biased": dict(bias=_meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
@@ -279,6 +280,9 @@ def table(capabilities=(80, 90)):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
             if dtype == "bf16" and kernel != "weights":
                 yield Row(kernel, capability, dtype, width, "causal", *best)
+                if width <= 128:
+                    narrow = of(narrow=True)
+                    yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
                 yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64):  # these take the longest

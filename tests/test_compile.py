@@ -51,7 +51,7 @@ def test_options_are_what_is_compiled():
 
 @compiled
 def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
-    tiles = (configs.Tile(rows=128, keys=128, warps=4, stages=1),)
+    tiles = configs.Tile(rows=128, keys=128, warps=4, stages=1), configs.Tile(64, 32, 4, 2)
     monkeypatch.setitem(configs.TABLE, ("dq", 80, 2, 64), tiles)
     assert offline.main(["--capability", "80", "--filter", "dq          sm_80   bf16  d64  full"]) == 1
     assert "128x128 w4 s1" in capsys.readouterr().out.splitlines()[-1]

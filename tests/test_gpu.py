@@ -63,8 +63,8 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     for capability in (80, launch.capability(torch.device(cuda, torch.cuda.current_device()))):
         for place in range(most):
 
-            def one(kernel, _, itemsize, width, load, place=place, capability=capability):
-                tiles = choose(kernel, capability, itemsize, width, load)
+            def one(kernel, _, *of, place=place, capability=capability):
+                tiles = choose(kernel, capability, *of)
                 return tiles[min(place, len(tiles) - 1) :]
 
             monkeypatch.setattr(configs, "tiles", one)
