@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import backends, ops
+from . import backends, ops, repeat
 from .call import Arguments, Plan, rank4, rows
 from .checks import FLOATING, check_plan, checked, fail
 from .reference import results
@@ -67,9 +67,21 @@ def attention(
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """
+    tensors = query, key, value, bias, alibi_slopes, sinks, mask, key_mask, query_mask, seed, None
+    if type(mask) is Plan and key_mask is None and query_mask is None:
+        tensors = *tensors[:6], *mask[:3], seed, mask.marks
+    named, grad = backends.named(backend), torch.is_grad_enabled()
+    numbers = causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, named, grad
+    again = repeat.find(tensors, numbers)
+    if again is not None:
+        return again(tensors)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
-    out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
+    chosen = backends.choose(call, named)
+    again = repeat.learn(tensors, numbers, call) if chosen.name == "triton" else None
+    if again is not None:
+        return again((*tensors[:9], call.seed, call.marks))
+    out, lse, weights = chosen.run(call, return_lse, return_weights)
     return results(query.dim(), out, lse if return_lse else None, weights)
 
 

@@ -79,7 +79,12 @@ BACKENDS = {
     "naive": Backend("naive", lambda call: [], reference.run),
 }
 
-_chosen = threading.local()
+
+class _Chosen(threading.local):
+    name: str | None = None
+
+
+_chosen = _Chosen()
 _warned: set[str] = set()
 
 
@@ -98,7 +103,7 @@ def use_backend(name: str | None):
     What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
     """
     check_name(name)
-    before = getattr(_chosen, "name", None)
+    before = _chosen.name
     _chosen.name = name
     try:
         yield
@@ -106,19 +111,19 @@ def use_backend(name: str | None):
         _chosen.name = before
 
 
-def _named(name: str | None) -> str | None:
-    """The backend that the call or the `with` around it names; None leaves the choice to `choose`."""
-    check_name(name)
-    return name if name is not None else getattr(_chosen, "name", None)
+def named(name: str | None) -> str | None:
+    """The backend that the call or the `with` around it names, unchecked; None leaves the choice to `choose`."""
+    return name if name is not None else _chosen.name
 
 
 def choose(call: Call, name: str | None = None) -> Backend:
     """The backend that takes a call: the one named, or else the first that has no reason not to."""
-    name = _named(name)
-    if name is not None:
-        if reasons := BACKENDS[name].reasons(call):
-            raise NotImplementedError(f"backend: {name!r} cannot take this call: {'; '.join(reasons)}")
-        return BACKENDS[name]
+    check_name(name)
+    taken = named(name)
+    if taken is not None:
+        if reasons := BACKENDS[taken].reasons(call):
+            raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
+        return BACKENDS[taken]
     if call.query.device.type != "cuda":
         return BACKENDS["naive"]
     reasons = BACKENDS["triton"].reasons(call)
@@ -158,10 +163,11 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
     Raises: what it raises for wrong arguments.
     """
     call = checked(Arguments(query, key, value, **options))
-    named = _named(backend)
+    check_name(backend)
+    chosen = named(backend)
     reasons = {name: known.reasons(call) for name, known in BACKENDS.items()}
-    if named is not None:
-        taken, why = (None if reasons[named] else named), f"{named!r} is named, and what is named does not fall back"
+    if chosen is not None:
+        taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
     elif call.query.device.type != "cuda":
         taken, why = "naive", "the tensors are not on a GPU and no backend is named"
     else:

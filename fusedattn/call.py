@@ -115,7 +115,7 @@ def rows(tensor: Any) -> Any:
     return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
 
 
-def _seed(seed: Any, device: torch.device) -> Tensor:
+def seed_tensor(seed: Any, device: torch.device) -> Tensor:
     """One int64 on the device; drawn from torch's generator, never fetched, where the caller gives none."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
@@ -145,7 +145,7 @@ def normalise(arguments: Arguments, marks: Tensor | None = None) -> Call:
         rank4(a.mask),
         rows(a.key_mask),
         rows(a.query_mask),
-        _seed(a.seed, query.device) if a.dropout_p else None,
+        seed_tensor(a.seed, query.device) if a.dropout_p else None,
         marks,
         left,
         right,

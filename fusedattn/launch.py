@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 
 import torch
 from triton import cdiv, knobs
@@ -30,6 +31,38 @@ if interpreting():
     interpreter.repair()
 
 
+_local = threading.local()  # .recorder: what keeps the launches of this thread instead of running them
+
+
+@contextlib.contextmanager
+def recording(recorder):
+    """Inside, launches on tensors without data go to recorder.add(kernel, programs, arguments, options)."""
+    _local.recorder = recorder
+    try:
+        yield
+    finally:
+        del _local.recorder
+
+
+def _recorder():
+    return getattr(_local, "recorder", None)
+
+
+def _device(tensor):
+    """Where kernels on a tensor run."""
+    recorder = _recorder()
+    return tensor.device if recorder is None else recorder.device
+
+
+def _run(name, programs, arguments, **options):
+    """Run one kernel, or have it recorded."""
+    kernel, recorder = KERNELS[name], _recorder()
+    if recorder is None:
+        kernel[(programs,)](**arguments, **options)
+    else:
+        recorder.add(kernel, programs, arguments, options)
+
+
 @functools.cache
 def capability(device):
     """90 for compute capability (9, 0); None where kernels are interpreted."""
@@ -37,6 +70,11 @@ def capability(device):
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def grain(device):
+    """Rows and keys of a block that is marked as seen or not, on a device."""
+    return configs.grain(capability(device))
 
 
 def _precision(dtype):
@@ -132,7 +170,7 @@ _too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device c
 def _kind(name, call):
     query, value = call.query, call.value
     widest, band = max(width.fn(query.shape[3]), width.fn(value.shape[3])), configs.narrow(call.left, call.right)
-    return name, query.device, query.dtype, widest, _load(call), band
+    return name, _device(query), query.dtype, widest, _load(call), band
 
 
 def _load(call):
@@ -154,7 +192,7 @@ def candidates(name, call):
     return tiles[min(_too_large.get(kind, 0), len(tiles) - 1) :]
 
 
-def _surroundings(device):
+def surroundings(device):
     """What a launch needs around it: the device of its tensors, or an interpreter that does not warn."""
     if interpreting():
         return interpreter.quiet()
@@ -167,14 +205,14 @@ def _launch(name, call, programs, arguments, lists=None):
     Args:
         programs: of a tile, how many there are to run. lists: of a tile, its `lists` argument, if the kernel has one.
     """
-    kernel, tiles = KERNELS[name], candidates(name, call)
-    with _surroundings(call.query.device):
+    tiles = candidates(name, call)
+    with surroundings(_device(call.query)):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
             sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
             if lists is not None:
                 sizes["lists"] = lists(tile)
             try:
-                kernel[(programs(tile),)](**arguments, **sizes, num_warps=tile.warps, num_stages=tile.stages)
+                _run(name, programs(tile), arguments | sizes, num_warps=tile.warps, num_stages=tile.stages)
                 return
             except OutOfResources:
                 if not left:
@@ -211,17 +249,17 @@ def mark(mask, key_mask, query_mask, bias, grain):
     mask, key_mask, query_mask, bias = map(_narrow, (mask, key_mask, query_mask, bias))
     batch, heads = marks.shape[:2]
     if marks.numel():
-        with _surroundings(marks.device):
-            KERNELS["mark"][(marks.numel(),)](
-                Marks=marks,
-                masks=_masks(mask, key_mask, query_mask, batch, heads, rows, keys),
-                bias=None if bias is None else _view(bias.expand(batch, heads, rows, keys)),
-                rows=rows,
-                keys=keys,
-                HEADS=heads,
-                GRAIN=grain,
-                num_warps=4,
-            )
+        arguments = dict(
+            Marks=marks,
+            masks=_masks(mask, key_mask, query_mask, batch, heads, rows, keys),
+            bias=None if bias is None else _view(bias.expand(batch, heads, rows, keys)),
+            rows=rows,
+            keys=keys,
+            HEADS=heads,
+            GRAIN=grain,
+        )
+        with surroundings(_device(marks)):
+            _run("mark", marks.numel(), arguments, num_warps=4)
     return marks
 
 
@@ -234,7 +272,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
         planes, length, turns = max(1, planes // group), turns, length * group
     lists = marks.new_empty((marks.shape[0], planes, length, 2, turns + 2), dtype=torch.int64)
     if lists.numel():
-        KERNELS["list_blocks"][(lists.shape[0] * planes * length,)](
+        arguments = dict(
             Lists=lists,
             marks=_view(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
             HEADS=planes,
@@ -244,20 +282,19 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
             GRAIN=grain,
             BY_KEYS=by_keys,
             CHUNK=256,
-            num_warps=4,
-            **_band(call),
         )
+        _run("list_blocks", lists.shape[0] * planes * length, arguments | _band(call), num_warps=4)
     return _view(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
 def _marked(call):
     """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
-    grain = configs.grain(capability(call.query.device))
+    size = grain(_device(call.query))
     if call.marks is not None:
-        return call.marks, grain
+        return call.marks, size
     if all(x is None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
-        return None, grain
-    return mark(call.mask, call.key_mask, call.query_mask, call.bias, grain), grain
+        return None, size
+    return mark(call.mask, call.key_mask, call.query_mask, call.bias, size), size
 
 
 def _lists(call, marks, grain, by_keys=False):
@@ -283,7 +320,7 @@ def tiles(call: Call, need_weights: bool) -> dict:
 
 
 def forward(out, lse, weights, stats, call: Call):
-    """Fill out, lse and, unless None, weights and stats; weights need stats."""
+    """Fill out and, unless None, lse, weights and stats; weights need stats."""
     batch, heads, rows, keys = _sizes(call)
     common = _common(call)
     _launch(

@@ -7,7 +7,7 @@ fake one that makes tensors of the same shapes, dtypes and strides. Autograd sit
 import torch
 from torch import Tensor
 
-from . import configs, reference
+from . import reference
 from .call import DIFFERENTIABLE, TENSORS, Call
 from .layout import dense
 
@@ -19,31 +19,35 @@ _CALL = (  # the fields of a Call, in their order
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does
 _LIBRARY.define(
-    f"forward({_CALL}, bool need_weights, bool save) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+    f"forward({_CALL}, bool need_lse, bool need_weights, bool save) "
+    "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 )
 _LIBRARY.define(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
     f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})"
 )
 _LIBRARY.define("mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias) -> Tensor")
-_BEFORE = 6  # how many arguments of backward come before the fields of the Call
+_AFTER = 3  # how many arguments of forward come after the fields of the Call
+_BEFORE = 6  # how many arguments of backward come before them
 
 
-def _new_forward(*arguments):
-    """Uninitialised (out, lse, weights, stats).
+def new_forward(*arguments):
+    """Uninitialised (out, lse, weights, stats) of the arguments of the forward.
 
-    weights (B, Hq, Sq, Sk) is empty unless needed; stats (B, Hq, Sq, 2), what recomputes them, if nothing will.
+    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, 2), what recomputes weights,
+    if nothing will.
     """
-    *fields, need_weights, save = arguments
+    *fields, need_lse, need_weights, save = arguments
     call = Call(*fields)
     rows = call.query.shape[:3]
-    lse = call.query.new_empty(rows, dtype=torch.promote_types(call.query.dtype, torch.float32))
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    lse = call.query.new_empty(rows if need_lse else (0,), dtype=wide)
     weights = call.query.new_empty((*rows, call.key.shape[2]) if need_weights else (0,))
     out = dense(call.query, (*rows, call.value.shape[3]))
     return out, lse, weights, lse.new_empty((*rows, 2) if save or need_weights else (0,))
 
 
-def _new_backward(*arguments):
+def new_backward(*arguments):
     """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed.
 
     One kernel makes those of key and value, so if either is needed, both are there.
@@ -56,17 +60,16 @@ def _new_backward(*arguments):
 
 
 def _forward(*arguments):
-    out, lse, weights, stats = results = _new_forward(*arguments)
-    if lse.numel():
+    out, *rest = results = new_forward(*arguments)
+    if out.numel():
         from . import launch  # the first call imports Triton, nothing before it does
 
-        *fields, need_weights, _ = arguments
-        launch.forward(out, lse, weights if need_weights else None, stats if stats.numel() else None, Call(*fields))
+        launch.forward(out, *(x if x.numel() else None for x in rest), Call(*arguments[:-_AFTER]))
     return results
 
 
 def _backward(*arguments):
-    grads = _new_backward(*arguments)
+    grads = new_backward(*arguments)
     grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
     if not out.numel():
         for grad in grads:
@@ -86,7 +89,7 @@ def _backward(*arguments):
 def _grain(*masks):
     from . import launch
 
-    return configs.grain(launch.capability(next(mask.device for mask in masks if mask is not None)))
+    return launch.grain(next(mask.device for mask in masks if mask is not None))
 
 
 def _new_marks(*masks):
@@ -102,8 +105,8 @@ def _mark(*masks):
 
 
 for _name, _run, _new in (
-    ("forward", _forward, _new_forward),
-    ("backward", _backward, _new_backward),
+    ("forward", _forward, new_forward),
+    ("backward", _backward, new_backward),
     ("mark", _mark, _new_marks),
 ):
     for _key in ("CUDA", "CPU"):
@@ -113,7 +116,7 @@ for _name, _run, _new in (
 
 def _keep(ctx, inputs, output):
     """setup_context of the forward: what its derivative needs."""
-    fields = inputs[:-2]
+    fields = inputs[:-_AFTER]
     out, _, weights, stats = output
     ctx.save_for_backward(out, weights, stats, *fields[:TENSORS])
     ctx.numbers = fields[TENSORS:]
@@ -123,10 +126,10 @@ def _keep(ctx, inputs, output):
 
 def _differentiate(run, ctx, grad_out, grad_lse, grad_weights):
     """Gradients of the inputs of the forward, from `run`, which is the backward operator in one form or another."""
-    if grad_weights is not None and grad_weights.dim() == 1:
-        grad_weights = None  # there were none: a graph makes zeros of what did not come
+    # A graph makes zeros of what did not come, of what there was none as well.
+    grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
     incoming = grad_out, grad_lse, grad_weights
-    rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + 2)
+    rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + _AFTER)
     if all(grad is None for grad in incoming):
         return (None,) * DIFFERENTIABLE + rest
     need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
@@ -188,7 +191,7 @@ def _sizes(x, dim):
     return x.shape if dim is None else x.movedim(dim, 0).shape[1:]
 
 
-class _Backward(torch.autograd.Function):
+class Backward(torch.autograd.Function):
     """The backward operator and its derivative."""
 
     @staticmethod
@@ -202,7 +205,7 @@ class _Backward(torch.autograd.Function):
     def vmap(info, in_dims, *arguments):
         size, query = info.batch_size, _BEFORE
         batch = _sizes(arguments[query], in_dims[query])[0]
-        grads = _Backward.apply(*_folded(size, in_dims, arguments, batch, first=_BEFORE))
+        grads = Backward.apply(*_folded(size, in_dims, arguments, batch, first=_BEFORE))
         found = []
         for grad, x, dim in zip(grads, arguments[query:], in_dims[query:], strict=False):
             grad = _unfolded(size, grad)
@@ -213,7 +216,7 @@ class _Backward(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator and its derivative, as eager code takes them: in half the time, and under torch.func too."""
+    """The forward operator and its derivative, as eager code and torch.func take them."""
 
     @staticmethod
     def forward(*arguments):
@@ -223,7 +226,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        return _differentiate(_Backward.apply, ctx, *incoming[:3])
+        return _differentiate(Backward.apply, ctx, *incoming[:3])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -233,7 +236,7 @@ class _Attention(torch.autograd.Function):
 
 
 def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(output, lse, weights or None) of a checked call: the backend "triton"."""
+    """(output, lse or None, weights or None) of a checked call: the backend "triton"."""
     inputs = [x for x in call[:DIFFERENTIABLE] if isinstance(x, Tensor)]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # Neither of these shows in requires_grad.
@@ -241,16 +244,16 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor,
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
-        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, save)
+        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, save)
     elif save or transformed:
         masks = call.mask, call.key_mask, call.query_mask, call.bias
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if call.marks is None and not transformed and any(x is not None for x in masks):
             call = call._replace(marks=mark(*masks))
-        out, lse, weights, _ = _Attention.apply(*call, need_weights, True)
+        out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True)
     else:
-        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_weights, False)
-    return out, lse, weights if need_weights else None
+        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, False)
+    return out, lse if need_lse else None, weights if need_weights else None
 
 
 def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, bias: Tensor | None = None) -> Tensor:

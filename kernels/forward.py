@@ -78,7 +78,7 @@ def forward(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Out (B, Hq, Sq, DV), Lse (B, Hq, Sq) and, unless None, Stats (B, Hq, Sq, 2: top, rest of the softmax).
+    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, 2: top, rest of the softmax).
 
     Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `blocks`, is None if nothing but a band hides.
     """
@@ -109,7 +109,8 @@ def forward(
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
         remainder = tl.where(real, remainder, float("inf"))
     tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
-    tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
+    if Lse is not None:
+        tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
         stats = tiles.table(Stats, plane, q_len, 2)
         tiles.store_column(stats, rows, q_len, 0, state.top)

@@ -189,7 +189,7 @@ def _call(row):
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     everything = row.variant == "everything"
-    out, _, weights, stats = ops._forward(*call, row.kernel == "weights" or everything, True)
+    out, _, weights, stats = ops._forward(*call, True, row.kernel == "weights" or everything, True)
     if row.kernel not in ("forward", "weights"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
         ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)

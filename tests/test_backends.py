@@ -10,6 +10,8 @@ import torch
 
 import fusedattn as fa
 from fusedattn import backends
+from fusedattn.call import Arguments
+from fusedattn.checks import checked
 
 
 def draw(dtype=torch.float32, dim=8, device="cpu"):
@@ -128,12 +130,12 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
     if device != "cpu":
         pytest.skip("the table patched is the interpreter's")
     query, key, value = draw()
+    call = checked(Arguments(query, key, value))
     for _ in range(2):
-        torch.testing.assert_close(
-            fa.attention(query, key, value, backend="triton"), fa.attention(query, key, value), rtol=0, atol=1e-6
-        )
+        out = torch.ops.fusedattn.forward(*call, False, False, False)[0]
+        torch.testing.assert_close(out, fa.attention(query, key, value), rtol=0, atol=1e-6)
     assert tried == [64, 32, 32]
     monkeypatch.setattr(configs, "INTERPRETED", {**table, "forward": tiles[:1]})
     monkeypatch.setattr(launch, "_too_large", {})
     with pytest.raises(OutOfResources):
-        fa.attention(query, key, value, backend="triton")
+        torch.ops.fusedattn.forward(*call, False, False, False)

@@ -54,7 +54,7 @@ def test_lengths(lengths, dim, cuda, poison):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     """A tile that only smaller GPUs would take is tested on this one, alone."""
-    from fusedattn import configs, launch
+    from fusedattn import configs, launch, repeat
 
     case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
     rich = case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights")
@@ -69,6 +69,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
 
             monkeypatch.setattr(configs, "tiles", one)
             monkeypatch.setattr(launch, "_too_large", {})
+            repeat.forget()
             check(case, cuda)
             check(rich, cuda)
 

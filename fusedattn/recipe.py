@@ -1,0 +1,171 @@
+"""What one kind of call launches: found out once, on tensors without data, and repeated on others of the same kind.
+
+Of the same kind are tensors of the same shapes, strides and dtypes on the same device, at addresses that are multiples
+of 16, with the same numbers beside them. Then the kernels, the grids and all of their arguments are the same, but for
+the addresses: to repeat a call is to put these into their places.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+
+from . import launch
+
+
+class New(NamedTuple):
+    """A tensor to be made: not one of the caller's."""
+
+    shape: tuple
+    strides: tuple
+    dtype: torch.dtype
+
+    def make(self, like: Tensor) -> Tensor:
+        return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+
+class Step(NamedTuple):
+    """One launch. Of its arguments those in `places`, (index, function of all tensors), are put in at each launch."""
+
+    launch: Callable
+    programs: int
+    arguments: list
+    places: tuple
+
+    def bound(self, tensors: Sequence) -> list:
+        arguments = self.arguments.copy()
+        for index, value in self.places:
+            arguments[index] = value(tensors)
+        return arguments
+
+
+class Recipe(NamedTuple):
+    """Steps on `given` tensors of the caller's and those that are made before them; `device` is where."""
+
+    device: torch.device
+    made: tuple
+    steps: tuple
+
+    def run(self, given: Sequence) -> list:
+        """Do it; returns the given tensors and the made ones, in one list. The first of the given is not None."""
+        first = given[0]
+        tensors = [*given, *[new.make(first) for new in self.made]]
+        if launch.interpreting() or (first.is_cuda and torch._C._cuda_getDevice() != first.get_device()):
+            with launch.surroundings(self.device):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+        return tensors
+
+    def _launch(self, tensors):
+        stream = None if launch.interpreting() else driver.active.get_current_stream(self.device.index)
+        for step in self.steps:
+            step.launch(step.programs, stream, step.bound(tensors))
+
+
+def _compiled(kernel):
+    """launch(programs, stream, arguments) of a compiled kernel, by its own `run`: what Triton's launch ends in.
+
+    What that does before, 10 us of it, finds the kernel by the arguments. Hooks, such as a profiler's, are called.
+    """
+    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
+    hooks = knobs.runtime
+
+    def launched(programs, stream, arguments):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if enter.calls or leave.calls:
+            metadata = kernel.launch_metadata((programs, 1, 1), stream, *arguments)
+            run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
+        else:
+            run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
+
+    return launched
+
+
+def _interpreted(kernel, options):
+    def launched(programs, stream, arguments):
+        kernel[(programs,)](*arguments, **options)
+
+    return launched
+
+
+class Recorder:
+    """Keeps the launches on tensors without data, as `launch.recording` hands them over, as a Recipe.
+
+    Tensors are known by their storage, and lie at its beginning: those that were `given`, `made` ones, and whatever
+    else is met, which becomes a made one.
+    """
+
+    def __init__(self, device: torch.device, given: Sequence):
+        self.device, self.steps = device, []
+        self.made: list[New] = []
+        self.tensors = list(given)  # kept, so that no storage is used again
+        self.numbers = {_storage(x): number for number, x in enumerate(given) if x is not None}
+
+    def __enter__(self):
+        self._within = contextlib.ExitStack()
+        self._within.enter_context(launch.surroundings(self.device))
+        self._within.enter_context(launch.recording(self))
+        return self
+
+    def __exit__(self, *error):
+        self._within.close()
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """A tensor of the recipe's own, as it will be made."""
+        self.numbers[_storage(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        self.made.append(New(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        return tensor
+
+    def number(self, tensor: Tensor | None) -> int | None:
+        """The place of a tensor among those that `Recipe.run` returns."""
+        return None if tensor is None else self.numbers[_storage(tensor)]
+
+    def add(self, kernel, programs: int, arguments: dict, options: dict) -> None:
+        places, values = [], [arguments[name] for name in kernel.arg_names]
+        for index, value in enumerate(values):
+            place = self._place(value)
+            if place is not None:
+                places.append((index, place))
+                values[index] = None
+        if launch.interpreting():
+            run = _interpreted(kernel, options)
+        else:
+            run = _compiled(kernel.warmup(grid=(programs,), **arguments, **options))
+        self.steps.append(Step(run, programs, values, tuple(places)))
+
+    def _place(self, value) -> Callable[[Sequence], Any] | None:
+        """What an argument is of all tensors; None if it is of none."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        places = [self._place(x) for x in value] if isinstance(value, tuple) else []
+        if not any(places):
+            return None
+        new, kind = tuple.__new__, type(value)
+        if len(value) == 2 and places[1] is None:  # as a View, the most frequent
+            base, strides = places[0], value[1]
+            return lambda tensors: new(kind, (base(tensors), strides))
+        parts = [(lambda tensors, x=x: x) if place is None else place for x, place in zip(value, places, strict=True)]
+        return lambda tensors: new(kind, [part(tensors) for part in parts])
+
+    def _tensor(self, tensor):
+        assert tensor.storage_offset() == 0, "a place in a recipe is the beginning of a tensor"
+        if _storage(tensor) not in self.numbers:
+            self.make(tensor if tensor._base is None else tensor._base)
+        number = self.numbers[_storage(tensor)]
+        if self.tensors[number].dtype == tensor.dtype:
+            return itemgetter(number)
+        return lambda tensors: tensors[number].view(tensor.dtype)
+
+    def recipe(self) -> Recipe:
+        return Recipe(self.device, tuple(self.made), tuple(self.steps))
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata

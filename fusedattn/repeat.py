@@ -1,0 +1,287 @@
+"""A call like an earlier one: what was checked, chosen, compiled and measured out for that one holds for it too.
+
+Calls are alike if nothing differs but where their tensors lie and what these hold. A call of which that cannot be told
+cheaply (under autocast, inside torch.compile, with tensors of other classes) is of no kind, and takes the long way.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from . import ops
+from .call import DIFFERENTIABLE, TENSORS, Call, rank4, rows, seed_tensor
+
+MOST = 1024  # kinds that are kept, before all are forgotten
+RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C++ before all others are looked up
+
+_QUERY_KEY_VALUE = 3
+_SEED, _MARKS = Call._fields.index("seed"), Call._fields.index("marks")
+_CLASSES = frozenset((Tensor, Parameter))
+_NUMBERS = frozenset((int, float))
+
+
+class Kind(NamedTuple):
+    """What calls that are alike share: numbers, how float32 is rounded, which tensors there are, facts of each.
+
+    numbers, as the caller gave them: causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, the
+    backend that is named, and whether torch records what is computed.
+    """
+
+    numbers: tuple
+    precision: str | None
+    there: tuple | None
+    facts: tuple
+
+
+_known: dict[Kind, "Repeated"] = {}
+_recent: dict[tuple, list] = {}  # {a Kind but for its facts: [(TensorGuards of the tensors, Repeated)]}
+
+
+def forget() -> None:
+    """Find everything out anew: for who changes what calls are made of, such as the tiles."""
+    _known.clear()
+    _recent.clear()
+
+
+def _watched() -> bool:
+    """Whether something must see what is computed as operators of torch."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _usual(numbers: tuple) -> bool:
+    """Whether numbers have types that the checks let pass: to a dictionary True is 1 is 1.0."""
+    causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, backend, _ = numbers
+    return (
+        (causal is True or causal is False)
+        and (return_lse is True or return_lse is False)
+        and (return_weights is True or return_weights is False)
+        and (scale is None or type(scale) in _NUMBERS)
+        and (softcap is None or type(softcap) in _NUMBERS)
+        and (backend is None or type(backend) is str)
+        and (window is None or (type(window) is tuple and all(x is None or type(x) is int for x in window)))
+        and type(dropout_p) in _NUMBERS
+        and type(align) is str
+    )
+
+
+def _ordinary(tensors: tuple) -> bool:
+    """Whether tensors are of torch's own class and have strides."""
+    for x in tensors:
+        if type(x) not in _CLASSES or x.layout is not torch.strided or x.is_nested:
+            return False
+    return True
+
+
+def _aligned(tensors: tuple) -> bool:
+    """Whether ordinary tensors are in memory, and lie where kernels are compiled for."""
+    for x in tensors:
+        # A negated view, of imaginary parts, is never aligned either; zeros without memory have no address.
+        address = x.data_ptr()
+        if address == 0 or address % 16:
+            return False
+    return True
+
+
+def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
+    """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
+    if _watched() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
+        return None
+    query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
+    given, there = (query, key, value), None
+    if not (bias is slopes is sinks is mask is key_mask is query_mask is seed is None):
+        given, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(type(x) for x in tensors)
+        if type(seed) is int and not -(2**63) <= seed < 2**63:
+            return None
+    if not _usual(numbers) or not _ordinary(given):
+        return None
+    precision = torch.backends.cuda.matmul.fp32_precision if given[0].dtype is torch.float32 else None
+    return given, (numbers, precision, there)
+
+
+def _kind(given: tuple, most: tuple) -> Kind | None:
+    if torch._C._is_any_autocast_enabled() or not all(map(torch._C._has_storage, given)) or not _aligned(given):
+        return None
+    facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
+    return Kind(*most, tuple(facts))
+
+
+def _remember(given: tuple, most: tuple, repeated: "Repeated") -> None:
+    if len(set(map(id, given))) < len(given):
+        return  # guards want each tensor to be another
+    # Guards compare what dispatches too: under autocast no tensor is the same, nor is one that wraps another.
+    guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    _recent[most] = [(guards, repeated), *_recent.get(most, [])[: RECENT - 1]]
+
+
+def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
+    """What repeats a call that is like an earlier one.
+
+    Args:
+        tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
+    """
+    split = _split(tensors, numbers)
+    if split is None:
+        return None
+    given, most = split
+    for guards, repeated in _recent.get(most, ()):
+        if guards.check(*given):
+            return repeated if _aligned(given) else None
+    kind = _kind(given, most)
+    repeated = None if kind is None else _known.get(kind)
+    if repeated is not None:
+        _remember(given, most, repeated)
+    return repeated
+
+
+def learn(tensors: tuple, numbers: tuple, call: Call) -> "Repeated | None":
+    """What repeats a call, from the checked form of it, that the kernels take; None if it is of no kind."""
+    split = _split(tensors, numbers)
+    kind = None if split is None else _kind(*split)
+    if kind is None or call.query is not tensors[0] or not call.query.numel():
+        return None
+    if len(_known) >= MOST:
+        forget()
+    _known[kind] = repeated = Repeated(call, numbers)
+    _remember(*split, repeated)
+    return repeated
+
+
+def _without_data(tensors) -> list:
+    """Tensors of the same kind, that take no memory."""
+    return [
+        None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors
+    ]
+
+
+class Repeated:
+    """Does calls of one kind: the forward by a recipe, and by more of them the backward, whatever it is asked for."""
+
+    def __init__(self, call: Call, numbers: tuple):
+        from . import launch
+        from .recipe import Recorder
+
+        self.device, self.numbers = call.query.device, call[TENSORS:]
+        self.drops = call.seed is not None
+        return_lse, return_weights, _, grad = numbers[-4:]
+        self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
+        bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
+        with Recorder(self.device, bare[:TENSORS]) as recorder:
+            arguments = *bare, return_lse, return_weights, self.save
+            made = [recorder.make(x) if x.numel() else None for x in ops.new_forward(*arguments)]
+            masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
+            if self.save and bare.marks is None and any(x is not None for x in masks):
+                bare = bare._replace(marks=launch.mark(*masks, launch.grain(self.device)))
+            launch.forward(*made, bare)
+        self.out, self.lse, self.weights, self.stats = (recorder.number(x) for x in made)
+        self.marks = recorder.number(bare.marks)
+        self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
+        self.inputs = [number for number, x in enumerate(bare[:DIFFERENTIABLE]) if x is not None]
+        kept = *(number for number, x in enumerate(bare[:_MARKS]) if x is not None), self.marks, self.out
+        self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
+        self.forward = recorder.recipe()
+        self.backwards: dict[tuple, Any] = {}
+
+    def __call__(self, tensors: tuple):
+        """What `attention` returns of a call of this kind."""
+        if self.drops:
+            tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_MARKS]
+        if self.save:
+            return _differentiable((self, tensors), *[tensors[number] for number in self.inputs])
+        return self.returned(self.forward.run(tensors))
+
+    def returned(self, tensors: list):
+        results = self.results
+        return tensors[results[0]] if len(results) == 1 else tuple([tensors[number] for number in results])
+
+    def fields(self, tensors) -> Call:
+        """The Call of tensors as the caller gave them."""
+        query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, marks = tensors
+        bias, slopes, sinks = rank4(bias), rows(slopes), rows(sinks)
+        masks = rank4(mask), rows(key_mask), rows(query_mask)
+        return Call(query, key, value, bias, slopes, sinks, *masks, seed, marks, *self.numbers)
+
+    def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
+        """Gradients of the first fields of a Call, None where there is no need.
+
+        Args:
+            kept: what the forward has saved, by its number. incoming: gradients of output, lse and weights, or None.
+        """
+        tensors = [kept.get(number) for number in range(_MARKS)]
+        marks, out, weights, stats = map(kept.get, (self.marks, self.out, self.weights, self.stats))
+        tensors.append(marks)
+        if torch.is_grad_enabled() or _watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
+            return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
+        grad_out, grad_lse, grad_weights = incoming
+        grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
+        incoming = [grad_out, grad_lse, grad_weights]
+        came = tuple(x for x in incoming if x is not None)
+        if not _ordinary(came) or not _aligned(came):
+            return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
+        kind = need, tuple(None if x is None else (x.stride(), x.dtype) for x in incoming)
+        given = *tensors, *incoming, out, weights, stats
+        if kind not in self.backwards:
+            self.backwards[kind] = self._backward(given, need)
+        recipe, places = self.backwards[kind]
+        made = recipe.run(given)
+        return [None if place is None else made[place] for place in places]
+
+    def _backward(self, given, need):
+        """(Recipe of a backward, where its gradients are)."""
+        from . import launch
+        from .recipe import Recorder
+
+        bare = _without_data(given)
+        *incoming, out, weights, stats = bare[TENSORS:]
+        call = self.fields(bare[:TENSORS])
+        with Recorder(self.device, bare) as recorder:
+            grads = ops.new_backward(*incoming, out, weights, stats, *call, need)
+            made = [recorder.make(x) if x.numel() else None for x in grads]
+            launch.backward(made, *incoming, out, weights, stats, call)
+        places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
+        return recorder.recipe(), places
+
+    def _differentiate_slowly(self, tensors, incoming, out, weights, stats, need):
+        run = ops.Backward.apply if torch.is_grad_enabled() else torch.ops.fusedattn.backward
+        weights = out.new_empty(0) if weights is None else weights
+        grads = run(*incoming, out, weights, stats, *self.fields(tensors), list(need))
+        triples = zip(grads, tensors, need, strict=False)
+        return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call of which a gradient may be asked: of (what repeats it, all its tensors), and the inputs once more."""
+
+    @staticmethod
+    def forward(ctx, call, *inputs):
+        repeated, tensors = call
+        tensors = repeated.forward.run(tensors)
+        ctx.repeated = repeated
+        ctx.save_for_backward(*[tensors[number] for number in repeated.kept])
+        ctx.set_materialize_grads(False)
+        return repeated.returned(tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        repeated = ctx.repeated
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        tensors = dict(zip(repeated.kept, ctx.saved_tensors, strict=True))
+        came = dict(zip(repeated.results, grads, strict=True))
+        incoming = [came.get(number) for number in (repeated.out, repeated.lse, repeated.weights)]
+        needed = dict(zip(repeated.inputs, ctx.needs_input_grad[1:], strict=True))
+        need = tuple([needed.get(number, False) for number in range(DIFFERENTIABLE)])
+        found = repeated.differentiate(tensors, incoming, need)
+        return None, *[found[number] for number in repeated.inputs]
+
+
+# `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.
+_differentiable = super(torch.autograd.Function, _Differentiable).apply

@@ -1,0 +1,222 @@
+"""A call that repeats an earlier one: with other tensors it is as right, and what is not alike is not repeated."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedattn as fa
+from fusedattn import repeat
+
+from .inside import OPTIONS, SK, SQ, draw, learned, same
+
+
+def attend(inputs, options, **more):
+    return fa.attention(*inputs, **options, **more, backend="triton")
+
+
+def everything(inputs, options, backend):
+    """Output, lse and weights, and the gradients of one function of all three."""
+    results = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend=backend)
+    total = sum((x.float().nan_to_num(0, 0, 0) * torch.arange(x.shape[-1])).sum() for x in results)
+    return [*results, *torch.autograd.grad(total, [*inputs, *learned(options)])]
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Whether each call was like an earlier one."""
+    answers, find = [], repeat.find
+
+    def watched(*arguments):
+        answers.append(find(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(repeat, "find", watched)
+    return answers
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_tensors_of_the_same_kind(name, device, poison, found):
+    for again in range(3):
+        inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
+        same(everything(inputs, options, "triton"), everything(inputs, options, "naive"), atol=1e-4)
+        assert (found[2 * again] is not None) == (again > 0)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_without_gradients(name, device, poison, found):
+    for again in range(3):
+        inputs, options = draw(device), OPTIONS[name](SQ, SK, device)
+        with torch.no_grad():
+            same([attend(inputs, options)], [fa.attention(*inputs, **options, backend="naive")])
+        assert (found[2 * again] is not None) == (again > 0)
+
+
+def test_which_gradients_are_asked_for_may_change(device, poison):
+    for asked in ("qkv", "q", "k", "v", "qv"):
+        inputs = draw(device)
+        for x, name in zip(inputs, "qkv", strict=True):
+            x.requires_grad_(name in asked)
+        wanted = [x for x in inputs if x.requires_grad]
+        for take in (
+            lambda out, lse: out.sum(),
+            lambda out, lse: lse.sin().sum(),
+            lambda out, lse: (out.double() * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum(),
+            lambda out, lse: out.transpose(1, 2).contiguous().sin().sum() + lse[:, :, 1:].sum(),
+        ):
+            found = []
+            for backend in fa.backends.BACKENDS:
+                total = take(*fa.attention(*inputs, return_lse=True, causal=True, backend=backend))
+                found.append(torch.autograd.grad(total, wanted, materialize_grads=True))
+            same(*found)
+
+
+def test_one_tensor_in_three_places_and_then_three(device, found):
+    x = torch.randn(2, 2, SQ, 16, device=device)
+    inputs = [torch.randn_like(x) for _ in range(3)]
+    for tensors in ((x, x, x), inputs, (x, x, x), inputs):
+        same([attend(tensors, {})], [fa.attention(*tensors, backend="naive")])
+    assert [answer is not None for answer in found] == [False, False, True, False, True, False, True, False]
+
+
+def test_tensors_that_lie_elsewhere_are_not_repeated(device, found):
+    inputs = draw(device)
+    attend(inputs, {})
+    shifted = torch.empty(inputs[1].numel() + 1, device=device)[1:].view(inputs[1].shape).copy_(inputs[1])
+    same([attend((inputs[0], shifted, inputs[2]), {})], [fa.attention(*inputs, backend="naive")])
+    assert found[1] is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (dict(causal=True), dict(causal=1)),
+        (dict(scale=1.0), dict(scale=True)),
+        (dict(softcap=1.0), dict(softcap=True)),
+        (dict(dropout_p=0.0), dict(dropout_p=False)),
+        (dict(window=(1, 0)), dict(window=(1.0, 0))),
+        (dict(dropout_p=0.5, seed=1), dict(dropout_p=0.5, seed=True)),
+        (dict(dropout_p=0.5, seed=1), dict(dropout_p=0.5, seed=2**63)),
+        ({}, dict(align=["bottom_right"])),
+        ({}, dict(mask=[[True]])),
+    ],
+)
+def test_what_is_refused_is_refused_after_something_like_it(right, wrong, device):
+    inputs = draw(device)
+    attend(inputs, right)
+    (name,) = wrong.keys() - (right.keys() if "seed" not in wrong else {"dropout_p"}) or wrong
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+        attend(inputs, wrong)
+
+
+def test_a_named_backend_is_part_of_the_kind(device, found):
+    inputs = draw(device)
+    attend(inputs, {})
+    fa.attention(*inputs, backend="naive")
+    assert found[-1] is None
+    with fa.use_backend("triton"):
+        fa.attention(*inputs)
+        assert found[-1] is not None
+    with pytest.raises(ValueError, match="^backend: expected"):
+        fa.attention(*inputs, backend="cuda")
+
+
+def test_dropout_draws_as_it_does_the_first_time(device):
+    inputs, options = draw(device), dict(dropout_p=0.4)
+    first, second = (attend(inputs, options) for _ in range(2))
+    assert not torch.equal(first, second)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append([attend(inputs, options) for _ in range(2)])
+        repeat.forget()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
+    assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
+    assert not torch.equal(seeded[0], seeded[1])
+
+
+def test_plans(device, found):
+    for again in range(2):
+        inputs, mask = draw(device, requires_grad=True), torch.rand(SQ, SK, device=device) < 0.5
+        same(everything(inputs, dict(mask=fa.plan(mask)), "triton"), everything(inputs, dict(mask=mask), "naive"), 1e-4)
+        assert (found[2 * again] is not None) == bool(again)
+    key_mask = torch.ones(SK, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match="^key_mask: expected None beside a plan"):
+        attend(draw(device), dict(mask=fa.plan(mask), key_mask=key_mask))
+
+
+def test_what_must_see_operators_sees_them(device):
+    """After the same call was repeated: modes of dispatch, vmap, torch.func, autocast and forward mode."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    inputs, names = draw(device), []
+    want = [attend(inputs, {}) for _ in range(2)][0]
+    with Seen():
+        assert torch.equal(attend(inputs, {}), want)
+    assert "fusedattn.forward.default" in names
+
+    many = [torch.stack([x, x * 2]) for x in inputs]
+    same(torch.vmap(lambda *x: attend(x, {}))(*many), [want, attend([2 * x for x in inputs], {})])
+    with torch.autocast(device, torch.bfloat16):
+        assert attend(inputs, {}).dtype == torch.bfloat16
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
+        dual = torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
+        attend((dual, *inputs[1:]), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda *x: attend(x, {}), tuple(inputs), check_trace=False)
+    same([traced(*[2 * x for x in inputs])], [attend([2 * x for x in inputs], {})])
+
+
+def test_modes_of_autograd(device):
+    inputs = draw(device, requires_grad=True)
+    want = attend(inputs, {})
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            out = attend(inputs, {})
+        assert torch.equal(out, want)
+        assert out.requires_grad == (mode is torch.enable_grad) and out.is_inference() == (mode is torch.inference_mode)
+
+
+def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
+    packed = []
+    inputs = draw(device, requires_grad=True)
+    for _ in range(2):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
+            out = attend(inputs, {})
+        same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(attend(inputs, {}).sum(), inputs), atol=0)
+        assert len(packed) == 5  # query, key, value, output, and what recomputes the weights
+        out = attend(inputs, {})
+        first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), inputs), strict=True))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out.sum(), inputs)
+        out = attend(inputs, {})
+        with torch.no_grad():
+            inputs[1].mul_(1)
+        with pytest.raises(RuntimeError, match="inplace"):
+            torch.autograd.grad(out.sum(), inputs)
+
+
+def test_kinds_do_not_pile_up(device, monkeypatch):
+    monkeypatch.setattr(repeat, "MOST", 3)
+    for length in range(1, 12):
+        query = torch.randn(1, 1, length, 8, device=device)
+        same([attend((query, query, query + 1), {})], [fa.attention(query, query, query + 1)])
+        assert len(repeat._known) <= 3 and all(len(kinds) <= repeat.RECENT for kinds in repeat._recent.values())
+
+
+def test_many_kinds_at_once_are_all_found(device, found):
+    lengths = range(1, repeat.RECENT + 4)
+    draws = [[torch.randn(1, 1, length, 8, device=device) for _ in range(3)] for length in lengths]
+    for _ in range(3):
+        for inputs in draws:
+            same([attend(inputs, {})], [fa.attention(*inputs, backend="naive")])
+    assert all(answer is not None for answer in found[2 * len(lengths) :: 2])
