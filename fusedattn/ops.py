@@ -235,7 +235,7 @@ class _Attention(torch.autograd.Function):
         return tuple(_unfolded(info.batch_size, x) for x in results), (0,) * len(results)
 
 
-def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, lse or None, weights or None) of a checked call: the backend "triton"."""
     inputs = [x for x in call[:DIFFERENTIABLE] if isinstance(x, Tensor)]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

@@ -16,6 +16,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from . import launch
+from .kernels.tiles import View
 
 
 class New(NamedTuple):
@@ -102,8 +103,9 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, given: Sequence):
-        self.device, self.steps = device, []
+        self.device = device
         self.made: list[New] = []
+        self.steps: list[Step] = []
         self.tensors = list(given)  # kept, so that no storage is used again
         self.numbers = {_storage(x): number for number, x in enumerate(given) if x is not None}
 
@@ -148,8 +150,8 @@ class Recorder:
         if not any(places):
             return None
         new, kind = tuple.__new__, type(value)
-        if len(value) == 2 and places[1] is None:  # as a View, the most frequent
-            base, strides = places[0], value[1]
+        if isinstance(value, View):  # as most are
+            base, strides = self._tensor(value.base), value.strides
             return lambda tensors: new(kind, (base(tensors), strides))
         parts = [(lambda tensors, x=x: x) if place is None else place for x, place in zip(value, places, strict=True)]
         return lambda tensors: new(kind, [part(tensors) for part in parts])
@@ -159,9 +161,9 @@ class Recorder:
         if _storage(tensor) not in self.numbers:
             self.make(tensor if tensor._base is None else tensor._base)
         number = self.numbers[_storage(tensor)]
-        if self.tensors[number].dtype == tensor.dtype:
+        if self.tensors[number].dtype == tensor.dtype or not launch.interpreting():
             return itemgetter(number)
-        return lambda tensors: tensors[number].view(tensor.dtype)
+        return lambda tensors: tensors[number].view(tensor.dtype)  # what is compiled takes an address for what it is
 
     def recipe(self) -> Recipe:
         return Recipe(self.device, tuple(self.made), tuple(self.steps))

@@ -91,14 +91,15 @@ def _aligned(tensors: tuple) -> bool:
     return True
 
 
-def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
+def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, tuple | None]] | None:
     """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
     if _watched() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
-    given, there = (query, key, value), None
+    given: tuple = (query, key, value)
+    there = None
     if not (bias is slopes is sinks is mask is key_mask is query_mask is seed is None):
-        given, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(type(x) for x in tensors)
+        given, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(map(type, tensors))
         if type(seed) is int and not -(2**63) <= seed < 2**63:
             return None
     if not _usual(numbers) or not _ordinary(given):
@@ -107,7 +108,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     return given, (numbers, precision, there)
 
 
-def _kind(given: tuple, most: tuple) -> Kind | None:
+def _kind(given: tuple, most: tuple[tuple, str | None, tuple | None]) -> Kind | None:
     if torch._C._is_any_autocast_enabled() or not all(map(torch._C._has_storage, given)) or not _aligned(given):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
@@ -145,13 +146,16 @@ def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
 def learn(tensors: tuple, numbers: tuple, call: Call) -> "Repeated | None":
     """What repeats a call, from the checked form of it, that the kernels take; None if it is of no kind."""
     split = _split(tensors, numbers)
-    kind = None if split is None else _kind(*split)
-    if kind is None or call.query is not tensors[0] or not call.query.numel():
+    if split is None or call.query is not tensors[0]:
+        return None
+    given, most = split
+    kind = _kind(given, most)
+    if kind is None:
         return None
     if len(_known) >= MOST:
         forget()
     _known[kind] = repeated = Repeated(call, numbers)
-    _remember(*split, repeated)
+    _remember(given, most, repeated)
     return repeated
 
 
@@ -165,7 +169,7 @@ def _without_data(tensors) -> list:
 class Repeated:
     """Does calls of one kind: the forward by a recipe, and by more of them the backward, whatever it is asked for."""
 
-    def __init__(self, call: Call, numbers: tuple):
+    def __init__(self, call, numbers: tuple):
         from . import launch
         from .recipe import Recorder
 
@@ -175,13 +179,14 @@ class Repeated:
         self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
         bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
         with Recorder(self.device, bare[:TENSORS]) as recorder:
-            arguments = *bare, return_lse, return_weights, self.save
-            made = [recorder.make(x) if x.numel() else None for x in ops.new_forward(*arguments)]
+            new = ops.new_forward(*bare, return_lse, return_weights, self.save)
+            made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.marks is None and any(x is not None for x in masks):
                 bare = bare._replace(marks=launch.mark(*masks, launch.grain(self.device)))
-            launch.forward(*made, bare)
-        self.out, self.lse, self.weights, self.stats = (recorder.number(x) for x in made)
+            out, lse, weights, stats = made
+            launch.forward(out, lse, weights, stats, bare)
+        self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
         self.marks = recorder.number(bare.marks)
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
         self.inputs = [number for number, x in enumerate(bare[:DIFFERENTIABLE]) if x is not None]
@@ -216,8 +221,8 @@ class Repeated:
             kept: what the forward has saved, by its number. incoming: gradients of output, lse and weights, or None.
         """
         tensors = [kept.get(number) for number in range(_MARKS)]
-        marks, out, weights, stats = map(kept.get, (self.marks, self.out, self.weights, self.stats))
-        tensors.append(marks)
+        tensors.append(kept.get(self.marks))
+        out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or _watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
