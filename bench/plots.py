@@ -7,6 +7,7 @@ import argparse
 import collections
 import math
 import sys
+import textwrap
 
 from . import providers, rows, table
 
@@ -103,7 +104,8 @@ def _legend(figure, styles):
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], **style, label=name) for name, style in styles.items()]
-    across = min(len(lines), max(2, int(figure.get_figwidth() / 1.7)))
+    down = math.ceil(len(lines) * 1.7 / figure.get_figwidth())  # inches that one takes
+    across = math.ceil(len(lines) / down)
     figure.legend(handles=lines, loc="outside lower center", ncols=across, frameon=False, fontsize=9, labelcolor=INK)
 
 
@@ -149,6 +151,8 @@ def _speed(timed, styles):
 
 
 def _roofline(timed, styles):
+    from matplotlib.ticker import LogLocator, NullLocator
+
     panels = collections.defaultdict(list)
     for row in timed:
         panels[row.mode, row.dtype].append(row)
@@ -160,11 +164,15 @@ def _roofline(timed, styles):
             points = [(_intensity(row), factor * row.tflops) for row in some if row.provider == provider]
             own = style | dict(linestyle="", alpha=0.8, markersize=style["markersize"] - 1)
             axes.plot(*zip(*points, strict=True) if points else ([], []), **own, label=provider)
+        xs, ys = [_intensity(row) for row in some], [factor * row.tflops for row in some]
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set(xlim=(min(xs) / 1.5, max(xs) * 1.5), ylim=(min(ys) / 2, max(ys) * 2))
         _ceilings(axes, some, name, factor)
-        for axis in (axes.xaxis, axes.yaxis):
+        for axis, locator in ((axes.xaxis, LogLocator(base=2)), (axes.yaxis, LogLocator(subs=(1.0, 2.0, 5.0)))):
+            axis.set_major_locator(locator)
             axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_locator(NullLocator())
         axes.set(title=f"roofline: {_title(mode)}, {_dtype(dtype)}", xlabel="operations a byte", ylabel=name)
 
     return _Picture(dict(enumerate(panels)), min(ACROSS, len(panels)), panel)
@@ -176,25 +184,21 @@ def _ceilings(axes, some, name, factor):
     if not measured:
         return
     products, memory = measured[-1].matmul_tflops, measured[-1].copy_gbps / 1e3
-    intensities, ridge = [_intensity(row) for row in some], products / memory
-    low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
+    (low, high), bottom, ridge = axes.get_xlim(), axes.get_ylim()[0], products / memory
+    low, high = min(low, ridge / 2), max(high, ridge * 2)
+    bottom, top = min(bottom, factor * memory * low), 2.5 * factor * products
+    axes.set(xlim=(low, high), ylim=(bottom, top))
     xs = [low, ridge, high]
     axes.plot(
-        xs, [factor * min(products, memory * x) for x in xs], color=CEILING, linewidth=1.2, label="measured ceilings"
+        xs, [factor * min(products, memory * x) for x in xs], color=CEILING, linewidth=1.2, zorder=2, label="ceilings"
     )
-    text = dict(color=CEILING, fontsize=8, va="bottom")
-    axes.annotate(
-        f"products: {factor * products:.3g} {name}",
-        (high, factor * products),
-        (-2, 2),
-        textcoords="offset points",
-        ha="right",
-        **text,
-    )
-    slope = math.degrees(math.atan(factor * memory))
-    along = dict(rotation=slope, rotation_mode="anchor", transform_rotates_text=True)
-    axes.text(low * 1.1, factor * memory * low * 1.25, f"memory: {1e3 * memory:.3g} GB/s", **text, **along)
-    axes.set(xlim=(low, high), ylim=(None, factor * products * 2.5))
+    style, above = dict(color=CEILING, fontsize=8, va="bottom"), 1.1 * factor * products
+    axes.text(low, above, f" copy {_round(1e3 * memory)} GB/s", ha="left", **style)  # no point lies above a slope
+    axes.text(high, above, f"products {_round(factor * products)} {name}", ha="right", **style)
+
+
+def _round(number):
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _kinds(timed):
@@ -221,9 +225,9 @@ def _title(mode, kind=None):
     if kind:
         words += [_dtype(kind.dtype), f"d{kind.D}" if kind.D == kind.Dv else f"d{kind.D}-{kind.Dv}"]
         words += ["causal" if kind.causal else "full"]
-        words += [f"{kind.Hq} over {kind.Hkv} heads"] * (kind.Hq != kind.Hkv)
+        words += [f"gqa{kind.Hq // kind.Hkv}"] * (kind.Hq != kind.Hkv)
         words += [f"{kind.Sq} queries"] * (kind.Sq > 0) + [f"batch {kind.B}"] * (kind.B > 0) + kind.options.split()
-    return ", ".join(words)
+    return textwrap.fill(", ".join(words), 40)  # letters that fit over a panel
 
 
 def _dtype(name):

@@ -11,8 +11,6 @@ from ..screen import Problem, Screen, need
 from . import presets, report, verdict
 from .measure import measure
 
-NAIVE = "On a CPU fusedattn is its naive path: these numbers say nothing about its kernels, which need an NVIDIA GPU."
-
 
 def run(given) -> int:
     screen, began = Screen(given.json, plain=True), time.monotonic()
@@ -23,7 +21,8 @@ def run(given) -> int:
     count = len(chosen.cases) * len(chosen.providers) * len(chosen.modes)
     screen.say(report.heading(device, chosen))
     if device == "cpu":
-        screen.say(NAIVE)
+        if machine.busy():
+            screen.say("Other work keeps this machine busy: expect times that are too long, and not equally so.")
         if given.preset in ("paper", "full"):
             screen.say(f"{given.preset} is made for a GPU and takes hours on a CPU; --preset quick takes a minute.")
 

@@ -9,7 +9,7 @@ from ...bench import plots, table
 from ...bench.plots import is_ours
 from ...bench.rows import Row
 
-
+NAIVE = "On a CPU fusedattn is its naive path: this says nothing about its kernels, which need an NVIDIA GPU."
 UNSTEADY = 1.5  # 80% quantile of times over the 20% one that a quiet machine stays below
 
 
@@ -96,7 +96,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     if mine:
         lines.append(f"{len(mine)} of {of_ours} results of fusedattn are WRONG.")
     elif judged:
-        lines.append(f"All {of_ours} results of fusedattn are within tolerance.")
+        lines.append(f"All {of_ours} results of fusedattn are within tolerance of float64.")
     if others:
         lines.append(f"{len(others)} of {len(judged) - of_ours} results of others are not within tolerance.")
     unsteady = [row for row in rows if row.ms_p50 != "" and row.ms_p80 > UNSTEADY * row.ms_p20]
@@ -107,6 +107,8 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     missing = sum(row.ms_p50 == "" for row in rows)
     if missing:
         lines.append(f"{missing} of {len(rows)} could not be measured; their rows say why.")
+    if any(row.gpu == "cpu" and is_ours(row) for row in rows):
+        lines.append(NAIVE)
     return lines
 
 
@@ -115,8 +117,8 @@ def _speed(mode, standing, rows):
     if standing:
         cases, speed = len(standing.ratios), words(standing.median)
         return (
-            f"{mode}: {standing.ours} is {speed} {'as' if speed == 'as fast' else 'than'} the fastest other of each case "
-            f"({standing.other}), by the median of {cases} case{'s' * (cases != 1)}; it wins {standing.faster}."
+            f"{mode}: {standing.ours} is {speed} {'as' if speed == 'as fast' else 'than'} the fastest other of each "
+            f"case ({standing.other}), by the median of {cases}; the fastest of all in {standing.faster}."
         )
     if all(is_ours(row) for row in some):
         return f"{mode}: there is no other to compare with."
