@@ -29,6 +29,11 @@ def kind(case):
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
+def drawable(written):
+    """The rows of the last run that have a speed; ours only if they are right."""
+    return [row for row in table.last_run(written) if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
+
+
 def unit(written):
     """(name, how many of it are a TFLOP/s) of speeds as these rows have them."""
     most = max((row.tflops for row in written if row.tflops != ""), default=1.0)
@@ -79,9 +84,7 @@ def _figure(written, *pictures):
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("matplotlib is not installed: pip install 'fusedattn[plot]'") from error
-    timed = [
-        row for row in table.last_run(written) if row.tflops != "" and not (is_ours(row) and row.status == "wrong")
-    ]
+    timed = drawable(written)
     if not timed:
         raise ValueError("there is no row with a speed to draw")
     styles = _styles(row.provider for row in timed)
@@ -184,9 +187,9 @@ def _ceilings(axes, some, name, factor):
     if not measured:
         return
     products, memory = measured[-1].matmul_tflops, measured[-1].copy_gbps / 1e3
-    (low, high), bottom, ridge = axes.get_xlim(), axes.get_ylim()[0], products / memory
+    (low, high), (bottom, top), ridge = axes.get_xlim(), axes.get_ylim(), products / memory
     low, high = min(low, ridge / 2), max(high, ridge * 2)
-    bottom, top = min(bottom, factor * memory * low), 2.5 * factor * products
+    bottom, top = min(bottom, factor * memory * low), max(top, 2.5 * factor * products)
     axes.set(xlim=(low, high), ylim=(bottom, top))
     xs = [low, ridge, high]
     axes.plot(

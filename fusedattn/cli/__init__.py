@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--preset",
         choices=("quick", "paper", "full"),
-        help=("quick: a minute or two; paper: the FlashAttention papers' sizes; full: everything (quick)"),
+        help="quick, the default, takes a minute or two; paper: sizes of the FlashAttention papers; full: everything",
     )
     what.add_argument(
         "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="this size instead (may be repeated)"

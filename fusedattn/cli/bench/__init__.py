@@ -35,20 +35,20 @@ def run(given) -> int:
                 writer.write(row)
                 written.append(row)
                 whys.append(why)
-                advance(f"{row.provider} {row.mode}, {report.shape(row)}")
+                advance(f"{row.provider} {row.mode}, {report.name(row)}")
     except (KeyboardInterrupt, Problem) as error:  # what was measured until then is shown
         ended = error
 
     report.show(screen, written, whys)
-    if given.plot and written:
-        plots.draw(written).savefig(given.plot, format="png")
-        screen.say(f"{given.plot} is drawn.")
+    picture = _drawn(given.plot, written)
+    if given.plot:
+        screen.say(f"{picture} is drawn." if picture else f"{given.plot} is not drawn: nothing was measured.")
     seconds = round(time.monotonic() - began, 1)
     screen.say(f"{len(written)} of {count} rows ({seconds} s).")
     ok = not verdict.wrong(written)[0]
     found = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)
     found |= dict(threads=torch.get_num_threads(), preset=None if given.shape else given.preset or "quick")
-    screen.finish(found | report.found(written, whys) | dict(csv=given.csv, picture=given.plot))
+    screen.finish(found | report.found(written, whys) | dict(csv=given.csv, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1
@@ -59,6 +59,14 @@ def _check_plot(path):
         need("matplotlib")
         if not Path(path).resolve().parent.is_dir():
             raise Problem(f"plot: there is no folder {Path(path).resolve().parent}")
+
+
+def _drawn(path, written):
+    """The path of the picture, or None: rows without a speed make none."""
+    if not path or not plots.drawable(written):
+        return None
+    plots.draw(written).savefig(path, format="png")
+    return path
 
 
 def _writer(path):

@@ -1,4 +1,4 @@
-"""How rows are shown: a table a mode, ours beside each other provider, and the verdict."""
+"""How rows are shown: a mode after the other, in each the providers of a case under each other, and the verdict."""
 
 from collections.abc import Sequence
 
@@ -10,52 +10,52 @@ from ..screen import Screen, error, tick
 from . import verdict
 from .presets import Preset
 
-REASON = 60  # letters of why something did not run that fit into its row
+REASON = 54  # letters of why something did not run that fit beside its name
 
 
 def heading(device: str, chosen: Preset) -> str:
-    threads = torch.get_num_threads()
-    where = torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {threads} thread{'s' * (threads != 1)}"
-    counts = (f"{len(some)} {name}" for some, name in zip(chosen, ("cases", "providers", "modes"), strict=True))
+    threads = verdict.count(torch.get_num_threads(), "thread")
+    where = torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {threads}"
+    counts = [verdict.count(len(some), of) for some, of in zip(chosen, ("case", "provider", "mode"), strict=True)]
     return f"{' x '.join(counts)} on {where}, torch {torch.__version__}."
 
 
-def shape(row: Row) -> str:
-    """Sizes as --shape takes them; a head of values that is not as wide as one of keys is named too."""
-    sizes = f"{row.B},{row.Hq},{row.Hkv},{row.Sq},{row.Sk},{row.D}"
-    return sizes if row.D == row.Dv else f"{sizes} Dv {row.Dv}"
+def name(row: Row) -> str:
+    """The case of a row: sizes as --shape takes them, and what else it is."""
+    words = [f"{row.B},{row.Hq},{row.Hkv},{row.Sq},{row.Sk},{row.D}"]
+    words += [f"Dv {row.Dv}"] * (row.D != row.Dv) + ["causal"] * row.causal
+    return " ".join([*words, table.DTYPES.get(row.dtype, row.dtype), *row.options.split()])
 
 
 def show(screen: Screen, rows: Sequence[Row], whys: Sequence[str]) -> None:
-    """The tables, what is wrong, and the verdict."""
-    grouped = verdict.groups(rows)
+    """The rows, what is wrong, and the verdict."""
     memory = any(row.peak_mib != "" for row in rows)
+    wide = max((len(row.provider) for row in rows), default=0)
     speed, factor = plots.unit(rows)
-    columns = [
-        "B,Hq,Hkv,Sq,Sk,D",
-        "provider",
-        "ms",
-        speed,
-        *["MiB"] * memory,
-        "fusedattn is",
-        "error / eager's",
-        "right",
-    ]
-    for mode in dict.fromkeys(mode for mode, _ in grouped):
-        lines = [line for key, some in grouped.items() if key[0] == mode for line in _lines(some, memory, factor)]
-        screen.table(f"{mode}, median time", columns, lines, marks=True)
+    last = ""
+    for (mode, _), some in verdict.groups(rows).items():
+        if mode != last:
+            heads = _cells(["ms", speed, *["MiB"] * memory, "fusedattn is", "error"])
+            screen.say(f"\n{mode.upper().replace('_', ' + '):<{wide + 2}}{heads}", style="bold")
+            last = mode
+        screen.say(name(some[0]), style="underline")
+        for line, style in _lines(some, memory, factor):
+            screen.say(f"  {line[0]:<{wide}}{line[1]}".rstrip(), style=style)
+    if rows:
+        screen.say(
+            f"\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error the largest, from float64; {tick()} is right.\n"
+        )
+
     _, each = verdict.standings(rows)
     modes = list(dict.fromkeys(one.mode for one in each))
+    others = list(dict.fromkeys(one.other for one in each))
     cells = {(one.other, one.mode): verdict.words(one.median) for one in each}
-    lines = [
-        [name, *(cells.get((name, mode), "") for mode in modes)] for name in dict.fromkeys(one.other for one in each)
-    ]
-    if lines:
-        screen.table("fusedattn, by the median", ["beside", *modes], lines)
+    if others:
+        lines = [[other, *(cells.get((other, mode), "") for mode in modes)] for other in others]
+        screen.table("fusedattn, median of the cases", ["beside", *modes], lines)
     for row, why in zip(rows, whys, strict=True):
         if why:
-            said = f"{row.provider}, {row.mode}, {shape(row)} {_kind(row)}: {why}"
-            screen.say(f"FAIL {said}", style="red" if verdict.is_ours(row) else None)
+            screen.say(f"FAIL {row.provider}, {row.mode}, {name(row)}: {why}", style="red")
     for line in verdict.sentences(rows):
         screen.say(line, style="bold red" if "WRONG" in line else "bold")
 
@@ -64,7 +64,7 @@ def found(rows: Sequence[Row], whys: Sequence[str]) -> dict:
     """The same for a program: what was not measured is None."""
     best, each = verdict.standings(rows)
     plain = [
-        {name: None if value == "" else value for name, value in row._asdict().items()} | dict(why=why)
+        {column: None if value == "" else value for column, value in row._asdict().items()} | dict(why=why)
         for row, why in zip(rows, whys, strict=True)
     ]
     speeds = dict(fastest=[_standing(one) for one in best], each=[_standing(one) for one in each])
@@ -77,33 +77,30 @@ def _standing(one):
     return about | dict(median=one.median, least=least, most=most)
 
 
-def _kind(row):
-    words = ["causal"] * row.causal + [table.DTYPES.get(row.dtype, row.dtype)] + row.options.split()
-    return " ".join(words)
+def _cells(texts):
+    """Texts under each other, the one before the last wide enough for how much faster something is."""
+    *numbers, beside, error = texts
+    return "".join(f"{text:>10}" for text in numbers) + f"{beside:>16}{error:>9}"
 
 
 def _lines(rows, memory, factor):
-    """The lines of one case in one mode: the case is named on the first two."""
-    names = [shape(rows[0]), _kind(rows[0])]
-    if len(rows) == 1:
-        names = [" ".join(names)]
-    names += [""] * (len(rows) - len(names))
+    """((provider, what stands beside it), style) of the rows of one case in one mode."""
     best, mine = verdict.fastest(rows), verdict.fastest([row for row in rows if verdict.is_ours(row)])
-    for name, row in zip(names, rows, strict=True):
-        mib = [] if not memory else ["" if row.peak_mib == "" else f"{row.peak_mib:8.0f}"]
+    for row in rows:
         if row.ms_p50 == "":
-            yield [name, row.provider, "", "", *mib, "", "", _status(row)]
+            yield (row.provider, f"   {_reason(row.status)}"), "yellow"
             continue
+        numbers = [f"{row.ms_p50:.3f}", f"{factor * row.tflops:.1f}"]
+        numbers += [f"{row.peak_mib:,.0f}" if row.peak_mib != "" else ""] * memory
         beside = "" if mine is None or verdict.is_ours(row) else verdict.words(row.ms_p50 / mine.ms_p50)
-        errors = "" if row.err_max == "" else f"{error(row.err_max)} / {error(row.err_eager)}"
-        right = _status(row) + " fastest" * (row is best)
-        yield [name, row.provider, f"{row.ms_p50:9.3f}", f"{factor * row.tflops:7.1f}", *mib, beside, errors, right]
+        cells = _cells([*numbers, beside, "" if row.err_max == "" else error(row.err_max)])
+        right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, _reason(row.status))
+        style = "bold red" if row.status == "wrong" else "bold green" if row is best else None
+        yield (row.provider, f"{cells} {right}{' fastest' * (row is best)}"), style
 
 
-def _status(row):
-    if row.status in ("ok", "wrong"):
-        return tick() if row.status == "ok" else "FAIL"
-    if row.status == "oom":
+def _reason(status):
+    if status == "oom":
         return "out of memory"
-    why = row.status.removeprefix("unsupported: ")
+    why = status.removeprefix("unsupported: ")
     return why if len(why) <= REASON else f"{why[: REASON - 3]}..."

@@ -91,14 +91,13 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     best = {one.mode: one for one in standings(rows)[0]}
     lines = [_speed(mode, best.get(mode), rows) for mode in dict.fromkeys(row.mode for row in rows)]
     judged = [row for row in rows if row.status in ("ok", "wrong")]
-    of_ours = sum(map(is_ours, judged))
-    mine, others = wrong(rows)
-    if mine:
-        lines.append(f"{len(mine)} of {of_ours} results of fusedattn are WRONG.")
-    elif judged:
-        lines.append(f"All {of_ours} results of fusedattn are within tolerance of float64.")
+    of_ours, (mine, others) = sum(map(is_ours, judged)), wrong(rows)
+    if of_ours:
+        bad = f"; {len(mine)} WRONG" if mine else ""
+        right = f"{of_ours - len(mine)} of {count(of_ours, 'result')}"
+        lines.append(f"fusedattn: {right} right, by the rule of its tests against float64{bad}.")
     if others:
-        lines.append(f"{len(others)} of {len(judged) - of_ours} results of others are not within tolerance.")
+        lines.append(f"Others: {len(others)} of {count(len(judged) - of_ours, 'result')} not right by that rule.")
     unsteady = [row for row in rows if row.ms_p50 != "" and row.ms_p80 > UNSTEADY * row.ms_p20]
     if len(unsteady) > len(rows) / 10:
         lines.append(
@@ -112,13 +111,20 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def count(number: int, of: str) -> str:
+    return f"{number} {of}{'s' * (number != 1)}"
+
+
 def _speed(mode, standing, rows):
     some = [row for row in rows if row.mode == mode]
     if standing:
-        cases, speed = len(standing.ratios), words(standing.median)
+        speed, cases = words(standing.median), len(standing.ratios)
+        speed += " as" if speed == "as fast" else " than"
+        if cases == 1:
+            return f"{mode}: {standing.ours} is {speed} the fastest other, {standing.other}."
         return (
-            f"{mode}: {standing.ours} is {speed} {'as' if speed == 'as fast' else 'than'} the fastest other of each "
-            f"case ({standing.other}), by the median of {cases}; the fastest of all in {standing.faster}."
+            f"{mode}: {standing.ours} is {speed} the fastest other of each case ({standing.other}), by the median of "
+            f"{cases} cases. It is the fastest of all in {standing.faster}."
         )
     if all(is_ours(row) for row in some):
         return f"{mode}: there is no other to compare with."
