@@ -9,7 +9,7 @@ from ...bench import plots, rows
 from .. import machine
 from ..screen import Problem, Screen, need
 from . import presets, report, verdict
-from .measure import measure
+from .measuring import measure
 
 
 def run(given) -> int:
