@@ -40,7 +40,7 @@ bench: $(READY) ## time attention against its peers on this machine (ARGS=--help
 	$(PY) -m fusedattn.bench $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf .venv .triton-* build dist out demo.png *.egg-info .benchmarks .hypothesis .*_cache
+	rm -rf .venv .triton-* build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when the Python is another one.

@@ -104,8 +104,13 @@ def unit(case, name, tensors, truth, modes, device, budget_ms):
         yield mode, label, columns, said
 
 
+def out_of_memory(error):
+    """Whether an error says so: on a CPU it is one of no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _status(error):
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return "oom"
     text = str(error) if isinstance(error, providers.Unsupported) else f"{type(error).__name__}: {error}"
     # Of a crash of the GPU the first line says all, of the rest (advice on environment variables) nothing.

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parent.parent
 
 COLUMNS = (
     "commit date gpu driver cuda torch triton python mode provider dtype B Hq Hkv Sq Sk D Dv causal options "
-    "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager status"
+    "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager matmul_tflops copy_gbps "
+    "status"
 ).split()
 
 

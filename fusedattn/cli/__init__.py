@@ -38,6 +38,29 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--dtype", action="append", choices=DTYPES, help="only this dtype (may be repeated)")
     check.add_argument("--case", action="append", metavar="NAME", help="only this case (may be repeated)")
     check.add_argument("--device", choices=("cpu", "cuda"), help="only on this device")
+    bench = command(
+        "bench",
+        "time attention against its peers here, and hold each to float64",
+        "Time attention by fusedattn, by PyTorch's own and by the plain formula on this machine, the GPU or else the "
+        "CPU; say how much faster ours is than each, and whether every result is right. Exit status 1 if ours is not.",
+    )
+    what = bench.add_mutually_exclusive_group()
+    what.add_argument(
+        "--preset",
+        choices=("quick", "paper", "full"),
+        help="quick, the default, takes a minute or two; paper: sizes of the FlashAttention papers; full: everything",
+    )
+    what.add_argument(
+        "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="this size instead (may be repeated)"
+    )
+    bench.add_argument("--dtype", action="append", choices=DTYPES, help="in this dtype (may be repeated)")
+    bench.add_argument("--causal", action="store_true", help="--shape with a causal mask; of a preset the causal cases")
+    bench.add_argument("--mode", action="append", metavar="LIST", help="some of forward,backward,forward_backward")
+    bench.add_argument("--providers", action="append", metavar="LIST", help="these, as fusedattn,sdpa,sdpa:flash,naive")
+    bench.add_argument("--csv", metavar="FILE", help="append every row to this file as soon as it is measured")
+    bench.add_argument(
+        "--plot", nargs="?", const="bench.png", metavar="PNG", help="draw speeds and a roofline (bench.png)"
+    )
     demo = command(
         "demo",
         "train a small language model on a text, check it, time it, draw it",

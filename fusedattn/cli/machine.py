@@ -56,6 +56,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def busy() -> bool:
+    """Whether others have had half of its cores or more for a minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > cores() / 2
+
+
 def _driver():
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return None

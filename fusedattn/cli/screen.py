@@ -22,11 +22,15 @@ def need(*packages: str) -> None:
 
 
 class Screen:
-    """Where one command writes. With `only_json` all but `finish` is silent, and rich is not needed."""
+    """Where one command writes. With `only_json` all but `finish` is silent, and rich is not needed.
 
-    def __init__(self, only_json: bool):
+    With `plain` it is not needed either: where there is none, the same is plain text.
+    """
+
+    def __init__(self, only_json: bool, plain: bool = False):
+        self.only_json = only_json
         self.console: Any = None
-        if not only_json:
+        if not only_json and not (plain and importlib.util.find_spec("rich") is None):
             need("rich")
             from rich.console import Console
 
@@ -36,10 +40,13 @@ class Screen:
     def say(self, text: str = "", style: str | None = None) -> None:
         if self.console:
             self.console.print(text, style=style, markup=False)
+        elif not self.only_json:
+            print(text)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], marks: bool = False) -> None:
         """All columns but the first are as narrow as they are. With `marks` "ok" and "FAIL" have colours."""
         if not self.console:
+            self.say("\n".join(_aligned(title, columns, rows)))
             return
         from rich import box
         from rich.table import Table
@@ -71,7 +78,7 @@ class Screen:
 
     def finish(self, found: dict) -> None:
         """The JSON object, if that is what was asked for."""
-        if self.console is None:
+        if self.only_json:
             print(json.dumps(_plain(found), indent=2))
 
 
@@ -89,8 +96,25 @@ def compared(verdict: Verdict) -> str:
     return cell if verdict.ok else f"{cell} FAIL"
 
 
+def tick() -> str:
+    """What stands for "right", where it can be written."""
+    try:
+        "\u2713".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "ok"
+    return "\u2713"
+
+
 def _style(cell):
     return "bold red" if "FAIL" in cell else "green" if cell == "ok" else ""
+
+
+def _aligned(title, columns, rows):
+    """The lines of a table in plain text."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = [columns, ["-" * width for width in widths], *rows] if any(columns) else rows
+    for line in [[title], *lines, []]:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
 
 
 def _plain(found):

@@ -1,0 +1,76 @@
+"""fusedattn bench: attention against its peers on this machine, how fast each is and whether it is right."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from ...bench import plots, rows
+from .. import machine
+from ..screen import Problem, Screen, need
+from . import presets, report, verdict
+from .measuring import measure
+
+
+def run(given) -> int:
+    screen, began = Screen(given.json, plain=True), time.monotonic()
+    device = presets.device()
+    chosen = presets.choose(given, on_gpu=device == "cuda")
+    _check_plot(given.plot)
+    writer = _writer(given.csv)
+    count = len(chosen.cases) * len(chosen.providers) * len(chosen.modes)
+    screen.say(report.heading(device, chosen))
+    if device == "cpu":
+        if machine.busy():
+            screen.say("Other work keeps this machine busy: expect times that are too long, and not equally so.")
+        if given.preset in ("paper", "full"):
+            screen.say(f"{given.preset} is made for a GPU and takes hours on a CPU; --preset quick takes a minute.")
+
+    written: list[rows.Row] = []
+    whys: list[str] = []
+    ended: BaseException | None = None
+    try:
+        with screen.progress("measuring", count) as advance:
+            for row, why in measure(chosen, device):
+                writer.write(row)
+                written.append(row)
+                whys.append(why)
+                advance(f"{row.provider} {row.mode}, {report.name(row)}")
+    except (KeyboardInterrupt, Problem) as error:  # what was measured until then is shown
+        ended = error
+
+    report.show(screen, written, whys)
+    picture = _drawn(given.plot, written)
+    if given.plot:
+        screen.say(f"{picture} is drawn." if picture else f"{given.plot} is not drawn: nothing was measured.")
+    seconds = round(time.monotonic() - began, 1)
+    screen.say(f"{len(written)} of {count} rows ({seconds} s).")
+    ok = not verdict.wrong(written)[0]
+    found = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)
+    found |= dict(threads=torch.get_num_threads(), preset=None if given.shape else given.preset or "quick")
+    screen.finish(found | report.found(written, whys) | dict(csv=given.csv, picture=picture))
+    if ended:
+        raise ended
+    return 0 if ok else 1
+
+
+def _check_plot(path):
+    if path:
+        need("matplotlib")
+        if not Path(path).resolve().parent.is_dir():
+            raise Problem(f"plot: there is no folder {Path(path).resolve().parent}")
+
+
+def _drawn(path, written):
+    """The path of the picture, or None: rows without a speed make none."""
+    if not path or not plots.drawable(written):
+        return None
+    plots.draw(written).savefig(path, format="png")
+    return path
+
+
+def _writer(path):
+    try:
+        return rows.Writer(path)
+    except (OSError, ValueError) as error:
+        raise Problem(f"csv: cannot append to {path}: {error}") from error
