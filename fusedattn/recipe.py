@@ -26,23 +26,18 @@ class New(NamedTuple):
     strides: tuple
     dtype: torch.dtype
 
-    def make(self, like: Tensor) -> Tensor:
-        return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
-
 
 class Step(NamedTuple):
-    """One launch. Of its arguments those in `places`, (index, function of all tensors), are put in at each launch."""
+    """One launch, with what of its arguments depends on the tensors: (index of the argument, what to put there).
+
+    views: the number of a tensor, and its strides. others: a function of all tensors.
+    """
 
     launch: Callable
     programs: int
     arguments: list
-    places: tuple
-
-    def bound(self, tensors: Sequence) -> list:
-        arguments = self.arguments.copy()
-        for index, value in self.places:
-            arguments[index] = value(tensors)
-        return arguments
+    views: tuple
+    others: tuple
 
 
 class Recipe(NamedTuple):
@@ -55,7 +50,8 @@ class Recipe(NamedTuple):
     def run(self, given: Sequence) -> list:
         """Do it; returns the given tensors and the made ones, in one list. The first of the given is not None."""
         first = given[0]
-        tensors = [*given, *[new.make(first) for new in self.made]]
+        make = first.new_empty_strided
+        tensors = [*given, *[make(shape, strides, dtype=dtype) for shape, strides, dtype in self.made]]
         if launch.interpreting() or (first.is_cuda and torch._C._cuda_getDevice() != first.get_device()):
             with launch.surroundings(self.device):
                 self._launch(tensors)
@@ -65,8 +61,13 @@ class Recipe(NamedTuple):
 
     def _launch(self, tensors):
         stream = None if launch.interpreting() else driver.active.get_current_stream(self.device.index)
-        for step in self.steps:
-            step.launch(step.programs, stream, step.bound(tensors))
+        for run, programs, arguments, views, others in self.steps:
+            arguments = arguments.copy()
+            for index, number, strides in views:
+                arguments[index] = tensors[number], strides
+            for index, value in others:
+                arguments[index] = value(tensors)
+            run(programs, stream, arguments)
 
 
 def _compiled(kernel):
@@ -88,8 +89,10 @@ def _compiled(kernel):
     return launched
 
 
-def _interpreted(kernel, options):
+def _interpreted(kernel, options, views):
     def launched(programs, stream, arguments):
+        for index, *_ in views:
+            arguments[index] = View(*arguments[index])  # what is compiled takes any tuple for one
         kernel[(programs,)](*arguments, **options)
 
     return launched
@@ -130,40 +133,42 @@ class Recorder:
         return None if tensor is None else self.numbers[_storage(tensor)]
 
     def add(self, kernel, programs: int, arguments: dict, options: dict) -> None:
-        places, values = [], [arguments[name] for name in kernel.arg_names]
+        views: list[tuple] = []
+        others: list[tuple] = []
+        values = [arguments[name] for name in kernel.arg_names]
         for index, value in enumerate(values):
-            place = self._place(value)
-            if place is not None:
-                places.append((index, place))
+            if isinstance(value, View):
+                views.append((index, self._number(value.base), value.strides))
+                values[index] = None
+            elif (place := self._place(value)) is not None:
+                others.append((index, place))
                 values[index] = None
         if launch.interpreting():
-            run = _interpreted(kernel, options)
+            run = _interpreted(kernel, options, views)
         else:
             run = _compiled(kernel.warmup(grid=(programs,), **arguments, **options))
-        self.steps.append(Step(run, programs, values, tuple(places)))
+        self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
+
+    def _number(self, tensor):
+        """`number` of a tensor in an argument: one that is not known is a buffer of the launches' own."""
+        assert tensor.storage_offset() == 0, "a place in a recipe is the beginning of a tensor"
+        if _storage(tensor) not in self.numbers:
+            self.make(tensor if tensor._base is None else tensor._base)
+        return self.numbers[_storage(tensor)]
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
         """What an argument is of all tensors; None if it is of none."""
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            number = self._number(value)
+            if self.tensors[number].dtype == value.dtype or not launch.interpreting():
+                return itemgetter(number)
+            return lambda tensors: tensors[number].view(value.dtype)  # what is compiled takes an address for what it is
         places = [self._place(x) for x in value] if isinstance(value, tuple) else []
         if not any(places):
             return None
         new, kind = tuple.__new__, type(value)
-        if isinstance(value, View):  # as most are
-            base, strides = self._tensor(value.base), value.strides
-            return lambda tensors: new(kind, (base(tensors), strides))
         parts = [(lambda tensors, x=x: x) if place is None else place for x, place in zip(value, places, strict=True)]
         return lambda tensors: new(kind, [part(tensors) for part in parts])
-
-    def _tensor(self, tensor):
-        assert tensor.storage_offset() == 0, "a place in a recipe is the beginning of a tensor"
-        if _storage(tensor) not in self.numbers:
-            self.make(tensor if tensor._base is None else tensor._base)
-        number = self.numbers[_storage(tensor)]
-        if self.tensors[number].dtype == tensor.dtype or not launch.interpreting():
-            return itemgetter(number)
-        return lambda tensors: tensors[number].view(tensor.dtype)  # what is compiled takes an address for what it is
 
     def recipe(self) -> Recipe:
         return Recipe(self.device, tuple(self.made), tuple(self.steps))
