@@ -129,6 +129,11 @@ KERNELS = {
 _too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
 
 
+def forget():
+    """Start anew, as if nothing had been launched yet: what `candidates` and devices say may have changed."""
+    _too_large.clear()
+
+
 def _kind(name, call):
     query, value = call.query, call.value
     widest, band = max(width.fn(query.shape[3]), width.fn(value.shape[3])), configs.narrow(call.left, call.right)

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from fusedattn.bench import compiled as compiling
+
 from fusedattn import configs
 
 from . import offline_compile as offline
@@ -27,7 +29,7 @@ def test_this_file_without_the_interpreter():
 def first(kernel, capability, variant="full"):
     """The row of the tile that a call in bfloat16 with D = 64 tries first."""
     tiles = configs.tiles(kernel, capability, 2, 64)
-    return offline.Row(kernel, capability, "bf16", 64, variant, tiles[0], (0, len(tiles)))
+    return compiling.Row(kernel, capability, "bf16", 64, variant, tiles[0], (0, len(tiles)))
 
 
 @compiled
@@ -35,7 +37,7 @@ def first(kernel, capability, variant="full"):
 @pytest.mark.parametrize("kernel", configs.INTERPRETED)
 def test_a_kernel_of_each_kind_is_within_its_budget(kernel, capability):
     row = first(kernel, capability, "biased" if kernel == "dbias" else "full")
-    report = offline.compile_row(row)
+    report = compiling.compile_row(row)
     assert list(offline.faults(row, report)) == []
     if row.tile.keys is not None:
         assert report.counts["wgmma" if capability == 90 else "mma"] > 0
@@ -44,8 +46,8 @@ def test_a_kernel_of_each_kind_is_within_its_budget(kernel, capability):
 
 @compiled
 def test_options_are_what_is_compiled():
-    plain = offline.compile_row(first("forward", 90)).asm["ptx"]
-    masked = offline.compile_row(first("forward", 90, "everything")).asm["ptx"]
+    plain = compiling.compile_row(first("forward", 90)).asm["ptx"]
+    masked = compiling.compile_row(first("forward", 90, "everything")).asm["ptx"]
     assert "ld.global.b8" in masked and "ld.global.b8" not in plain
 
 
@@ -57,12 +59,12 @@ def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
     assert "128x128 w4 s1" in capsys.readouterr().out.splitlines()[-1]
 
 
-GOOD = offline.Report(
+GOOD = compiling.Report(
     registers=200,
     spills=0,
     shared=98304,
     serialized=False,
-    counts=dict.fromkeys(offline.INSTRUCTIONS, 0) | dict(wgmma=36),
+    counts=dict.fromkeys(compiling.INSTRUCTIONS, 0) | dict(wgmma=36),
     loop=500,
     seconds=1.0,
     asm={},
@@ -76,13 +78,13 @@ GOOD = offline.Report(
         (dict(spills=4), "spills 4 bytes"),
         (dict(shared=232449), "232449 bytes of shared memory"),
         (dict(shared=101377), "on small GPUs"),
-        (dict(counts=dict.fromkeys(offline.INSTRUCTIONS, 0)), "tensor cores"),
+        (dict(counts=dict.fromkeys(compiling.INSTRUCTIONS, 0)), "tensor cores"),
         (dict(serialized=True), "asynchronously"),
     ],
 )
 def test_what_is_wrong_is_said(change, said):
     tile = configs.Tile(128, 128, 8, 2)
-    row = offline.Row("forward", 90, "bf16", 64, "full", tile, place=(1, 2))
+    row = compiling.Row("forward", 90, "bf16", 64, "full", tile, place=(1, 2))
     found = list(offline.faults(row, GOOD._replace(**change)))
     assert found == [] if said is None else any(said in fault for fault in found)
 
@@ -93,5 +95,5 @@ def test_the_main_loop_is_the_shortest_that_multiplies():
         return "\n".join([*lines, f"        /*{start + 16 * length:04x}*/  @P0 BRA {back:#x} ;"])
 
     masked, plain, copy = block(0, 40, "HGMMA", 0), block(0x400, 20, "HGMMA", 0x400), block(0x800, 5, "LDG.E", 0x800)
-    assert offline.main_loop("\n".join([masked, plain, copy])) == 21
-    assert offline.main_loop("        /*0000*/   EXIT ;") is None
+    assert compiling.main_loop("\n".join([masked, plain, copy])) == 21
+    assert compiling.main_loop("        /*0000*/   EXIT ;") is None
