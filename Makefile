@@ -20,7 +20,7 @@ test: interpreter compile on-gpu ## every test that this machine can run: the th
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS)
 
-compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version)
+compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) tests/offline_compile.py $(ARGS); \
 	else echo "make: there is no Triton here, so nothing to compile"; fi
 

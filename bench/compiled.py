@@ -4,11 +4,14 @@ What launches the kernel is what launches it on a GPU, so that each argument is 
 """
 
 import contextlib
+import functools
 import io
+import multiprocessing
+import os
 import re
-import subprocess
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,8 +22,10 @@ from fusedattn import configs, launch, ops
 from fusedattn.call import DIFFERENTIABLE, Call
 
 from . import absent
+from .sass import disassemble, main_loop
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
+SMALLEST = min(SHARED.values())
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "mma": r"\bmma\.sync",
@@ -77,20 +82,20 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a kernel uses, a thread and a block; counts of instructions in its PTX and in its main loop."""
+    """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop."""
 
     registers: int
     spills: int  # bytes stored
     shared: int  # bytes
     serialized: bool
     counts: dict
-    loop: int | None
+    loop: tuple | None  # instructions, if it was read
     seconds: float
     asm: dict
 
     def __str__(self):
         counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
-        loop = "-" if self.loop is None else self.loop
+        loop = "-" if self.loop is None else len(self.loop)
         wgmma = "SERIALISED" if self.serialized else "-"
         return (
             f"{self.registers:>4} {self.spills:>6} {self.shared:>7} {counts} {loop:>5} {wgmma:>10} {self.seconds:>5.1f}"
@@ -158,8 +163,8 @@ def _call(row):
         ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
 
 
-def compile_row(row):
-    """The Report of a Row."""
+def compile_row(row, read=False):
+    """The Report of a Row. The main loop is read of plain rows, for it takes half a second; `read` is any row's."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
     compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
@@ -167,8 +172,8 @@ def compile_row(row):
         _call(row)
     seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
     ptx = compiled.asm["ptx"]
-    loops = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
-    sass = disassemble(compiled.asm["cubin"]) if loops else ""  # it takes half a second
+    plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
+    sass = disassemble(compiled.asm["cubin"]) if plain or read else ""
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
@@ -183,24 +188,7 @@ def compile_row(row):
     )
 
 
-def disassemble(cubin):
-    """SASS, one instruction a line."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
-
-
-def main_loop(sass):
-    """Length in instructions of the loop over blocks that take no mask: the shortest that multiplies matrices."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)]
-    loops = []
-    for at, text in code:
-        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            body = [text for where, text in code if int(target[1], 16) <= where <= at]
-            products = sum(bool(re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)) for text in body)
-            loops.append((len(body), products))
-    most = max((products for _, products in loops), default=0)
-    return min((length for length, products in loops if 2 * products >= most > 0), default=None)
+def compile_rows(rows, read=False):
+    """The Report of each Row in turn, compiled on all cores."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(functools.partial(compile_row, read=read), rows)

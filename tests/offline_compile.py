@@ -1,6 +1,7 @@
 """What the kernels would use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
 
 python tests/offline_compile.py [--capability 80 90] [--filter forward]
+python tests/offline_compile.py --report    # writes bench/results/kernels.md
 
 Every tile of `fusedattn.configs` is compiled for every GPU that would take it. The exit status is 1 if one of them
 breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
@@ -9,18 +10,18 @@ breaks a rule of `faults`. That what compiles also runs, and how fast, this cann
 import argparse
 import functools
 import itertools
-import multiprocessing
-import os
+import pathlib
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import triton
-from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, Row, compile_row
+from fusedattn.bench import report as kernels
+from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_rows
 
 from fusedattn import configs, launch
 
-SMALLEST = min(SHARED.values())
+ROOT = pathlib.Path(__file__).parent.parent
+TABLE = ROOT / "bench" / "results" / "kernels.md"
 
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn.
@@ -83,31 +84,44 @@ def table(capabilities=(80, 90)):
                 yield Row(kernel, capability, dtype, 80, "full", *best)
 
 
-def measure(rows, report=print):
-    """Compile rows on all cores; {row: faults} of those that have some."""
-    bad = {}
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("fork")) as pool:
-        for row, result in zip(rows, pool.map(compile_row, rows), strict=True):
-            bad[row] = list(faults(row, result))
-            report(f"{row}{result}" + "".join(f"\n    ^ {fault}" for fault in bad[row]))
-    return {row: found for row, found in bad.items() if found}
+def reported(row):
+    """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
+    return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
+
+
+def measure(rows, say=print, read=False):
+    """Compile rows; ({row: faults} of those that have some, the reports)."""
+    bad, reports = {}, []
+    for row, report in zip(rows, compile_rows(rows, read), strict=True):
+        found = list(faults(row, report))
+        if found:
+            bad[row] = found
+        reports.append(report._replace(asm={}))
+        say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
+    return bad, reports
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="such as 90 for sm_90")
+    parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
+    parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
     options = parser.parse_args(arguments)
+    if options.report and (options.capability or options.filter):
+        parser.error("--report: it writes the whole table, so --capability and --filter cannot choose from it")
     if launch.interpreting():
         sys.exit("offline_compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
-    rows = [row for row in table(options.capability) if options.filter in str(row)]
+    rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
+    if options.report:
+        rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
-    bad = measure(rows, lambda line: print(line, flush=True))
+    bad, reports = measure(rows, functools.partial(print, flush=True), options.report)
     print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")
+    if options.report:
+        TABLE.write_text(kernels.text(zip(rows, reports, strict=True)))
     return bool(bad)
 
 
