@@ -4,7 +4,6 @@ What launches the kernel is what launches it on a GPU, so that each argument is 
 """
 
 import contextlib
-import functools
 import io
 import multiprocessing
 import os
@@ -121,7 +120,7 @@ class _Skipped:
 
 
 @contextlib.contextmanager
-def _everything_but_a_gpu(kernels, row):
+def _everything_but_a_gpu(kernels, row, keep):
     """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
     tiles = configs.INTERPRETED | {row.kernel: (row.tile,)}
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -137,7 +136,8 @@ def _everything_but_a_gpu(kernels, row):
             triton.knobs.cache.scope(),
             tempfile.TemporaryDirectory() as folder,
         ):
-            triton.knobs.cache.dir = folder
+            if not keep:
+                triton.knobs.cache.dir = folder
             triton.knobs.compilation.always_compile = True
             triton.knobs.nvidia.dump_ptxas_log = True
             yield
@@ -146,14 +146,14 @@ def _everything_but_a_gpu(kernels, row):
         torch.backends.cuda.matmul.fp32_precision = precision
 
 
-def _call(row):
+def _call(row, heads):
     """Run the operator of a kernel on tensors without data: what launches the kernel is what launches it on a GPU."""
     group = 4 if row.variant == "everything" else 1
 
     def tensor(heads):
         return torch.empty(BATCH, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
-    tensors = dict(query=tensor(HEADS), key=tensor(HEADS // group), value=tensor(HEADS // group))
+    tensors = dict(query=tensor(heads), key=tensor(heads // group), value=tensor(heads // group))
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     everything = row.variant == "everything"
@@ -163,13 +163,18 @@ def _call(row):
         ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
 
 
-def compile_row(row, read=False):
-    """The Report of a Row. The main loop is read of plain rows, for it takes half a second; `read` is any row's."""
+def compile_row(row, read=False, heads=None):
+    """The Report of a Row.
+
+    Args:
+        read: whether to read the main loop also where that is not a plain row's; it takes half a second.
+        heads: of the calls to come that will find the kernel in Triton's cache. By default it is not kept.
+    """
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
     compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
-    with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
-        _call(row)
+    with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
+        _call(row, heads or HEADS)
     seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
     ptx = compiled.asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
@@ -188,7 +193,8 @@ def compile_row(row, read=False):
     )
 
 
-def compile_rows(rows, read=False):
-    """The Report of each Row in turn, compiled on all cores."""
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(functools.partial(compile_row, read=read), rows)
+def in_processes(function, rows):
+    """function(row) of each in turn, on all cores."""
+    fork = "spawn" if torch.cuda.is_initialized() else "fork"  # which CUDA does not survive
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(fork)) as pool:
+        yield from pool.map(function, rows)

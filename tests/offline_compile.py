@@ -16,7 +16,7 @@ import time
 
 import triton
 from fusedattn.bench import report as kernels
-from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_rows
+from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, in_processes
 
 from fusedattn import configs, launch
 
@@ -92,7 +92,7 @@ def reported(row):
 def measure(rows, say=print, read=False):
     """Compile rows; ({row: faults} of those that have some, the reports)."""
     bad, reports = {}, []
-    for row, report in zip(rows, compile_rows(rows, read), strict=True):
+    for row, report in zip(rows, in_processes(functools.partial(compile_row, read=read), rows), strict=True):
         found = list(faults(row, report))
         if found:
             bad[row] = found
