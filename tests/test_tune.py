@@ -32,7 +32,7 @@ def test_what_is_tried_is_sensible(kernel, itemsize, width, capability):
         turned = tile.rows if kernel == "dkdv" else tile.keys
         assert tile.stages == 1 or tile.stages * turned * 2 * width * itemsize <= most
     steps = [min(tune._apart(tile, each) for each in own) for tile in tiles]
-    assert steps == sorted(steps) and steps[len(own)] == 1  # a short sweep looks near what is known
+    assert steps == sorted(steps) and 0 < steps[len(own)] <= 1  # a short sweep looks near what is known
 
 
 def test_nothing_is_tried_whose_results_fill_the_registers():
