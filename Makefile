@@ -6,7 +6,7 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test interpreter compile on-gpu check gpu bench clean
+.PHONY: help demo test interpreter compile on-gpu check gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -38,6 +38,9 @@ gpu: ## all that wants a GPU machine, from a bare clone and without a network (O
 
 bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
 	$(PY) -m fusedattn.bench $(ARGS)
+
+tune: $(READY) ## tiles for fusedattn/configs.py: timed on a GPU, without one ranked by compiled code (ARGS=--help)
+	$(PY) -m fusedattn.bench.tune $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf .venv .triton-* build dist out demo.png *.egg-info .benchmarks .hypothesis .*_cache

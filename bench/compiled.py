@@ -193,8 +193,7 @@ def compile_row(row, read=False, heads=None):
     )
 
 
-def in_processes(function, rows):
-    """function(row) of each in turn, on all cores."""
-    fork = "spawn" if torch.cuda.is_initialized() else "fork"  # which CUDA does not survive
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(fork)) as pool:
-        yield from pool.map(function, rows)
+def pool():
+    """Processes to compile in, as many as there are cores."""
+    start = "spawn" if torch.cuda.is_initialized() else "fork"  # which CUDA does not survive
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(start))

@@ -3,7 +3,7 @@
 Tries tiles for each kernel and width, those of `fusedattn.configs` first, and prints rows for its table. On a GPU each
 is held to the tolerance rule and timed, on a full and a causal call. Without one, or for a GPU that --capability names,
 they are ranked by what they compile to: by the bound of `bounds`, half way between overlapped and serial if a
-multiprocessor holds two blocks, serial if it holds one; what spills is left out.
+multiprocessor holds two blocks, serial if it holds one; what spills or loads nothing ahead is left out.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def _sensible(kernel, capability, itemsize, width, most, tile):
     buffers = 0 if tile.stages == 1 else tile.stages * turned * 2 * width * itemsize
     wgmma = configs.architecture(capability) == 90 and itemsize == 2
     return (
-        16 // itemsize <= pairs / threads
+        (8 if itemsize == 2 else 1) <= pairs / threads
         and floats / threads <= MOST_FLOATS
         and buffers <= most
         and (64 if wgmma else 16) <= kept
@@ -109,6 +109,8 @@ def ranked(row, report):
     why = _against(report, compiled.SHARED[row.capability], row.tile.spills)
     if not why and report.serialized:
         why = "waits for each wgmma in turn"
+    if not why and row.tile.stages == 1:
+        why = "loads nothing ahead, and a bound knows no latency"
     if why:
         return Found(row.tile, why=why)
     return Found(row.tile._replace(spills=report.spills), report.shared, estimate(row, report))
@@ -136,7 +138,7 @@ def typical(dim, dtype):
 
 
 class Bench:
-    """One kernel on one case: what it computes, and what of it is timed."""
+    """One kernel on one case: what it computes, and what of it is timed; `prepare` runs before dq and dkdv."""
 
     def __init__(self, kernel, case, device):
         self.kernel, self.case, self.device = kernel, case, device
@@ -244,7 +246,7 @@ def entry(key, found, said):
     ]
 
 
-def tune(kernel, dim, dtype, capability, deadline, measuring=None):
+def tune(kernel, dim, dtype, capability, pool, deadline, measuring=None):
     """Lines of one row of the table; measuring is (device, CSV writer, its machine), None ranks by compiled code."""
     itemsize = getattr(torch, dtype).itemsize
 
@@ -273,7 +275,7 @@ def tune(kernel, dim, dtype, capability, deadline, measuring=None):
             return timed(row(tile), report, benches, most, write)
 
     tiles = grid(kernel, capability, itemsize, dim, most)
-    reports = compiled.in_processes(functools.partial(compile_tile, heads=heads), map(row, tiles))
+    reports = pool.map(functools.partial(compile_tile, heads=heads), map(row, tiles))
     key = (kernel, configs.architecture(capability), itemsize, dim)
     return entry(key, sweep(tiles, reports, judge, deadline), said)
 
@@ -307,10 +309,11 @@ def main(arguments=None):
             parser.error("--dtype float32: without tensor cores there is no bound to rank by; it takes a GPU")
     work = list(itertools.product(options.kernel, options.dim))
     start = time.monotonic()
-    for number, (kernel, dim) in enumerate(work):
-        left = start + options.seconds - time.monotonic()
-        deadline = time.monotonic() + left / (len(work) - number)  # a fair share of what is left
-        print("\n".join(tune(kernel, dim, options.dtype, capability, deadline, measuring)), flush=True)
+    with compiled.pool() as pool:
+        for number, (kernel, dim) in enumerate(work):
+            left = start + options.seconds - time.monotonic()
+            deadline = time.monotonic() + left / (len(work) - number)  # a fair share of what is left
+            print("\n".join(tune(kernel, dim, options.dtype, capability, pool, deadline, measuring)), flush=True)
 
 
 if __name__ == "__main__":

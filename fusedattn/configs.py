@@ -1,7 +1,7 @@
 """Tile sizes as data, and the function that reads them.
 
 Rows were chosen offline, by registers and spills in compiled code (`make compile`): none has been timed. A row that has
-says so, with its GPU, versions and number.
+says so, with its GPU, versions and number (`make tune`).
 """
 
 from typing import NamedTuple

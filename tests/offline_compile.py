@@ -16,7 +16,7 @@ import time
 
 import triton
 from fusedattn.bench import report as kernels
-from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, in_processes
+from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
 
 from fusedattn import configs, launch
 
@@ -92,12 +92,13 @@ def reported(row):
 def measure(rows, say=print, read=False):
     """Compile rows; ({row: faults} of those that have some, the reports)."""
     bad, reports = {}, []
-    for row, report in zip(rows, in_processes(functools.partial(compile_row, read=read), rows), strict=True):
-        found = list(faults(row, report))
-        if found:
-            bad[row] = found
-        reports.append(report._replace(asm={}))
-        say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
+    with pool() as processes:
+        for row, report in zip(rows, processes.map(functools.partial(compile_row, read=read), rows), strict=True):
+            found = list(faults(row, report))
+            if found:
+                bad[row] = found
+            reports.append(report._replace(asm={}))
+            say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
     return bad, reports
 
 

@@ -1,7 +1,9 @@
 """The search for tiles: what is tried, how it is ranked, and that what it prints is a row of the table."""
 
+import contextlib
 import csv
 import itertools
+import types
 
 import pytest
 import torch
@@ -83,6 +85,10 @@ def test_two_blocks_overlap_and_one_does_not():
 def test_what_is_against_a_tile_is_said(report, why):
     found = tune.ranked(row(), report)
     assert why in found.why and found.tflops == 0
+
+
+def test_what_loads_nothing_ahead_is_for_a_gpu_to_judge():
+    assert "ahead" in tune.ranked(row(Tile(128, 128, 8, 1)), REPORT).why
 
 
 def test_a_tile_may_spill_what_its_row_allows():
@@ -263,13 +269,23 @@ def test_it_compiles_nothing_in_the_interpreter(monkeypatch, capsys):
     assert "TRITON_INTERPRET" in capsys.readouterr().err
 
 
+class Pool(contextlib.nullcontext):
+    """Does not leave the process."""
+
+    def __enter__(self):
+        return self
+
+    def map(self, function, rows):
+        return (function(row) for row in rows)
+
+
 def test_without_a_gpu_it_ranks_and_says_so(no_gpu, monkeypatch, capsys):
     def compile(row, heads):
         assert heads is None and row.dtype == "fp16" and row.capability == 90
         return REPORT._replace(serialized=row.tile.stages != 2, shared=65536 if row.tile.rows == 64 else 131072)
 
     monkeypatch.setattr(tune, "compile_tile", compile)
-    monkeypatch.setattr(compiled, "in_processes", lambda function, rows: (function(row) for row in rows))
+    monkeypatch.setattr(compiled, "pool", Pool)
     assert tune.main(["--kernel", "forward", "dq", "--dim", "64", "128", "--dtype", "float16"]) is None
     printed = capsys.readouterr().out
     table = parsed(printed.splitlines())
@@ -281,6 +297,40 @@ def test_without_a_gpu_it_ranks_and_says_so(no_gpu, monkeypatch, capsys):
 def test_the_time_is_shared_out(no_gpu, monkeypatch, capsys):
     given = []
     monkeypatch.setattr(tune, "tune", lambda *task: given.append(task) or ["#"])
+    monkeypatch.setattr(compiled, "pool", Pool)
     monkeypatch.setattr(tune.time, "monotonic", lambda: 1000.0)
     tune.main(["--dim", "64", "--seconds", "60"])
-    assert [(task[0], task[4]) for task in given] == [("forward", 1020.0), ("dq", 1030.0), ("dkdv", 1060.0)]
+    assert [(task[0], task[5]) for task in given] == [("forward", 1020.0), ("dq", 1030.0), ("dkdv", 1060.0)]
+
+
+def test_with_a_gpu_it_times_and_says_which(monkeypatch, tmp_path, capsys):
+    class Timed(Bench):
+        def __init__(self, kernel, case, device):
+            assert kernel == "dq" and device == torch.device("cuda", 0)
+            super().__init__(case)
+
+    def compile(row, heads):
+        assert heads == 16 and row.capability == 90
+        return REPORT._replace(shared=200000 if max(row.tile[:2]) > 64 else 90000, spills=8 * row.tile.stages)
+
+    machine = rows.machine("cpu", "none") | dict(gpu="NVIDIA H200")
+    for name, value in dict(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda device: types.SimpleNamespace(shared_memory_per_block_optin=232448),
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "capability", lambda device: 90)
+    monkeypatch.setattr(rows, "machine", lambda device, commit: machine)
+    monkeypatch.setattr(compiled, "pool", Pool)
+    monkeypatch.setattr(tune, "compile_tile", compile)
+    monkeypatch.setattr(tune, "Bench", Timed)
+    path = tmp_path / "tune.csv"
+    tune.main(["--kernel", "dq", "--dim", "128", "--csv", str(path)])
+    printed = capsys.readouterr().out
+    (tiles,) = parsed(printed.splitlines()).values()
+    assert tiles[0].stages == 1 and tiles[0].spills == 8 and max(tiles[-1][:2]) <= 64
+    assert "NVIDIA H200, torch" in printed and "nothing was timed" not in printed and " ms" in printed
+    written = rows.read(path)
+    assert {row.gpu for row in written} == {"NVIDIA H200"} and {row.causal for row in written} == {0, 1}
