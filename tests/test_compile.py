@@ -190,7 +190,8 @@ def test_the_bound_knows_the_other_products():
         (255, 163840, 8, 1),
         (128, 98304, 8, 2),
         (128, 0, 8, 2),  # 65536 registers are 16 warps of 128
-        (129, 0, 8, 1),  # taken by eights: three warps in each quarter
+        (100, 0, 4, 4),  # taken by eights, 104: four warps in each quarter
+        (129, 0, 1, 12),  # three in each
         (32, 115713, 4, 1),  # two of them and what is reserved are more than 228 KB
         (32, 115712, 4, 2),
         (32, 0, 4, 16),
