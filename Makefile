@@ -6,7 +6,7 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test interpreter compile on-gpu check gpu bench clean
+.PHONY: help demo test interpreter compile on-gpu check gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -20,7 +20,7 @@ test: interpreter compile on-gpu ## every test that this machine can run: the th
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS)
 
-compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version)
+compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) tests/offline_compile.py $(ARGS); \
 	else echo "make: there is no Triton here, so nothing to compile"; fi
 
@@ -38,6 +38,9 @@ gpu: ## all that wants a GPU machine, from a bare clone and without a network (O
 
 bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
 	$(PY) -m fusedattn.bench $(ARGS)
+
+tune: $(READY) ## tiles for fusedattn/configs.py: timed on a GPU, without one ranked by compiled code (ARGS=--help)
+	$(PY) -m fusedattn.bench.tune $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf .venv .triton-* build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     torch: str
     triton: str
     python: str
-    mode: str  # forward, backward, forward_backward, decode, host, plan
+    mode: str  # forward, backward, forward_backward, decode, host, plan, dq, dkdv
     provider: str  # fusedattn:KERNEL, fusedattn+plan:KERNEL, naive, sdpa:flash, sdpa:cudnn, sdpa:efficient, flex, ...
     dtype: str
     B: int

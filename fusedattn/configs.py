@@ -1,7 +1,7 @@
 """Tile sizes as data, and the function that reads them.
 
 Rows were chosen offline, by registers and spills in compiled code (`make compile`): none has been timed. A row that has
-says so, with its GPU, versions and number.
+says so, with its GPU, versions and number (`make tune`).
 """
 
 from typing import NamedTuple
@@ -104,6 +104,11 @@ RICH = {
 }
 
 
+def architecture(capability):
+    """Whose rows of the table a GPU takes: 86, 89 and 120 have little shared memory and no wgmma; 100 has both."""
+    return 90 if 90 <= capability < 120 else 80
+
+
 def grain(capability):
     """Rows and keys of a block that is marked as seen or not; capability None is Triton's interpreter."""
     return 16 if capability is None else 64
@@ -135,9 +140,7 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
         found = tiles(kernel, capability, itemsize, width, load)
         return tuple(tile for tile in found if max(tile.rows, tile.keys or 0) <= 64)
     width = 64 if width <= 64 else 128 if width <= 128 else 256
-    # 86, 89 and 120 have little shared memory and no wgmma; 100 has both.
-    architecture = 90 if 90 <= capability < 120 else 80
-    for place in ((architecture, itemsize), (80, itemsize), (80, 2)):
+    for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:
             key = (kernel, *place, width)
             if key in table:

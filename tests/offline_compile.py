@@ -1,246 +1,35 @@
 """What the kernels would use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
 
 python tests/offline_compile.py [--capability 80 90] [--filter forward]
+python tests/offline_compile.py --report    # writes bench/results/kernels.md
 
 Every tile of `fusedattn.configs` is compiled for every GPU that would take it. The exit status is 1 if one of them
 breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
 """
 
 import argparse
-import contextlib
 import functools
-import io
 import itertools
-import multiprocessing
-import os
-import re
-import subprocess
+import pathlib
 import sys
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
-from unittest import mock
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
+from fusedattn.bench import report as kernels
+from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
 
-from fusedattn import configs, launch, ops
-from fusedattn.call import DIFFERENTIABLE, Call
+from fusedattn import configs, launch
 
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
-SMALLEST = min(SHARED.values())
-INSTRUCTIONS = {
-    "wgmma": r"\bwgmma\.mma_async",
-    "mma": r"\bmma\.sync",
-    "tma": r"\bcp\.async\.bulk\.tensor",
-    "cp.async": r"\bcp\.async\.c[ag]",
-}
+ROOT = pathlib.Path(__file__).parent.parent
+TABLE = ROOT / "bench" / "results" / "kernels.md"
 
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn.
 EXTRA_SPILLS = 768
 
-BATCH, HEADS, LENGTH = 2, 8, 1024
-
-
-def _meta(*shape, dtype=torch.bool):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Call's fields
-    "full": {},
-    "causal": dict(right=0),
-    "window": dict(left=1024, right=0),
-    "masked": dict(mask=_meta(BATCH, 1, LENGTH, LENGTH)),
-    "dropout": dict(dropout_p=0.1, seed=_meta(1, dtype=torch.int64)),
-    "biased": dict(bias=_meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
-    "everything": dict(
-        left=100,
-        right=10,
-        mask=_meta(BATCH, 1, LENGTH, LENGTH),
-        key_mask=_meta(BATCH, LENGTH),
-        query_mask=_meta(BATCH, LENGTH),
-        bias=_meta(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16),
-        alibi_slopes=_meta(1, HEADS, dtype=torch.float32),
-        sinks=_meta(1, HEADS, dtype=torch.float32),
-        softcap=30.0,
-        dropout_p=0.1,
-        seed=_meta(1, dtype=torch.int64),
-    ),
-}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
-
-
-class Row(NamedTuple):
-    """One kernel to compile; place is (index of the tile, how many there are) in its row of the table."""
-
-    kernel: str
-    capability: int
-    dtype: str
-    dim: int
-    variant: str
-    tile: configs.Tile
-    place: tuple
-
-    def __str__(self):
-        rows, keys, warps, stages, *_ = self.tile
-        tile = f"{rows}{'' if keys is None else f'x{keys}'} w{warps} s{stages}"
-        return f"{self.kernel:12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:15}"
-
-
-class Report(NamedTuple):
-    """What a kernel uses, a thread and a block; counts of instructions in its PTX and in its main loop."""
-
-    registers: int
-    spills: int  # bytes stored
-    shared: int  # bytes
-    serialized: bool
-    counts: dict
-    loop: int | None
-    seconds: float
-    asm: dict
-
-    def __str__(self):
-        counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
-        loop = "-" if self.loop is None else self.loop
-        wgmma = "SERIALISED" if self.serialized else "-"
-        return (
-            f"{self.registers:>4} {self.spills:>6} {self.shared:>7} {counts} {loop:>5} {wgmma:>10} {self.seconds:>5.1f}"
-        )
-
-
 HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':15}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
 )
-
-
-class _Absent:
-    """A driver for a GPU that is not here: enough of one for Triton to choose a target."""
-
-    def __init__(self, capability):
-        self.capability = capability
-
-    def get_current_device(self):
-        return self.capability  # kernels are kept by device
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-
-class _Compiler:
-    """In the place of a kernel: keeps what a launch would run, without running it."""
-
-    def __init__(self, kernel):
-        self.kernel, self.compiled = kernel, None
-
-    def __getitem__(self, grid):
-        def compile_only(**arguments):
-            self.compiled = self.kernel.warmup(grid=grid, **arguments)
-
-        return compile_only
-
-
-class _Skipped:
-    def __getitem__(self, grid):
-        return lambda **arguments: None
-
-
-@contextlib.contextmanager
-def _everything_but_a_gpu(kernels, row):
-    """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
-    tiles = configs.INTERPRETED | {row.kernel: (row.tile,)}
-    previous = driver._active
-    driver.set_active(_Absent(row.capability))
-    precision = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if row.dtype == "tf32" else "ieee"
-    try:
-        with (
-            mock.patch.object(launch, "KERNELS", kernels),
-            mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
-            mock.patch.object(launch, "capability", lambda device: row.capability),
-            triton.knobs.compilation.scope(),
-            triton.knobs.nvidia.scope(),
-            triton.knobs.cache.scope(),
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            triton.knobs.cache.dir = folder
-            triton.knobs.compilation.always_compile = True
-            triton.knobs.nvidia.dump_ptxas_log = True
-            yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
-        driver._active = previous
-
-
-def _call(row):
-    """Run the operator of a kernel on tensors without data: what launches the kernel is what launches it on a GPU."""
-    group = 4 if row.variant == "everything" else 1
-
-    def tensor(heads):
-        return torch.empty(BATCH, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
-
-    tensors = dict(query=tensor(HEADS), key=tensor(HEADS // group), value=tensor(HEADS // group))
-    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
-    call = Call(**plain | tensors | VARIANTS[row.variant])
-    everything = row.variant == "everything"
-    out, _, weights, stats = ops._forward(*call, True, row.kernel == "weights" or everything, True)
-    if row.kernel not in ("forward", "weights"):
-        need = [x is not None for x in call[:DIFFERENTIABLE]]
-        ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
-
-
-def compile_row(row):
-    """The Report of a Row."""
-    compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
-    compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
-    kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
-    with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
-        _call(row)
-    seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
-    ptx = compiled.asm["ptx"]
-    loops = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
-    sass = disassemble(compiled.asm["cubin"]) if loops else ""  # it takes half a second
-    waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
-    return Report(
-        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
-        spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
-        shared=compiled.metadata.shared,
-        # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
-        serialized=waits > asked or re.search(r"\bC75\d\d\b", log) is not None,
-        counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
-        loop=main_loop(sass),
-        seconds=seconds,
-        asm=dict(ptx=ptx, sass=sass, log=log),
-    )
-
-
-def disassemble(cubin):
-    """SASS, one instruction a line."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
-
-
-def main_loop(sass):
-    """Length in instructions of the loop over blocks that take no mask: the shortest that multiplies matrices."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)]
-    loops = []
-    for at, text in code:
-        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            body = [text for where, text in code if int(target[1], 16) <= where <= at]
-            products = sum(bool(re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)) for text in body)
-            loops.append((len(body), products))
-    most = max((products for _, products in loops), default=0)
-    return min((length for length, products in loops if 2 * products >= most > 0), default=None)
 
 
 def faults(row, report):
@@ -283,6 +72,9 @@ def table(capabilities=(80, 90)):
                 if width <= 128:
                     narrow = of(narrow=True)
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
+                if width <= 128:
+                    narrow = of(narrow=True)
+                    yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
                 yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64):  # these take the longest
@@ -295,31 +87,45 @@ def table(capabilities=(80, 90)):
                 yield Row(kernel, capability, dtype, 80, "full", *best)
 
 
-def measure(rows, report=print):
-    """Compile rows on all cores; {row: faults} of those that have some."""
-    bad = {}
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("fork")) as pool:
-        for row, result in zip(rows, pool.map(compile_row, rows), strict=True):
-            bad[row] = list(faults(row, result))
-            report(f"{row}{result}" + "".join(f"\n    ^ {fault}" for fault in bad[row]))
-    return {row: found for row, found in bad.items() if found}
+def reported(row):
+    """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
+    return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
+
+
+def measure(rows, say=print, read=False):
+    """Compile rows; ({row: faults} of those that have some, the reports)."""
+    bad, reports = {}, []
+    with pool() as processes:
+        for row, report in zip(rows, processes.map(functools.partial(compile_row, read=read), rows), strict=True):
+            found = list(faults(row, report))
+            if found:
+                bad[row] = found
+            reports.append(report._replace(asm={}))
+            say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
+    return bad, reports
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="such as 90 for sm_90")
+    parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
+    parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
     options = parser.parse_args(arguments)
+    if options.report and (options.capability or options.filter):
+        parser.error("--report: it writes the whole table, so --capability and --filter cannot choose from it")
     if launch.interpreting():
         sys.exit("offline_compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
-    rows = [row for row in table(options.capability) if options.filter in str(row)]
+    rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
+    if options.report:
+        rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
-    bad = measure(rows, lambda line: print(line, flush=True))
+    bad, reports = measure(rows, functools.partial(print, flush=True), options.report)
     print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")
+    if options.report:
+        TABLE.write_text(kernels.text(zip(rows, reports, strict=True)))
     return bool(bad)
 
 

@@ -1,0 +1,198 @@
+"""What a kernel compiles to for a GPU that need not be here: registers, spills, shared memory, instructions.
+
+What launches the kernel is what launches it on a GPU, so that each argument is what it would be there.
+"""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+
+from fusedattn import configs, launch, ops
+from fusedattn.call import DIFFERENTIABLE, Call
+
+from . import absent
+from .sass import disassemble, main_loop
+
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
+SMALLEST = min(SHARED.values())
+INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async",
+    "mma": r"\bmma\.sync",
+    "tma": r"\bcp\.async\.bulk\.tensor",
+    "cp.async": r"\bcp\.async\.c[ag]",
+}
+
+BATCH, HEADS, LENGTH = 2, 8, 1024
+
+
+def _meta(*shape, dtype=torch.bool):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Call's fields
+    "full": {},
+    "causal": dict(right=0),
+    "window": dict(left=1024, right=0),
+    "window": dict(left=1024, right=0),
+    "masked": dict(mask=_meta(BATCH, 1, LENGTH, LENGTH)),
+    "dropout": dict(dropout_p=0.1, seed=_meta(1, dtype=torch.int64)),
+    "biased": dict(bias=_meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
+    "everything": dict(
+        left=100,
+        right=10,
+        mask=_meta(BATCH, 1, LENGTH, LENGTH),
+        key_mask=_meta(BATCH, LENGTH),
+        query_mask=_meta(BATCH, LENGTH),
+        bias=_meta(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16),
+        alibi_slopes=_meta(1, HEADS, dtype=torch.float32),
+        sinks=_meta(1, HEADS, dtype=torch.float32),
+        softcap=30.0,
+        dropout_p=0.1,
+        seed=_meta(1, dtype=torch.int64),
+    ),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
+
+
+class Row(NamedTuple):
+    """One kernel to compile; place is (index of the tile, how many there are) in its row of the table."""
+
+    kernel: str
+    capability: int
+    dtype: str
+    dim: int
+    variant: str
+    tile: configs.Tile
+    place: tuple
+
+    def __str__(self):
+        rows, keys, warps, stages, *_ = self.tile
+        tile = f"{rows}{'' if keys is None else f'x{keys}'} w{warps} s{stages}"
+        return f"{self.kernel:12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:15}"
+
+
+class Report(NamedTuple):
+    """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop."""
+
+    registers: int
+    spills: int  # bytes stored
+    shared: int  # bytes
+    serialized: bool
+    counts: dict
+    loop: tuple | None  # instructions, if it was read
+    seconds: float
+    asm: dict
+
+    def __str__(self):
+        counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
+        loop = "-" if self.loop is None else len(self.loop)
+        wgmma = "SERIALISED" if self.serialized else "-"
+        return (
+            f"{self.registers:>4} {self.spills:>6} {self.shared:>7} {counts} {loop:>5} {wgmma:>10} {self.seconds:>5.1f}"
+        )
+
+
+class _Compiler:
+    """In the place of a kernel: keeps what a launch would run, without running it."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, None
+
+    def __getitem__(self, grid):
+        def compile_only(**arguments):
+            self.compiled = self.kernel.warmup(grid=grid, **arguments)
+
+        return compile_only
+
+
+class _Skipped:
+    def __getitem__(self, grid):
+        return lambda **arguments: None
+
+
+@contextlib.contextmanager
+def _everything_but_a_gpu(kernels, row, keep):
+    """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
+    tiles = configs.INTERPRETED | {row.kernel: (row.tile,)}
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if row.dtype == "tf32" else "ieee"
+    try:
+        with (
+            absent.target(row.capability),
+            mock.patch.object(launch, "KERNELS", kernels),
+            mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
+            triton.knobs.compilation.scope(),
+            triton.knobs.nvidia.scope(),
+            triton.knobs.cache.scope(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            if not keep:
+                triton.knobs.cache.dir = folder
+            triton.knobs.compilation.always_compile = True
+            triton.knobs.nvidia.dump_ptxas_log = True
+            yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def _call(row, heads):
+    """Run the operator of a kernel on tensors without data: what launches the kernel is what launches it on a GPU."""
+    group = 4 if row.variant == "everything" else 1
+
+    def tensor(heads):
+        return torch.empty(BATCH, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
+
+    tensors = dict(query=tensor(heads), key=tensor(heads // group), value=tensor(heads // group))
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
+    call = Call(**plain | tensors | VARIANTS[row.variant])
+    everything = row.variant == "everything"
+    out, _, weights, stats = ops._forward(*call, True, row.kernel == "weights" or everything, True)
+    if row.kernel not in ("forward", "weights"):
+        need = [x is not None for x in call[:DIFFERENTIABLE]]
+        ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
+
+
+def compile_row(row, read=False, heads=None):
+    """The Report of a Row.
+
+    Args:
+        read: whether to read the main loop also where that is not a plain row's; it takes half a second.
+        heads: of the calls to come that will find the kernel in Triton's cache. By default it is not kept.
+    """
+    compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
+    compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
+    kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
+    with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
+        _call(row, heads or HEADS)
+    seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
+    ptx = compiled.asm["ptx"]
+    plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
+    sass = disassemble(compiled.asm["cubin"]) if plain or read else ""
+    waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
+    return Report(
+        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
+        spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
+        shared=compiled.metadata.shared,
+        # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
+        serialized=waits > asked or re.search(r"\bC75\d\d\b", log) is not None,
+        counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
+        loop=main_loop(sass),
+        seconds=seconds,
+        asm=dict(ptx=ptx, sass=sass, log=log),
+    )
+
+
+def pool():
+    """Processes to compile in, as many as there are cores."""
+    start = "spawn" if torch.cuda.is_initialized() else "fork"  # which CUDA does not survive
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(start))
