@@ -1,7 +1,7 @@
 """How many tokens a second does a whole model take?    python -m fusedattn.bench.end_to_end
 
-The language model of `fusedattn demo`, 2 layers of 4 heads of 32 on 64 tokens, with our attention, torch's and the eager
-formula: forward, the logits in evaluation mode; train, a step as the demo takes it, from the loss to AdamW.
+The language model of `fusedattn demo`, 2 layers of 4 heads of 32 on 64 tokens, with our attention, torch's and the
+eager formula: forward, the logits in evaluation mode; train, a step as the demo takes it, from the loss to AdamW.
 So small a model is mostly the rest of it, and the host: in the demo's batch of 12 that is what is timed.
 """
 
