@@ -246,6 +246,8 @@ def flash(case, tensors):
     """FlashAttention-2, the package flash-attn."""
     function = _installed("flash-attn")
     _no(case, "bias", "documents", "padding", "weights")
+    if case.Dv != case.D:
+        raise Unsupported("it wants a value as wide as its key")
     window = tuple(-1 if side is None else side for side in case.sides)
     options = dict(dropout_p=float(case.words.get("dropout", 0)), softcap=float(case.words.get("softcap", 0)))
     return Call(functools.partial(function, causal=case.causal, window_size=window, **options), by_token=True)
