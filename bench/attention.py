@@ -92,7 +92,7 @@ def measured(case, mode, call, tensors, truth, device, budget_ms):
     return found, why
 
 
-def columns(step, judge, dtype, device, budget_ms, clock=timing.measure):
+def columns(step, judge, dtype, device, budget_ms, clock):
     """What is measured of any step, with a status, and what is wrong; judge(result) is as `accuracy.judge` answers."""
     result, peak = timing.peak(step, device)
     error, eager, why = judge(result)

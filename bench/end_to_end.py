@@ -19,7 +19,7 @@ from fusedattn.cli.demo.text import CONTEXT
 from fusedattn.cli.demo.training import BATCH, RATE
 from fusedattn.tolerance import verdicts
 
-from . import accuracy, attention, cases, command, rows, table
+from . import accuracy, attention, cases, command, rows, table, timing
 
 MODES = ("forward", "train")
 HEADS, DIM = demo.HEADS, demo.WIDTH // demo.HEADS
@@ -118,7 +118,12 @@ def time_all(device, writer, machine, budget_ms=100.0):
                 answer = accuracy.worst({name: right[name]})
                 try:
                     found, said = attention.columns(
-                        step(mode, one, windows), lambda _, answer=answer: answer, case.dtype, device, budget_ms
+                        step(mode, one, windows),
+                        lambda _, answer=answer: answer,
+                        case.dtype,
+                        device,
+                        budget_ms,
+                        timing.measure,
                     )
                 except Exception as error:  # a row like any other
                     found, said = dict(status=attention.status(error)), ""

@@ -16,7 +16,7 @@ import fusedattn as fa
 from fusedattn.compare import in_float64
 from fusedattn.tolerance import verdicts
 
-from . import accuracy, attention, cases, command, cost, rows, table
+from . import accuracy, attention, cases, command, cost, rows, table, timing
 
 MODES = ("forward", "forward_backward")
 RESULTS = ("out", "weights")
@@ -162,6 +162,7 @@ def time_all(chosen, device, writer, machine, budget_ms=100.0):
                         case.dtype,
                         device,
                         budget_ms,
+                        timing.measure,
                     )
                     found["tflops"] = flops / found["ms_p50"] / 1e9
                 except Exception as error:  # a row like any other

@@ -13,7 +13,6 @@ import torch
 
 from . import cases, end_to_end, providers
 
-
 NAMES = "fusedattn", "flex"
 
 
