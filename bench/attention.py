@@ -24,7 +24,7 @@ CLOCKS = {
 # Who goes first when time is short: without us and the fast peers there is no ratio at all.
 TIERS = {"sdpa:efficient": 1, "sdpa:math": 1, "flash-attn": 1, "fa4": 1, "xformers": 1, "flex": 2, "naive": 3}
 TIERS |= {"fusedattn:naive": 4}
-SLOW = ("sdpa:math", "naive", "fusedattn:naive")  # with an option anybody else may be the peer
+SLOW = {"sdpa:math": 1, "naive": 1, "fusedattn:naive": 2}  # with an option anybody else may be the peer
 BROKEN = 3  # exit status: the GPU takes no more work from this process; start again with --resume
 BREAKS = 2  # how often a provider may do that in one mode before it is not tried again
 
@@ -51,7 +51,7 @@ def units(chosen, names):
     def tier(unit):
         case, name = unit
         if case.options:
-            return int(name in SLOW)
+            return SLOW.get(name, 0)
         return TIERS.get(name, 0) + (2 if case in late else 0)
 
     return sorted(work, key=tier)

@@ -120,10 +120,11 @@ def formula(case, drawn, function):
     """{of RESULTS and GRADIENTS: tensor}, by a function of the reference."""
     x, *weights = leaves = [drawn[name].detach().requires_grad_() for name in GRADIENTS]
     projected = F.linear(x, *weights[:2]).unflatten(-1, (3, case.Hq, case.D)).permute(2, 0, 3, 1, 4)
-    out, shares = function(*projected, causal=case.causal, return_weights=True)
+    results = function(*projected, causal=case.causal, return_weights="weights" in case.words)
+    out, *shares = results if isinstance(results, tuple) else (results,)
     out = F.linear(out.transpose(1, 2).flatten(2), *weights[2:])
-    found = torch.autograd.grad(out, leaves, drawn["out"])
-    return dict(zip((*RESULTS, *GRADIENTS), (out.detach(), shares.detach(), *found), strict=True))
+    found = dict(zip(GRADIENTS, torch.autograd.grad(out, leaves, drawn["out"]), strict=True))
+    return found | {name: each.detach() for name, each in zip(RESULTS, (out, *shares), strict=False)}
 
 
 def truth(case, drawn):

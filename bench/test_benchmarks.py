@@ -58,6 +58,12 @@ def _drawn(case):
     return tensors, accuracy.truth(case, tensors)
 
 
+@functools.lru_cache(maxsize=1)
+def _drawn_for_modules(case):
+    drawn = module.draw(case, DEVICE)
+    return drawn, module.truth(case, drawn)
+
+
 def _describe(benchmark, mode, name, case):
     benchmark.group = f"{case.name} {mode}"
     benchmark.extra_info |= dict(provider=name, **case._asdict())
@@ -89,12 +95,12 @@ def test_attention(benchmark, mode, case, name):
 @pytest.mark.parametrize("mode", module.MODES)
 @pytest.mark.parametrize("case", cases.TABLES[f"{TINY}module"], ids=lambda case: case.name)
 def test_module(benchmark, case, mode, provider):
-    drawn = module.draw(case, DEVICE)
+    drawn, truth = _drawn_for_modules(case)
     (setup,) = (make for name, make in module.layers(case, drawn).items() if _without_backend(name) == provider)
     layer = setup()
     _describe(benchmark, mode, provider, case)
     result = benchmark(module.step(mode, layer, drawn))
-    *_, wrong = module.judge(mode, layer, result, module.truth(case, drawn))
+    *_, wrong = module.judge(mode, layer, result, truth)
     assert not (wrong and provider.startswith("fusedattn")), wrong
 
 
