@@ -55,3 +55,11 @@ def projections(case, mode):
     """Operations of the four projections around attention of a width of Hq * D; backward has two products for one."""
     width = case.Hq * case.D
     return 2 * 4 * case.B * case.Sq * width**2 * {"forward": 1, "backward": 2, "forward_backward": 3}[mode]
+
+
+def moved_by_module(case, mode):
+    """Bytes of input, output and parameters of a module, read or written once, and again with their gradients."""
+    width = case.Hq * case.D
+    forward = _element(case) * (2 * case.B * case.Sq * width + 4 * (width + 1) * width)
+    weights = _element(case) * case.B * case.Hq * case.Sq * case.Sk if "weights" in case.words else 0
+    return forward * {"forward": 1, "forward_backward": 3}[mode] + weights

@@ -166,6 +166,7 @@ def time_all(chosen, device, writer, machine, budget_ms=100.0):
                         timing.measure,
                     )
                     found["tflops"] = flops / found["ms_p50"] / 1e9
+                    found["gbps"] = cost.moved_by_module(case, mode) / found["ms_p50"] / 1e6
                 except Exception as error:  # a row like any other
                     found, said = dict(status=attention.status(error)), ""
                 words = f"module {case.options}".strip()

@@ -164,6 +164,9 @@ def test_modules_are_timed_with_their_projections(tmp_path, at_once, capsys):
     assert first.ms_p50 == 2.0
     operations = 2 * case.B * case.Hq * case.Sq**2 * case.D + 8 * case.B * case.Sq * width**2
     assert first.tflops == pytest.approx(operations / 2 / 1e9, rel=1e-4)
+    drawn = module.draw(case, "cpu")
+    moved = sum(x.nbytes for x in drawn.values())  # the gradient of the output is as large as the output
+    assert first.gbps == pytest.approx(moved / 2 / 1e6, rel=1e-4)
     assert "Options: our time, and theirs over ours" in capsys.readouterr().out
 
 
