@@ -6,7 +6,7 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test interpreter compile on-gpu check gpu bench tune clean
+.PHONY: help demo test interpreter compile on-gpu benchmarks check gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -15,7 +15,7 @@ help: ## what there is to make
 demo: $(READY) ## train a small model on real text, check it against the reference, draw what it attends to
 	.venv/bin/fusedattn demo $(ARGS)
 
-test: interpreter compile on-gpu ## every test that this machine can run: the three tiers below
+test: interpreter compile on-gpu benchmarks ## every test that this machine can run: the three tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS)
@@ -27,6 +27,10 @@ compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs
 on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
 	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m gpu $(ARGS); \
 	else echo "make: there is no GPU here, so its tests are left out"; fi
+
+benchmarks: $(READY) ## every benchmark once, small, for an answer that is right (ARGS=--benchmark-enable: times)
+	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest bench --benchmark-disable $(ARGS); \
+	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
 
 check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff check

@@ -6,6 +6,8 @@ most. The rule is the one of the tests.
 
 from typing import NamedTuple
 
+import torch
+
 import fusedattn as fa
 from fusedattn.compare import in_float64, with_gradients
 from fusedattn.tolerance import verdicts
@@ -14,7 +16,7 @@ GRADIENTS = ("query", "key", "value", "bias")
 
 
 class Truth(NamedTuple):
-    """The slice of a case as it should be, and as eager PyTorch computes it: {"out" or a gradient: tensor}."""
+    """The slice of a case as it should be, and as eager PyTorch computes it: {"out", "weights", a gradient: tensor}."""
 
     oracle: dict
     eager: dict
@@ -42,7 +44,13 @@ def truth(case, tensors):
 
     def compute(function, tensors):
         added = {name: tensors[name] for name in GRADIENTS[3:] if name in tensors}
-        return with_gradients(function, tensors, options | added, grads="out")
+        found = with_gradients(function, tensors, options | added, grads="out")
+        if "weights" in case.words:
+            with torch.no_grad():
+                found["weights"] = function(
+                    *(tensors[name] for name in GRADIENTS[:3]), **options, **added, return_weights=True
+                )[1]
+        return found
 
     return Truth(oracle=compute(fa.reference.attention, in_float64(given)), eager=compute(fa.reference.eager, given))
 
@@ -50,10 +58,15 @@ def truth(case, tensors):
 def judge(case, mode, result, truth):
     """(error, eager PyTorch's error, what is wrong or "") of what a step returned; of gradients, of the worst one."""
     if mode == "forward":
-        got = {"out": _slice(case, result)}
+        results = result if isinstance(result, tuple) else (result,)
+        got = {name: _slice(case, each) for name, each in zip(("out", "weights"), results, strict=False)}
     else:
         got = {name: _slice(case, grad) for name, grad in zip(GRADIENTS, result, strict=False)}
-    found = verdicts(got, truth.eager, {name: truth.oracle[name] for name in got})
-    worst = max(found.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
+    return worst(verdicts(got, truth.eager, {name: truth.oracle[name] for name in got}))
+
+
+def worst(found):
+    """(error, eager PyTorch's error, what is wrong or "") of {name: Verdict}: those of the one that is furthest off."""
+    last = max(found.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
     why = "; ".join(f"{name}: {one.why}" for name, one in found.items() if not one.ok)
-    return worst.max_error, worst.max_eager, why
+    return last.max_error, last.max_eager, why

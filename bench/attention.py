@@ -1,23 +1,46 @@
 """Do forward and backward keep up with the best peer on long prompts?    python -m fusedattn.bench.attention
 
 Cases x providers x modes, the most important first, a row in the CSV as soon as it is measured, a short table last.
+Other files ask other questions of the same engine.
 """
 
-import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from . import accuracy, cases, cost, providers, rows, table, timing
+from . import accuracy, cases, ceilings, command, cost, providers, rows, table, timing
 
 MODES = ("forward", "backward", "forward_backward")
+# Modes that time the same steps by another clock.
+CLOCKS = {
+    "wall": ("forward", timing.wall),
+    "wall_forward_backward": ("forward_backward", timing.wall),
+    "graph": ("forward", timing.graph),
+}
 # Who goes first when time is short: without us and the fast peers there is no ratio at all.
-TIERS = {"sdpa:efficient": 1, "sdpa:math": 1, "flex": 2, "naive": 3}
-SLOW = ("sdpa:math", "naive")  # with an option anybody else may be the peer
+TIERS = {"sdpa:efficient": 1, "sdpa:math": 1, "flash-attn": 1, "fa4": 1, "xformers": 1, "flex": 2, "naive": 3}
+TIERS |= {"fusedattn:naive": 4}
+SLOW = {"sdpa:math": 1, "naive": 1, "fusedattn:naive": 2}  # with an option anybody else may be the peer
 BROKEN = 3  # exit status: the GPU takes no more work from this process; start again with --resume
 BREAKS = 2  # how often a provider may do that in one mode before it is not tried again
+
+
+class Question(NamedTuple):
+    """What a file asks of this engine: in words, which modes, which table of cases on a GPU and without one."""
+
+    doc: str  # its first line: the question, four spaces, the command that answers it
+    modes: tuple = MODES
+    on_gpu: str = "all"
+    on_cpu: str = "tiny"
+    shown: Callable[[Sequence], str] = table.text  # the answer, from rows
+    providers: Callable[[str], list] = providers.usual  # of a device
+
+
+QUESTION = Question(__doc__)
 
 
 def units(chosen, names):
@@ -28,7 +51,7 @@ def units(chosen, names):
     def tier(unit):
         case, name = unit
         if case.options:
-            return int(name in SLOW)
+            return SLOW.get(name, 0)
         return TIERS.get(name, 0) + (2 if case in late else 0)
 
     return sorted(work, key=tier)
@@ -50,37 +73,34 @@ def _broke(status):
     return "CUDA error" in status or "Triton Error [CUDA]" in status
 
 
-def _peak(step, device):
-    """(what a step returns, the MiB it holds at its peak above what was held before); "" without a GPU."""
-    if torch.device(device).type != "cuda":
-        return step(), ""
-    step()  # whatever it allocates or compiles once is no part of the peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = step()
-    torch.cuda.synchronize()
-    return result, (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def measured(case, mode, call, tensors, truth, device, budget_ms):
     """The measured columns of one row, with a status, and what is wrong; truth None is a result nobody can judge."""
-    step = providers.step(mode, call, tensors)
-    result, peak = _peak(step, device)
-    error, eager, why = ("", "", "") if truth is None else accuracy.judge(case, mode, result, truth)
+    kind, clock = CLOCKS.get(mode, (mode, timing.measure))
+    if clock is timing.graph and torch.device(device).type != "cuda":
+        raise providers.Unsupported("a CUDA graph needs a GPU")
+
+    def judge(result):
+        if truth is None:
+            return "", "", ""
+        return accuracy.judge(case, kind, providers.given_back(call, result), truth)
+
+    with providers.around(kind, call):
+        step = providers.step(kind, call, tensors, bare=True)
+        found, why = columns(step, judge, case.dtype, device, budget_ms, clock)
+    milliseconds = found["ms_p50"]
+    found |= dict(tflops=cost.flops(case, kind) / milliseconds / 1e9, gbps=cost.moved(case, kind) / milliseconds / 1e6)
+    return found, why
+
+
+def columns(step, judge, dtype, device, budget_ms, clock):
+    """What is measured of any step, with a status, and what is wrong; judge(result) is as `accuracy.judge` answers."""
+    result, peak = timing.peak(step, device)
+    error, eager, why = judge(result)
     del result
-    times = timing.measure(step, device, budget_ms)
-    return dict(
-        ms_p20=times.p20,
-        ms_p50=times.p50,
-        ms_p80=times.p80,
-        tflops=cost.flops(case, mode) / times.p50 / 1e9,
-        gbps=cost.moved(case, mode) / times.p50 / 1e6,
-        peak_mib=peak,
-        err_max=error,
-        err_eager=eager,
-        status="wrong" if why else "ok",
-    ), why
+    times = clock(step, device, budget_ms)
+    found = dict(ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80)
+    found |= dict(peak_mib=peak, err_max=error, err_eager=eager, status="wrong" if why else "ok")
+    return found | ceilings.measure(dtype, device)._asdict(), why
 
 
 def unit(case, name, tensors, truth, modes, device, budget_ms):
@@ -94,14 +114,14 @@ def unit(case, name, tensors, truth, modes, device, budget_ms):
         refusal = error
     for mode in modes:
         if call is None:
-            yield mode, label, dict(status=_status(refusal)), ""
+            yield mode, label, dict(status=status(refusal)), ""
             continue
         try:
-            columns, said = measured(case, mode, call, tensors, None if blind else truth, device, budget_ms)
-            columns |= dict(status=f"unchecked: {blind}") if blind else {}
+            found, said = measured(case, mode, call, tensors, None if blind else truth, device, budget_ms)
+            found |= dict(status=f"unchecked: {blind}") if blind else {}
         except Exception as error:
-            columns, said = dict(status=_status(error)), ""
-        yield mode, label, columns, said
+            found, said = dict(status=status(error)), ""
+        yield mode, label, found, said
 
 
 def out_of_memory(error):
@@ -109,7 +129,8 @@ def out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _status(error):
+def status(error):
+    """What a row says that an error kept from being measured."""
     if out_of_memory(error):
         return "oom"
     text = str(error) if isinstance(error, providers.Unsupported) else f"{type(error).__name__}: {error}"
@@ -134,11 +155,11 @@ def run(chosen, names, modes, device, writer, machine, budget=None, budget_ms=10
             drawn = tensors = truth = None  # free the last one first
             tensors = case.draw(device)
             truth, drawn = accuracy.truth(case, tensors), case
-        for mode, label, columns, said in unit(case, name, tensors, truth, left, device, budget_ms):
-            writer.write(rows.row(machine, mode, label, case, **columns))
-            speed = f"{columns['ms_p50']:10.4f} ms {columns['tflops']:8.2f} TFLOP/s  " if "ms_p50" in columns else ""
-            _say(f"[{number + 1}/{len(work)}] {case.name} {label} {mode}: {speed}{columns['status']} {said}")
-            if _broke(columns["status"]):
+        for mode, label, found, said in unit(case, name, tensors, truth, left, device, budget_ms):
+            writer.write(rows.row(machine, mode, label, case, **found))
+            speed = f"{found['ms_p50']:10.4f} ms {found['tflops']:8.2f} TFLOP/s  " if "ms_p50" in found else ""
+            _say(f"[{number + 1}/{len(work)}] {case.name} {label} {mode}: {speed}{found['status']} {said}")
+            if _broke(found["status"]):
                 return None
             if time.monotonic() > deadline:
                 break
@@ -156,38 +177,37 @@ def _list(text):
     return text.split(",")
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m fusedattn.bench.attention", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", choices=cases.TABLES, help="default: all on a GPU, tiny without")
-    parser.add_argument("--providers", type=_list, help=f"some of {','.join(providers.PROVIDERS)},fusedattn:BACKEND")
-    parser.add_argument("--modes", type=_list, default=list(MODES), help=",".join(MODES))
-    parser.add_argument("--csv", help="append to this file")
-    parser.add_argument("--resume", action="store_true", help="go on with the last run in the CSV")
-    parser.add_argument("--budget", type=float, help="seconds after which no more is started")
-    parser.add_argument("--repeat-ms", type=float, default=100.0, help="how long a row is timed, about")
-    parser.add_argument("--commit", help="what the rows say, where git cannot tell")
-    options = parser.parse_args(arguments)
+def main(arguments=None, question=QUESTION):
+    words = command.parser(question.doc)
+    known = [*providers.PROVIDERS, *providers.ASIDE, "fusedattn:BACKEND"]
+    words.add_argument(
+        "--cases", choices=cases.TABLES, help=f"default: {question.on_gpu} on a GPU, {question.on_cpu} without"
+    )
+    words.add_argument("--providers", type=_list, help=f"some of {','.join(known)}")
+    words.add_argument("--modes", type=_list, default=list(question.modes), help=",".join((*MODES, *CLOCKS)))
+    words.add_argument("--resume", action="store_true", help="go on with the last run in the CSV")
+    words.add_argument("--budget", type=float, help="seconds after which no more is started")
+    options = words.parse_args(arguments)
     for name in options.providers or []:
         try:
             providers.find(name)
         except ValueError as error:
-            parser.error(str(error))
-    if not set(options.modes) <= set(MODES):
-        parser.error(f"--modes: expected some of {','.join(MODES)}")
+            words.error(str(error))
+    if not set(options.modes) <= {*MODES, *CLOCKS}:
+        words.error(f"--modes: expected some of {','.join((*MODES, *CLOCKS))}")
 
     on_gpu = torch.device(options.device).type == "cuda"
-    names = options.providers or [n for n in providers.PROVIDERS if on_gpu or n in ("fusedattn", "naive", "sdpa:math")]
+    names = options.providers or question.providers(options.device)
     writer = rows.Writer(options.csv)
     machine = rows.machine(options.device, options.commit)
     if options.resume and writer.rows:
         machine["date"] = writer.rows[-1].date
     _say(", ".join(f"{name} {value}" for name, value in machine.items() if value))
-    chosen = cases.TABLES[options.cases or ("all" if on_gpu else "tiny")]
+    chosen = cases.TABLES[options.cases or (question.on_gpu if on_gpu else question.on_cpu)]
     done = run(
         chosen, names, options.modes, options.device, writer, machine, options.budget, options.repeat_ms, options.resume
     )
-    print(table.text(writer.rows))
+    print(question.shown(writer.rows))
     return BROKEN if done is None else 0
 
 

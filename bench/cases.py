@@ -28,8 +28,8 @@ class Case(NamedTuple):
     """Sizes as in the columns of the CSV; dtype is the name of a torch dtype.
 
     options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
-    random ends; padding=SHARE of tokens that are real, random lengths; window=LEFT,RIGHT; softcap=CAP; dropout=P.
-    Documents and padding are of as many queries as keys.
+    random ends; padding=SHARE of tokens that are real, random lengths; window=LEFT,RIGHT; softcap=CAP; dropout=P;
+    weights, which are returned too. Documents and padding are of as many queries as keys.
     """
 
     B: int
@@ -49,7 +49,7 @@ class Case(NamedTuple):
         heads = "" if self.Hq == self.Hkv else f"-h{self.Hq}over{self.Hkv}"
         length = f"s{self.Sq}" if self.Sq == self.Sk else f"s{self.Sq}x{self.Sk}"
         options = "".join(f"-{word}" for word in self.options.split())
-        return f"{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}{options}"
+        return f"b{self.B}-{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}{options}"
 
     @property
     def words(self) -> dict:
@@ -100,7 +100,7 @@ class Case(NamedTuple):
         return found
 
     def arguments(self, masks) -> dict:
-        """Keyword arguments of `fusedattn.attention`, all but the bias."""
+        """Keyword arguments of `fusedattn.attention`, all but the bias and what is returned."""
         found, words = dict(causal=self.causal) | masks, self.words
         if "window" in words:
             found["window"] = self.sides
@@ -160,7 +160,34 @@ OPTIONS = [
         ("dropout=0.1", 64, False),
         ("softcap=30", 128, True),
         ("window=1024,0", 128, False),
+        ("weights", 128, False),
     )
+]
+
+# So little work that what is measured is how it is asked for.
+_little = Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
+SMALL = [
+    _little,
+    _little._replace(causal=True),
+    *(_little._replace(Sq=length, Sk=length) for length in (64, 256, 512)),
+    _little._replace(B=4),
+    _little._replace(D=128, Dv=128),
+    _little._replace(Hkv=2),
+    _little._replace(Sq=1, Sk=512),  # a decoding step
+]
+
+# Attention inside a module: with projections of its width, 2048.
+MODULE = [
+    *(_long(length, 128, causal, "bfloat16") for length in (2048, 512, 8192) for causal in (True, False)),
+    _long(2048, 64, True, "bfloat16"),
+    _long(512, 128, False, "bfloat16")._replace(options="weights"),
+]
+
+# For `pytest bench` on a GPU: what a change to a kernel shows in.
+FEW = [
+    *(_long(4096, dim, causal, "bfloat16") for dim in (128, 64) for causal in (True, False)),
+    _long(16384, 128, True, "bfloat16"),
+    _long(512, 128, True, "bfloat16"),
 ]
 
 # Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
@@ -178,10 +205,17 @@ TINY_OPTIONS = [
     Case(*_SHAPE, True, "float32", "softcap=2"),
     Case(*_SHAPE, False, "float32", "window=9,3"),
     Case(*_SHAPE, False, "float32", "padding=0.5"),
+    Case(*_SHAPE, True, "float32", "weights"),
 ]
 TINY_SKIPPING = [
     Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
     for options in ("padding=0.5", "documents=3", "window=64,0")
+]
+TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
+TINY_MODULE = [
+    Case(2, 4, 4, 24, 24, 8, 8, True, "float32"),
+    Case(2, 4, 4, 24, 24, 8, 8, False, "bfloat16"),
+    Case(2, 4, 4, 24, 24, 8, 8, False, "float32", "weights"),
 ]
 
 TABLES = {
@@ -190,7 +224,12 @@ TABLES = {
     "all": LONG + MORE,
     "options": OPTIONS,
     "skipping": SKIPPING,
+    "small": SMALL,
+    "module": MODULE,
+    "few": FEW,
     "tiny": TINY,
     "tiny-options": TINY_OPTIONS,
     "tiny-skipping": TINY_SKIPPING,
+    "tiny-small": TINY_SMALL,
+    "tiny-module": TINY_MODULE,
 }

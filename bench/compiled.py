@@ -43,7 +43,6 @@ VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Cal
     "full": {},
     "causal": dict(right=0),
     "window": dict(left=1024, right=0),
-    "window": dict(left=1024, right=0),
     "masked": dict(mask=_meta(BATCH, 1, LENGTH, LENGTH)),
     "dropout": dict(dropout_p=0.1, seed=_meta(1, dtype=torch.int64)),
     "biased": dict(bias=_meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),

@@ -31,11 +31,13 @@ def _pairs(case):
 
 
 def moved(case, mode):
-    """Bytes that cross the memory bus if everything is read once and written once."""
+    """Bytes that cross the memory bus if everything is read once and written once; the loss is of the output alone."""
     query, key, value, out, lse = _sizes(case)
     bias, mask = _pairs(case)
     forward = query + key + value + out + lse + bias + mask
     backward = forward + out + query + key + value + bias  # the gradient of the output in, those of inputs out
+    if "weights" in case.words:
+        forward += _element(case) * case.B * case.Hq * case.Sq * case.Sk
     return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[mode]
 
 
@@ -44,6 +46,20 @@ def given(case):
     return sum(_sizes(case)[:3])
 
 
-def ideal(case):
-    """Bytes of query, key, value, output, lse and three gradients: the least that forward and backward can hold."""
-    return sum(_sizes(case)) + given(case)
+def ideal(case, mode="forward_backward"):
+    """Bytes of query, key, value, output, lse and, but for the forward, three gradients: the least that can be held."""
+    return sum(_sizes(case)) + (0 if mode == "forward" else given(case))
+
+
+def projections(case, mode):
+    """Operations of the four projections around attention of a width of Hq * D; backward has two products for one."""
+    width = case.Hq * case.D
+    return 2 * 4 * case.B * case.Sq * width**2 * {"forward": 1, "backward": 2, "forward_backward": 3}[mode]
+
+
+def moved_by_module(case, mode):
+    """Bytes of input, output and parameters of a module, read or written once, and again with their gradients."""
+    width = case.Hq * case.D
+    forward = _element(case) * (2 * case.B * case.Sq * width + 4 * (width + 1) * width)
+    weights = _element(case) * case.B * case.Hq * case.Sq * case.Sk if "weights" in case.words else 0
+    return forward * {"forward": 1, "forward_backward": 3}[mode] + weights

@@ -3,8 +3,8 @@
 #
 # Needs a python3 (or PYTHON) with torch, triton, pytest and, to be in time, pytest-xdist; no network, no installation.
 # The GPU tier of the tests (meanwhile the benchmark's kernels compile), `fusedattn check`, then forward and backward
-# against each SDPA backend and FlexAttention, then with each option for 60 s, then what skipping blocks saves, then a model
-# of Hugging Face's. Logs and CSV files go to the folder OUT (default: out); the results come last.
+# against every peer that is installed, with each option, what skipping blocks saves, tiny calls, a model of Hugging
+# Face's, modules, and the demo's model. Logs and CSV files go to the folder OUT (default: out); the results come last.
 # COMMIT is what the rows say where there is no git. Exit status 1 if a test or a check failed. Without a GPU: a rehearsal.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -81,19 +81,27 @@ timings() { # NAME END MARGIN MODULE ARGUMENT...: the last unit begins MARGIN se
     [ $status = 0 ] || say "$name ended with status $status: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
 }
 
+once() { # NAME SECONDS: one that is short, and has no budget
+    local name=$1 seconds=$2
+    say "timings: $name"
+    timeout -k 5 "$seconds" "$python" -m "fusedattn.bench.$name" --csv "$OUT/$name.csv" --commit "$commit" --repeat-ms 60 \
+        >"$OUT/$name.txt" 2>"$OUT/$name.log" || say "$name ended with status $?: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
+}
+
 small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "tiny-")')
-timings attention 395 25 attention
-timings options 455 15 attention --cases "${small}options"
-timings skipping 495 15 skipping --cases "${small}skipping"
-say "timings: minilm"
-timeout -k 5 30 "$python" -m fusedattn.bench.minilm --csv "$OUT/minilm.csv" --commit "$commit" --repeat-ms 60 \
-    >"$OUT/minilm.txt" 2>"$OUT/minilm.log" || say "minilm ended with status $?: $(tail -n 1 "$OUT/minilm.log" | cut -c 1-200)"
+timings attention 355 25 attention
+timings options 405 15 options
+timings skipping 437 12 skipping --cases "${small}skipping"
+timings small 460 6 small
+once minilm 25
+once module 18
+once end_to_end 20
 
 say "results"
 for name in attention options; do
-    [ -f "$OUT/$name.csv" ] && timeout 20 "$python" -m fusedattn.bench.table "$OUT/$name.csv" | cut -c 1-200
+    [ -f "$OUT/$name.csv" ] && timeout 10 "$python" -m fusedattn.bench.table "$OUT/$name.csv" | cut -c 1-200
 done
-for name in skipping minilm; do
+for name in skipping small minilm module end_to_end; do
     [ -f "$OUT/$name.txt" ] && cut -c 1-200 "$OUT/$name.txt"
 done
 grep -E '(passed|failed|error|no tests ran).* in ' "$OUT/tests.log" | tail -n 1

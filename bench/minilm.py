@@ -5,7 +5,6 @@ transformers' eager attention, with torch's, with ours. The weights come from th
 it they are random, and as fast. An answer that is further from eager's in float32 than twice torch's says `wrong`.
 """
 
-import argparse
 import importlib.util
 import pathlib
 import sys
@@ -14,7 +13,7 @@ import torch
 
 import fusedattn as fa
 
-from . import cases, rows, timing
+from . import cases, command, rows, timing
 
 IMPLEMENTATIONS = {"eager": "naive", "sdpa": "sdpa", "fusedattn": "fusedattn"}  # and the providers they are
 SIZES = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522)
@@ -92,12 +91,7 @@ def compared(written):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m fusedattn.bench.minilm", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--csv", help="append times to this file")
-    parser.add_argument("--repeat-ms", type=float, default=100.0, help="how long a row is timed, about")
-    parser.add_argument("--commit", help="what the rows say, where git cannot tell")
-    options = parser.parse_args(arguments)
+    options = command.parser(__doc__).parse_args(arguments)
     writer, machine = rows.Writer(options.csv), rows.machine(options.device, options.commit)
     if not time_all(options.device, writer, machine, options.repeat_ms):
         print("minilm: transformers 5 is not installed: pip install 'fusedattn[hf]'", file=sys.stderr)

@@ -1,12 +1,18 @@
-"""Who computes attention: ours, the eager formula, each backend of torch's SDPA forced by name, and FlexAttention.
+"""Who computes attention: ours, the eager formula, each backend of torch's SDPA forced by name, FlexAttention, and
+flash-attn, FlashAttention-4 and xformers where they are installed.
 
 A provider is setup(case, tensors) -> call, where call(query, key, value), or call(query, key, value, bias) of a case
-that has one, is the output; it raises Unsupported(why) if it cannot. `step` makes of a call what is timed.
+that has one, is the output, or output and weights; it raises Unsupported(why) if it cannot. `step` makes of a call
+what is timed.
 """
 
+import contextlib
 import functools
+import importlib
 import operator
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +25,40 @@ from fusedattn.checks import checked
 
 class Unsupported(Exception):
     """A provider cannot take a case; the text says why."""
+
+
+class Call(NamedTuple):
+    """What a setup returns that wants more than a function does, whose tensors are (B, H, S, D)."""
+
+    attend: Callable
+    by_token: bool = False  # its tensors, but for a bias, are (B, S, H, D): it gets them so, contiguous
+    inside: Callable = contextlib.nullcontext  # makes the context to call it in
+
+    def __call__(self, *inputs):
+        """As any other call, on tensors (B, H, S, D)."""
+        with self.inside():
+            return given_back(self, self.attend(*taken(self, inputs)))
+
+
+def _call(setup):
+    return setup if isinstance(setup, Call) else Call(setup)
+
+
+def _turned(call, tensors):
+    """Query, key, value and what is shaped like them, in the other of the two layouts; a bias stays."""
+    if not _call(call).by_token:
+        return tensors
+    return (*(tensor.transpose(1, 2) for tensor in tensors[:3]), *tensors[3:])
+
+
+def taken(call, tensors):
+    """Tensors (B, H, S, D), as a call takes them."""
+    return tuple(tensor.contiguous() for tensor in _turned(call, tensors)) if _call(call).by_token else tensors
+
+
+def given_back(call, result):
+    """An output, or the gradients of all inputs, as (B, H, S, D)."""
+    return _turned(call, result) if isinstance(result, tuple) else _turned(call, (result,))[0]
 
 
 def _square_if_causal(case):
@@ -36,26 +76,48 @@ def _with_bias(function, options):
 
 
 def _explain(case, tensors, backend=None):
-    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **case.arguments(tensors.masks))
+    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **_arguments(case, tensors.masks))
+
+
+def _arguments(case, masks):
+    """Those of `fusedattn.attention`, all but the bias."""
+    return case.arguments(masks) | dict(return_weights="weights" in case.words)
+
+
+def _no(case, *words):
+    """Refuse a case that has one of these options."""
+    for word in words:
+        if word in case.words:
+            raise Unsupported(_LACKS[word])
+
+
+_LACKS = {
+    "bias": "it takes no bias",
+    "documents": "it takes no mask of pairs",
+    "padding": "it takes no mask of tokens, only packed sequences",
+    "dropout": "it has no dropout",
+    "softcap": "it has no softcap",
+    "weights": "it returns no weights",
+}
 
 
 def fusedattn(case, tensors, backend=None):
     explanation = _explain(case, tensors, backend)
     if explanation.backend is None:
         raise Unsupported("; ".join(explanation.reasons[backend]))
-    return _with_bias(fa.attention, case.arguments(tensors.masks) | dict(backend=backend))
+    return _with_bias(fa.attention, _arguments(case, tensors.masks) | dict(backend=backend))
 
 
 def planned(case, tensors):
     """Ours, with a plan of the masks that was made before."""
     if not tensors.masks:
         raise Unsupported("there is no mask to plan")
-    return _with_bias(fa.attention, case.arguments({"mask": fa.plan(**tensors.masks)}))
+    return _with_bias(fa.attention, _arguments(case, {"mask": fa.plan(**tensors.masks)}))
 
 
 def naive(case, tensors):
     """The formula as eager PyTorch computes it in the dtype of its inputs."""
-    return _with_bias(fa.reference.eager, case.arguments(tensors.masks))
+    return _with_bias(fa.reference.eager, _arguments(case, tensors.masks))
 
 
 def _visible(case, tensors):
@@ -66,8 +128,7 @@ def _visible(case, tensors):
 
 def sdpa(backend, case, tensors):
     words = case.words
-    if "softcap" in words:
-        raise Unsupported("it has no softcap")
+    _no(case, "softcap", "weights")
     options = dict(dropout_p=float(words.get("dropout", 0)), enable_gqa=case.Hq != case.Hkv)
     visible = None
     if tensors.bias is not None or tensors.masks or "window" in words:
@@ -79,8 +140,7 @@ def sdpa(backend, case, tensors):
     def attend(query, key, value, bias=None):
         if bias is not None and visible is not None:
             bias = bias.masked_fill(~visible, float("-inf"))
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, visible if bias is None else bias, **options)
+        return F.scaled_dot_product_attention(query, key, value, visible if bias is None else bias, **options)
 
     def call(*inputs):
         try:
@@ -90,10 +150,11 @@ def sdpa(backend, case, tensors):
         except RuntimeError as error:
             raise Unsupported(_said(attend, inputs)) from error
 
+    found = Call(call, inside=functools.partial(sdpa_kernel, backend))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        call(*tensors.inputs)
-    return call
+        found(*tensors.inputs)
+    return found
 
 
 def _said(attend, inputs):
@@ -140,8 +201,7 @@ def flex_function(case, tensors):
     """What `flex` compiles: FlexAttention with the options of a case. The bias is captured, and so has a gradient."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    if "dropout" in case.words:
-        raise Unsupported("it has no dropout")
+    _no(case, "dropout", "weights")
     cap = float(case.words["softcap"]) if "softcap" in case.words else None
     grouped = case.Hq != case.Hkv
 
@@ -167,18 +227,104 @@ def flex(case, tensors):
     return functools.partial(torch.compile(attend, dynamic=False), block_mask=block_mask(case, tensors))
 
 
+PACKAGES = {  # where the function is of those that are not torch's
+    "flash-attn": ("flash_attn", "flash_attn_func"),
+    "fa4": ("flash_attn.cute.interface", "flash_attn_func"),
+    "xformers": ("xformers.ops", "memory_efficient_attention"),
+}
+
+
+def _installed(name):
+    module, function = PACKAGES[name]
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"{module}.{function} is not installed: {error}") from error
+
+
+def flash(case, tensors):
+    """FlashAttention-2, the package flash-attn."""
+    function = _installed("flash-attn")
+    _no(case, "bias", "documents", "padding", "weights")
+    if case.Dv != case.D:
+        raise Unsupported("it wants a value as wide as its key")
+    window = tuple(-1 if side is None else side for side in case.sides)
+    options = dict(dropout_p=float(case.words.get("dropout", 0)), softcap=float(case.words.get("softcap", 0)))
+    return Call(functools.partial(function, causal=case.causal, window_size=window, **options), by_token=True)
+
+
+def fa4(case, tensors):
+    """FlashAttention-4, which is written in CuTe."""
+    function = _installed("fa4")
+    _no(case, "bias", "documents", "padding", "dropout", "weights")
+    options = dict(causal=case.causal, window_size=case.sides, softcap=float(case.words.get("softcap", 0)))
+
+    def call(query, key, value):
+        found = function(query, key, value, **options)
+        return found[0] if isinstance(found, tuple) else found  # some versions return an lse or None beside it
+
+    return Call(call, by_token=True)
+
+
+def xformers(case, tensors):
+    function = _installed("xformers")
+    masks = importlib.import_module("xformers.ops.fmha.attn_bias")
+    _no(case, "documents", "padding", "softcap", "weights")
+    left, right = case.sides
+    if tensors.bias is not None and (left, right) != (None, None):
+        raise Unsupported("it gives a bias beside a causal mask or a window no gradient")
+    fixed = None
+    if case.causal and left is None:
+        fixed = masks.LowerTriangularMask() if case.Sq == case.Sk else masks.LowerTriangularFromBottomRightMask()
+    elif (left, right) != (None, None):
+        sides = (case.Sk if left is None else left, case.Sk if right is None else right)
+        fixed = masks.LocalAttentionFromBottomRightMask(*sides)
+    group, rate = case.Hq // case.Hkv, float(case.words.get("dropout", 0))
+
+    def call(query, key, value, bias=None):
+        if bias is not None:
+            bias = bias.expand(case.B, -1, -1, -1)  # it broadcasts nothing
+        if group > 1:  # heads that share one of key and value are a dimension of their own
+            query = query.unflatten(2, (case.Hkv, group))
+            key, value = (x[:, :, :, None].expand(-1, -1, -1, group, -1) for x in (key, value))
+            bias = None if bias is None else bias.unflatten(1, (case.Hkv, group))
+        out = function(query, key, value, attn_bias=fixed if bias is None else bias, p=rate)
+        return out.flatten(2, 3) if group > 1 else out
+
+    return Call(call, by_token=True)
+
+
 PROVIDERS = {
     "fusedattn": fusedattn,
     "sdpa:cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa:flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa:efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "flash-attn": flash,
+    "fa4": fa4,
+    "xformers": xformers,
     "flex": flex,
     "naive": naive,
     "sdpa:math": functools.partial(sdpa, SDPBackend.MATH),
+    "fusedattn:naive": functools.partial(fusedattn, backend="naive"),
 }
 ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Only where they are named: "sdpa" takes the backend that torch chooses, which is one of those above.
 ASIDE = {"fusedattn+plan": planned, "sdpa": functools.partial(sdpa, ANY)}
+
+
+def usual(device):
+    """The names of those that are compared where none is named: on a GPU all that are installed."""
+    if torch.device(device).type != "cuda":
+        return ["fusedattn", "naive", "sdpa:math"]
+    return [name for name in PROVIDERS if name not in PACKAGES or _is_installed(name)]
+
+
+def _is_installed(name):
+    try:
+        _installed(name)
+    except Unsupported:
+        return False
+    return True
 
 
 def unchecked(case, name):
@@ -201,24 +347,43 @@ def label(name, case, tensors):
     return f"{name}:{_explain(case, tensors).backend}" if name in ("fusedattn", "fusedattn+plan") else name
 
 
-def step(mode, call, tensors):
-    """What is timed: a closure that returns the output (forward) or the gradients of all inputs.
+@contextlib.contextmanager
+def around(mode, call):
+    """What a bare step runs in: entering it is no part of attention, and on the host as long as a tiny call."""
+    with _call(call).inside(), torch.set_grad_enabled(mode != "forward"):
+        yield
+
+
+def step(mode, call, tensors, bare=False):
+    """What is timed: a closure that returns the output (forward) or the gradients of all inputs, as the call lays them.
 
     forward needs no gradient; backward is alone, on a graph that is kept; forward_backward is both, as in training.
+    A bare one is to run inside of `around`, where it is made as well; any other one enters that itself.
     """
+    if not bare:
+        with around(mode, call):
+            inner = step(mode, call, tensors, bare=True)
+
+        def entered():
+            with around(mode, call):
+                return inner()
+
+        return entered
+    attend, inputs = _call(call).attend, taken(call, tensors.inputs)
     if mode == "forward":
+        return lambda: attend(*inputs)
 
-        def forward():
-            with torch.no_grad():
-                return call(*tensors.inputs)
+    def output():
+        out = attend(*leaves)
+        return out[0] if isinstance(out, tuple) else out  # the loss is of the output alone
 
-        return forward
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors.inputs]
-    out = call(*leaves)
-    grad_out = torch.empty_like(out).copy_(tensors.grad_out)  # as its output lies, so that nobody has to copy it
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = output()
+    # As its output lies, so that nobody has to copy it.
+    grad_out = torch.empty_like(out).copy_(_turned(call, (tensors.grad_out,))[0])
     if mode == "backward":
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
     if mode == "forward_backward":
         del out
-        return lambda: torch.autograd.grad(call(*leaves), leaves, grad_out)
+        return lambda: torch.autograd.grad(output(), leaves, grad_out)
     raise ValueError(f"mode: expected forward, backward or forward_backward, got {mode}")

@@ -1,4 +1,4 @@
-"""How long a step takes: the one timer of every benchmark."""
+"""How long a step takes, and how much memory: the one timer of every benchmark."""
 
 import time
 from typing import NamedTuple
@@ -60,6 +60,50 @@ def _on_cpu(step, budget_ms):
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     step()
     return _quantiles([1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=budget_ms / 1e3).times])
+
+
+def wall(step, device, budget_ms=100.0):
+    """Times of step() as its caller sees them: the host's with warm caches, many calls in a row, then one wait."""
+    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+
+    def row(calls):
+        wait()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            step()
+        wait()
+        return (time.perf_counter_ns() - start) / 1e6 / calls
+
+    row(3)
+    calls = int(budget_ms / FEWEST / max(row(3), 1e-3))
+    return _quantiles([row(max(1, min(calls, 100))) for _ in range(FEWEST)])
+
+
+def graph(step, device, budget_ms=100.0):
+    """Times of step() in a CUDA graph that holds it many times over, caches warm: the device's, without the host."""
+    from triton.testing import do_bench_cudagraph
+
+    return Times(*do_bench_cudagraph(step, rep=max(1, int(budget_ms) // 10), quantiles=[0.2, 0.5, 0.8]))
+
+
+def peak(step, device):
+    """(what step() returns, the MiB it holds at its peak above what was held before); "" without a GPU."""
+    if torch.device(device).type != "cuda":
+        return step(), ""
+    step()  # whatever it allocates or compiles once is no part of the peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = step()
+    torch.cuda.synchronize()
+    return result, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def synchronised():
+    """Seconds, when all that was launched is done: the clock of pytest-benchmark."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def interleaved(steps, repeats=2000):

@@ -11,13 +11,24 @@ import time
 
 import torch
 
-from . import cases, providers
+from . import cases, end_to_end, providers
+
+NAMES = "fusedattn", "flex"
 
 
-def tasks(chosen, names=("fusedattn", "flex")):
+def tasks(chosen, names=NAMES):
     """(case, provider) whose compiled code covers all cases: ours is the same at any length, FlexAttention's is not."""
     kinds = {case._replace(B=0, Sq=0, Sk=0): case for case in reversed(chosen)}
     return [(case, name) for name in names for case in (kinds.values() if name == "fusedattn" else chosen)]
+
+
+def everything(on_gpu):
+    """What `tasks` there are of all questions; FlexAttention is in none where calls are small, or in a model."""
+    if not on_gpu:
+        return tasks(cases.TINY + cases.TINY_OPTIONS, NAMES[:1])
+    chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE
+    inner = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"]
+    return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1])))
 
 
 def compile_one(case, name, device):
@@ -39,13 +50,13 @@ def compile_one(case, name, device):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m fusedattn.bench.warm", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", choices=cases.TABLES, help="default: all of them on a GPU, tiny without")
+    parser.add_argument("--cases", choices=cases.TABLES, help="default: all that is asked on a GPU, tiny without")
     parser.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
-    names = [options.cases] if options.cases else ["options", "skipping", "all"] if on_gpu else ["tiny", "tiny-options"]
-    chosen = [case for name in names for case in cases.TABLES[name]]
-    work = tasks(chosen) if on_gpu else tasks(chosen, ("fusedattn",))
+    work = everything(on_gpu)
+    if options.cases:
+        work = tasks(cases.TABLES[options.cases], NAMES if on_gpu else NAMES[:1])
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:

@@ -67,6 +67,7 @@ def test_a_run_on_the_cpu_measures_every_case(tmp_path, capsys):
         assert float(row["tflops"]) > 0 and float(row["gbps"]) > 0
         assert float(row["err_max"]) >= 0 and float(row["err_eager"]) >= 0
         assert row["gpu"] == "cpu" and row["torch"] == torch.__version__ and row["peak_mib"] == ""
+        assert float(row["matmul_tflops"]) > 0 and float(row["copy_gbps"]) > 0
     assert "goal forward >= 0.75 at S >= 2048: not measured" in capsys.readouterr().out
 
 
@@ -173,6 +174,14 @@ def test_what_a_case_costs():
     bias = biased.draw("cpu").bias.nbytes
     assert cost.moved(biased, "forward") == cost.moved(case, "forward") + bias
     assert cost.moved(biased, "backward") == cost.moved(case, "backward") + 2 * bias
+    shown = case._replace(options="weights")
+    assert cost.moved(shown, "forward") == cost.moved(case, "forward") + 2 * 2 * 8 * 100 * 300
+    assert cost.moved(shown, "backward") == cost.moved(case, "backward")
+    assert cost.ideal(case, "forward") == query + key + value + grad_out + lse
+    square = cases.TINY[0]
+    weights = 4 * 32 * 32  # of four square projections of a width of 2 heads of 16
+    assert cost.projections(square, "forward") == 2 * 64 * weights
+    assert cost.projections(square, "forward_backward") == 3 * cost.projections(square, "forward")
 
 
 def made(case, provider, mode="forward", ms=1.0, **columns):
@@ -192,12 +201,47 @@ def test_the_table_compares_with_the_best_peer(tmp_path):
         made(other, "fusedattn:triton", ms=0.5, status="wrong"),  # fast and wrong is no ratio
     ]
     some[2] = some[2]._replace(ms_p50="")
+    assert table.speedups(some, "forward") == {
+        "sdpa:flash": {case: 2.0},
+        "sdpa:cudnn": {case: 0.8},
+        "naive": {case: 0.05},
+    }
     assert {each: ratio for each, (_, _, ratio) in table.ratios(some, "forward").items()} == {case: 0.8}
     assert "goal forward >= 0.75 at S >= 2048: met in 1 of 1 cells, geometric mean 0.80" in table.text(some)
     peak = (1.1 * cost.ideal(case) - cost.given(case)) / 2**20
     some.append(made(case, "fusedattn:triton", "forward_backward", peak_mib=peak))
     assert "met in 1 of 1 cases, worst 1.10" in table.text(some)
     assert table.text([]) == "no rows"
+
+
+def test_the_table_has_shares_of_what_the_machine_reached():
+    case = cases.LONG[0]
+    ceilings = dict(matmul_tflops=800.0, copy_gbps=4000.0)
+    mine = made(case, "fusedattn:triton", tflops=400.0, gbps=100.0, **ceilings)
+    slow = made(case, "fusedattn:naive", ms=9.0, tflops=1.0, gbps=1.0, **ceilings)
+    peer = made(case, "sdpa:flash", ms=0.5, tflops=600.0, **ceilings)
+    assert table.shares(mine) == (0.5, 0.025) and table.shares(made(case, "naive")) == (None, None)
+    shown = table.text([slow, mine, peer])  # ours is the faster backend of ours, wherever it stands
+    assert "400 (50.0%) / 600 (75.0%) sdpa:flash" in shown
+    assert "in this run (bf16 800 TFLOP/s, copies 4000 GB/s):" in shown
+    assert f"the matmul ceiling median 50.0%, most 50.0% ({case.name})" in shown and "median 2.5%, most 2.5%" in shown
+    assert f"sdpa:flash      0.50 in 1 cases, least 0.50 ({case.name})" in shown
+    assert "in this run" not in table.text([made(case, "fusedattn:triton")])
+
+
+def test_the_peak_of_each_is_told_beside_the_ideal():
+    case = cases.LONG[0]
+    given, forward, both = cost.given(case), cost.ideal(case, "forward"), cost.ideal(case)
+    some = [
+        made(case, "fusedattn:triton", peak_mib=(forward - given) / 2**20),
+        made(case, "naive", peak_mib=(3 * forward - given) / 2**20),
+        made(case, "fusedattn:triton", "forward_backward", peak_mib=(1.5 * both - given) / 2**20),
+    ]
+    shown = table.peaks(some).splitlines()
+    assert shown[0].startswith(f"{case.name} forward, MiB (over the ideal, {forward / 2**20:.0f}): fusedattn:triton ")
+    assert "(1.00)" in shown[0] and "naive" in shown[0] and "(3.00)" in shown[0]
+    assert "(1.50)" in shown[1] and "met in 0 of 1 cases, worst 1.50" in shown[2]
+    assert "not measured" in table.peaks([made(case, "naive")._replace(peak_mib="")])
 
 
 def test_rows_survive_the_file(tmp_path):
@@ -228,6 +272,7 @@ def test_every_option_is_measured_and_right(tmp_path, capsys):
     assert {statuses[case.options, "sdpa:math"] for case in cases.TINY_OPTIONS} == {
         "ok",
         "unsupported: it has no softcap",
+        "unsupported: it returns no weights",
         "unsupported: its causal mask is aligned to the top left, ours to the bottom right",
     }
     shown = capsys.readouterr().out
@@ -252,7 +297,9 @@ def test_the_gradient_of_a_bias_is_checked_and_the_dropout_of_others_is_not(tmp_
     }
 
 
-@pytest.mark.parametrize("case", [c for c in cases.TINY_OPTIONS if "dropout" not in c.words], ids=lambda c: c.options)
+@pytest.mark.parametrize(
+    "case", [c for c in cases.TINY_OPTIONS if not {"dropout", "weights"} & set(c.words)], ids=lambda c: c.options
+)
 def test_flex_attention_gets_the_same_options(case):
     """What is compiled on a GPU, as plain PyTorch, which has no backward on a CPU."""
     tensors = case.draw("cpu")

@@ -1,0 +1,10 @@
+"""Does the backward alone keep up with each peer, from 512 tokens to 16384?    python -m fusedattn.bench.backward"""
+
+import sys
+
+from .attention import Question, main
+
+QUESTION = Question(__doc__, ("backward",))
+
+if __name__ == "__main__":
+    sys.exit(main(question=QUESTION))

@@ -1,0 +1,20 @@
+"""What pytest-benchmark's files say of the machine: as the rows of the CSV."""
+
+import pytest
+import torch
+from fusedattn.bench import rows
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info):
+    found = rows.machine("cuda" if torch.cuda.is_available() else "cpu")
+    machine_info |= {name: value for name, value in found.items() if name != "date"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Tiny steps on a CPU spend their time waiting for the other threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
