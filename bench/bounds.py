@@ -15,7 +15,8 @@ RESERVED = 1024  # bytes of shared memory that a block takes beyond its own
 
 EXP2, ALU = 16, 64  # lanes a clock
 ISSUED = 4  # instructions of a warp a clock
-SHARED_BYTES, L2_BYTES = 128, 64  # a clock
+SHARED_BYTES = 128  # a clock
+L2_BYTES = 5120  # a clock of all multiprocessors: A100's white paper; H100's has no number, measurements are lower
 
 
 class Gpu(NamedTuple):
@@ -112,7 +113,7 @@ def bound(loop, capability, warps, useful=1.0):
         fma=(kinds["fma"] + multiplied) * LANES / gpu.fma,
         alu=(kinds["alu"] - multiplied) * LANES / ALU,
         shared=sum(map(_shared_bytes, loop)) / SHARED_BYTES,
-        l2=sum(map(_l2_bytes, loop)) / L2_BYTES,
+        l2=sum(map(_l2_bytes, loop)) / (L2_BYTES / gpu.multiprocessors),
     )
     clocks = {name: warps * each_warp for name, each_warp in each.items()}
     work = warps * useful * sum(flops for flops, *_ in products) * gpu.multiprocessors * gpu.ghz / 1e3

@@ -166,7 +166,7 @@ def test_the_bound_is_the_busiest_part():
     assert found.clocks["alu"] == 4 * 3 / 2  # one of the four multiplies, as fma does
     operands = 4 * (64 + 64) * 16 * 2 + 4 * 64 * 16 * 2  # the left one of the second product is in registers
     assert found.clocks["shared"] == (operands + 4 * 2 * 512) / 128
-    assert found.clocks["l2"] == 4 * 512 / 64
+    assert found.clocks["l2"] == pytest.approx(4 * 512 * 132 / 5120)
     assert found.limit == "tensor" and found.overlapped == pytest.approx(4096 * 132 * 1.83 / 1e3)
     assert found.serial == pytest.approx(found.overlapped * 256 / (256 + len(LOOP)))
     assert bounds.bound(LOOP, 90, 4, useful=0.5).overlapped == pytest.approx(found.overlapped / 2)
