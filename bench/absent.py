@@ -1,12 +1,13 @@
-"""A GPU that is not there: Triton compiles for it."""
+"""A GPU that is not there: Triton compiles for it, and what is launched on it does nothing."""
 
 import contextlib
 from unittest import mock
 
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from fusedattn import launch
+from fusedattn import backends, launch, repeat
 
 
 class Driver:
@@ -35,3 +36,36 @@ def target(capability):
             yield
     finally:
         driver._active = previous
+
+
+def _load(kernel):
+    kernel._run, kernel.module, kernel.function = (lambda *arguments: None), 0, 0
+
+
+@contextlib.contextmanager
+def gpu(capability=90, load=_load):
+    """`fusedattn.attention` of CPU tensors with backend="triton" does all that the host does, and computes nothing.
+
+    load: what is done with a compiled kernel before its first launch.
+    """
+
+    def load_once(kernel):
+        if kernel.module is None:
+            load(kernel)
+
+    _forget()
+    try:
+        with (
+            target(capability),
+            mock.patch.object(backends, "machine_reasons", lambda device: ()),
+            mock.patch.object(CompiledKernel, "_init_handles", load_once),
+        ):
+            yield
+    finally:
+        _forget()
+
+
+def _forget():
+    repeat.forget()
+    for kernel in launch.KERNELS.values():
+        kernel.device_caches.clear()

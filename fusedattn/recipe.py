@@ -54,12 +54,13 @@ class Recipe(NamedTuple):
         tensors = [*given, *[make(shape, strides, dtype=dtype) for shape, strides, dtype in self.made]]
         if launch.interpreting() or (first.is_cuda and torch._C._cuda_getDevice() != first.get_device()):
             with launch.surroundings(self.device):
-                self._launch(tensors)
+                self.launch(tensors)
         else:
-            self._launch(tensors)
+            self.launch(tensors)
         return tensors
 
-    def _launch(self, tensors):
+    def launch(self, tensors: Sequence) -> None:
+        """The steps alone, on what `run` returns."""
         stream = None if launch.interpreting() else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()

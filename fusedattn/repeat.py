@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32, strided
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import ops
@@ -50,11 +52,7 @@ def forget() -> None:
 
 def _watched() -> bool:
     """Whether something must see what is computed as operators of torch."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._are_functorch_transforms_active()
-    )
+    return is_compiling() or _len_torch_dispatch_stack() != 0 or _are_functorch_transforms_active()
 
 
 def _usual(numbers: tuple) -> bool:
@@ -76,7 +74,7 @@ def _usual(numbers: tuple) -> bool:
 def _ordinary(tensors: tuple) -> bool:
     """Whether tensors are of torch's own class and have strides."""
     for x in tensors:
-        if type(x) not in _CLASSES or x.layout is not torch.strided or x.is_nested:
+        if type(x) not in _CLASSES or x.layout is not strided or x.is_nested:
             return False
     return True
 
@@ -93,7 +91,7 @@ def _aligned(tensors: tuple) -> bool:
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, tuple | None]] | None:
     """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
-    if _watched() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
+    if _watched() or _get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
     given: tuple = (query, key, value)
@@ -104,7 +102,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or not _ordinary(given):
         return None
-    precision = torch.backends.cuda.matmul.fp32_precision if given[0].dtype is torch.float32 else None
+    precision = torch.backends.cuda.matmul.fp32_precision if given[0].dtype is float32 else None
     return given, (numbers, precision, there)
 
 
@@ -271,7 +269,8 @@ class _Differentiable(torch.autograd.Function):
         tensors = repeated.forward.run(tensors)
         ctx.repeated = repeated
         ctx.save_for_backward(*[tensors[number] for number in repeated.kept])
-        ctx.set_materialize_grads(False)
+        if len(repeated.results) > 1:
+            ctx.set_materialize_grads(False)
         return repeated.returned(tensors)
 
     @staticmethod

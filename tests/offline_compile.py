@@ -72,9 +72,6 @@ def table(capabilities=(80, 90)):
                 if width <= 128:
                     narrow = of(narrow=True)
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
-                if width <= 128:
-                    narrow = of(narrow=True)
-                    yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
                 yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64):  # these take the longest

@@ -1,0 +1,123 @@
+"""What does the host do in one call of the kernels, step by step?    python -m fusedattn.bench.launch_path
+
+fa.attention for a GPU that is not there (absent.py): kernels are compiled, and launching one does nothing. What is left
+is the host's part of an eager call, but for Triton's launcher in C and the driver behind it. Beside it
+F.scaled_dot_product_attention on the CPU, of so few numbers that what it takes is the host's part as well.
+"""
+
+import functools
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+import fusedattn as fa
+from fusedattn import launch, repeat
+from fusedattn.call import TENSORS
+
+from . import absent, cases, command, rows
+from .timing import Times
+
+CASE = cases.Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
+TINY = cases.Case(1, 1, 1, 8, 8, 8, 8, False, "float32")
+PLAIN, LEARNED = "fa.attention", "fa.attention, with gradients"
+PEERS = {PLAIN: "sdpa", LEARNED: "sdpa, with gradients"}
+GOALS_US = {PLAIN: 12.0, LEARNED: 25.0}
+NEW = "fa.attention, of a new kind"
+FOUND, RUN, LAUNCHED, WHOLE = "found", "tensors made and kernels launched", "kernels launched", "repeated"
+
+
+def _inputs(case, learned):
+    return [x.requires_grad_(learned) for x in case.draw("cpu")[:3]]
+
+
+def steps():
+    """{what: a closure that does it}, for inside `absent.gpu`: whole calls, and what they consist of."""
+    call = functools.partial(fa.attention, backend="triton")
+    found = {}
+    for name, peer in PEERS.items():
+        learned = name == LEARNED
+        inputs = _inputs(CASE, learned)
+        found[peer] = functools.partial(F.scaled_dot_product_attention, *_inputs(TINY, learned))
+        found[name] = functools.partial(call, *inputs)
+        out = found[name]()
+        tensors = *inputs, *(None,) * (TENSORS - len(inputs))
+        numbers = False, None, "bottom_right", None, None, 0.0, False, False, "triton", torch.is_grad_enabled()
+        again = repeat.find(tensors, numbers)
+        found[f"{name}: {FOUND}"] = functools.partial(repeat.find, tensors, numbers)
+        found[f"{name}: {WHOLE}"] = functools.partial(again, tensors)
+        found[f"{name}: {RUN}"] = functools.partial(again.forward.run, tensors)
+        found[f"{name}: {LAUNCHED}"] = functools.partial(again.forward.launch, again.forward.run(tensors))
+    backward = functools.partial(torch.autograd.grad, out, inputs, torch.ones_like(out), retain_graph=True)
+    return found | {"backward, and autograd's engine": backward}
+
+
+def measure(each, blocks=100, calls=100):
+    """Times of each of {name: step}: by turns blocks of many calls, so that a busy machine slows all alike."""
+    taken = {name: [] for name in each}
+    for _ in range(blocks):
+        for name, step in each.items():
+            for _ in range(calls // 4):  # what ran between has taken its place in the caches
+                step()
+            start = time.perf_counter_ns()
+            for _ in range(calls):
+                step()
+            taken[name].append((time.perf_counter_ns() - start) / 1e6 / calls)
+    cuts = {name: statistics.quantiles(each, n=10) for name, each in taken.items()}
+    return {name: Times(cut[1], cut[4], cut[7]) for name, cut in cuts.items()}
+
+
+def measured():
+    """What `measure` finds of `steps`, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with absent.gpu():
+            each = steps()
+            times = measure(each)
+            return times | measure({NEW: lambda: (repeat.forget(), each[PLAIN]())}, calls=10)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def report(times):
+    """Lines: whole calls beside torch's, and what they consist of."""
+    us = {name: 1e3 * each.p50 for name, each in times.items()}
+    lines = [f"{CASE.name} on a GPU that is not there; torch's own: {TINY.name} on the CPU. Medians of blocks of calls."]
+    for name, peer in PEERS.items():
+        part = {what: us[f"{name}: {what}"] for what in (FOUND, RUN, LAUNCHED, WHOLE)}
+        lines.append(f"{name}: {us[name]:.1f} us, goal {GOALS_US[name]:g}; {peer}: {us[peer]:.1f} us")
+        lines += [
+            f"    {cost:5.1f}  {what}"
+            for what, cost in (
+                ("what repeats it is found: types, addresses, guards in C++", part[FOUND]),
+                ("tensors are made", part[RUN] - part[LAUNCHED]),
+                ("arguments are bound, the kernel's own run is called", part[LAUNCHED]),
+                ("autograd records it and keeps tensors" if name == LEARNED else "results", part[WHOLE] - part[RUN]),
+                ("Python's call of many arguments, and the rest", us[name] - part[FOUND] - part[WHOLE]),
+            )
+        ]
+    alone = [name for name in us if name not in PEERS.values() and name not in PEERS and ":" not in name]
+    return "\n".join([*lines, *(f"{name}: {us[name]:.1f} us" for name in alone)])
+
+
+def main(arguments=None):
+    options = command.parser(__doc__).parse_args(arguments)
+    if launch.interpreting():
+        sys.exit("launch_path: TRITON_INTERPRET is set, so nothing would be compiled; unset it")
+    writer, machine = rows.Writer(options.csv), rows.machine("cpu", options.commit)
+    times = measured()
+    for name, each in times.items():
+        ours = "sdpa" not in name
+        provider, case = ("fusedattn:triton", CASE) if ours else ("sdpa", TINY)
+        said = "threads=1 " + ("absent " if ours else "") + name.replace(",", "").replace(":", "").replace(" ", "-")
+        columns = dict(ms_p20=each.p20, ms_p50=each.p50, ms_p80=each.p80)
+        writer.write(rows.row(machine, "host", provider, case, options=said, **columns))
+    print(report(times))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The host's part of a call of the kernels: launches that repeat earlier ones, and how long they take."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from fusedattn.bench import absent, launch_path, rows
+from triton import knobs
+from triton.runtime.errors import OutOfResources
+
+import fusedattn as fa
+from fusedattn import launch, ops, repeat
+from fusedattn.call import Arguments
+from fusedattn.checks import checked
+
+from .inside import OPTIONS, draw, learned
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
+SDPA_US = 6.0  # what torch's own tiny call takes on the machine of which the goals speak, where nothing else runs
+LENGTH = 64
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run in this process")
+def test_this_file_without_the_interpreter():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+class Launches:
+    """What would have been launched: (kernel, grid, arguments), tensors by their number in `given`, or else "made"."""
+
+    def __init__(self):
+        self.log, self.given = [], []
+
+    def load(self, kernel):
+        kernel.module = kernel.function = 0
+        kernel._run = lambda *grid_and_all: self.log.append((kernel.hash, grid_and_all))
+
+    def take(self):
+        found, self.log = self.log, []
+        return [(name, said[:3], self._said(said[9:])) for name, said in found]
+
+    def _said(self, value):
+        if isinstance(value, torch.Tensor):
+            numbers = [number for number, x in enumerate(self.given) if x.data_ptr() == value.data_ptr()]
+            return f"given {numbers}" if numbers else "made"
+        return [self._said(x) for x in value] if isinstance(value, tuple) else value
+
+
+def results(outcome):
+    return [x for x in outcome if x is not None]
+
+
+@compiled
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_repeated_call_launches_what_the_long_way_launches(name, grads):
+    seen = Launches()
+    with absent.gpu(load=seen.load):
+        found = []
+        for way in ("long", "learned", "repeated"):
+            torch.manual_seed(3)
+            inputs = draw("cpu", sq=LENGTH, sk=LENGTH + 16, dtype=torch.bfloat16, requires_grad=grads)
+            options = OPTIONS[name](LENGTH, LENGTH + 16, "cpu")
+            options = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+            seen.given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
+            if way == "long":
+                outcome = results(ops.run(checked(Arguments(*inputs, **options)), True, True))
+            else:
+                outcome = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend="triton")
+            forward = seen.take()
+            if grads:
+                incoming = [torch.ones_like(x) for x in outcome]
+                seen.given += incoming
+                torch.autograd.grad(outcome, inputs, incoming)
+            found.append((forward, seen.take()))
+    long, *others = found
+    assert len(long[0]) >= 2 and (len(long[1]) >= 3) == grads
+    assert all(other == long for other in others)
+
+
+@compiled
+def test_gradients_of_a_bias_take_the_long_way_back():
+    seen = Launches()
+    with absent.gpu(load=seen.load):
+        for _ in range(2):
+            inputs, options = draw("cpu", sq=LENGTH, sk=LENGTH), OPTIONS["added"](LENGTH, LENGTH, "cpu")
+            out = fa.attention(*inputs, **options, backend="triton")
+            grads = torch.autograd.grad(out.sum(), learned(options))
+            assert [grad.shape for grad in grads] == [x.shape for x in learned(options)]
+
+
+@compiled
+def test_hooks_of_launches_are_called():
+    inputs, seen, said = draw("cpu", dtype=torch.bfloat16), Launches(), []
+
+    def hook(metadata):
+        said.append(metadata.get()["name"])
+
+    with absent.gpu(load=seen.load):
+        fa.attention(*inputs, backend="triton")
+        knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            fa.attention(*inputs, backend="triton")
+            (_, launched) = seen.log[-1]
+            launched[7](launched[6])
+        finally:
+            knobs.runtime.launch_enter_hook.remove(hook)
+        fa.attention(*inputs, backend="triton")
+        assert seen.log[-1][1][6:9] == (None, None, None)
+    assert said == ["forward"]
+
+
+@compiled
+def test_a_tile_that_does_not_fit_is_passed_over(monkeypatch):
+    monkeypatch.setattr(launch, "_too_large", {})
+    seen, tried = Launches(), []
+    query = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)
+    def load(kernel):
+        tried.append(kernel)
+        if len(tried) == 1:
+            raise OutOfResources(300000, 101376, "shared memory")
+        seen.load(kernel)
+
+    with absent.gpu(load=load):
+        for _ in range(2):
+            fa.attention(query, query + 1, query + 2, backend="triton")
+    assert len(tried) == len(seen.log) == 2 and list(launch._too_large.values()) == [1]
+
+
+@compiled
+def test_the_host_takes_little_time():
+    times = launch_path.measured()
+    for name, peer in launch_path.PEERS.items():
+        ours, theirs, first = (1e3 * times[each].p20 for each in (name, peer, "sdpa"))
+        assert ours < launch_path.GOALS_US[name] * max(1.0, first / SDPA_US), (name, ours, theirs)
+    text = launch_path.report(times)
+    assert "goal 12; sdpa:" in text and "goal 25; sdpa, with gradients:" in text and "new kind" in text
+
+
+@compiled
+def test_times_are_written_as_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch_path, "measure", lambda each, calls=1: dict.fromkeys(each, launch_path.Times(1, 2, 3)))
+    assert launch_path.main(["--csv", str(tmp_path / "a.csv"), "--commit", "abc"]) == 0
+    written = rows.read(tmp_path / "a.csv")
+    assert {(row.mode, row.commit, row.status, row.ms_p50) for row in written} == {("host", "abc", "ok", 2.0)}
+    assert {row.provider for row in written} == {"sdpa", "fusedattn:triton"}
+    assert len({row.options for row in written}) == len(written)
+    assert not repeat._known
