@@ -1,7 +1,5 @@
 """The functions people call."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -69,11 +67,9 @@ def attention(
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    masks: Sequence = (mask, key_mask, query_mask)
-    marks = None
+    tensors: tuple = (query, key, value, bias, alibi_slopes, sinks, mask, key_mask, query_mask, seed, None)
     if type(mask) is Plan and key_mask is None and query_mask is None:
-        *masks, marks = mask
-    tensors = query, key, value, bias, alibi_slopes, sinks, *masks, seed, marks
+        tensors = *tensors[:6], *mask[:3], seed, mask.marks
     named, grad = backends.named(backend), torch.is_grad_enabled()
     numbers = causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, named, grad
     again = repeat.find(tensors, numbers)

@@ -41,9 +41,10 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Steps on `given` tensors of the caller's and those that are made before them; `device` is where."""
+    """Steps on `given` tensors of the caller's and those that are made before them; where, and by whom."""
 
     device: torch.device
+    interpreted: bool
     made: tuple
     steps: tuple
 
@@ -52,7 +53,7 @@ class Recipe(NamedTuple):
         first = given[0]
         make = first.new_empty_strided
         tensors = [*given, *[make(shape, strides, dtype=dtype) for shape, strides, dtype in self.made]]
-        if launch.interpreting() or (first.is_cuda and torch._C._cuda_getDevice() != first.get_device()):
+        if self.interpreted or (first.is_cuda and torch._C._cuda_getDevice() != first.get_device()):
             with launch.surroundings(self.device):
                 self.launch(tensors)
         else:
@@ -61,7 +62,7 @@ class Recipe(NamedTuple):
 
     def launch(self, tensors: Sequence) -> None:
         """The steps alone, on what `run` returns."""
-        stream = None if launch.interpreting() else driver.active.get_current_stream(self.device.index)
+        stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
             for index, number, strides in views:
@@ -172,7 +173,7 @@ class Recorder:
         return lambda tensors: new(kind, [part(tensors) for part in parts])
 
     def recipe(self) -> Recipe:
-        return Recipe(self.device, tuple(self.made), tuple(self.steps))
+        return Recipe(self.device, launch.interpreting(), tuple(self.made), tuple(self.steps))
 
 
 def _storage(tensor):

@@ -5,6 +5,7 @@ cheaply (under autocast, inside torch.compile, with tensors of other classes) is
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +191,9 @@ class Repeated:
         self.inputs = [number for number, x in enumerate(bare[:DIFFERENTIABLE]) if x is not None]
         kept = *(number for number, x in enumerate(bare[:_MARKS]) if x is not None), self.marks, self.out
         self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
+        self.take_results, self.take_inputs, self.take_kept = (
+            itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
+        )
         self.forward = recorder.recipe()
         self.backwards: dict[tuple, Any] = {}
 
@@ -198,12 +202,8 @@ class Repeated:
         if self.drops:
             tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_MARKS]
         if self.save:
-            return _differentiable((self, tensors), *[tensors[number] for number in self.inputs])
-        return self.returned(self.forward.run(tensors))
-
-    def returned(self, tensors: list):
-        results = self.results
-        return tensors[results[0]] if len(results) == 1 else tuple([tensors[number] for number in results])
+            return _differentiable((self, tensors), *self.take_inputs(tensors))
+        return self.take_results(self.forward.run(tensors))
 
     def fields(self, tensors) -> Call:
         """The Call of tensors as the caller gave them."""
@@ -268,10 +268,10 @@ class _Differentiable(torch.autograd.Function):
         repeated, tensors = call
         tensors = repeated.forward.run(tensors)
         ctx.repeated = repeated
-        ctx.save_for_backward(*[tensors[number] for number in repeated.kept])
+        ctx.save_for_backward(*repeated.take_kept(tensors))
         if len(repeated.results) > 1:
             ctx.set_materialize_grads(False)
-        return repeated.returned(tensors)
+        return repeated.take_results(tensors)
 
     @staticmethod
     def backward(ctx, *grads):
