@@ -85,7 +85,9 @@ def measured():
 def report(times):
     """Lines: whole calls beside torch's, and what they consist of."""
     us = {name: 1e3 * each.p50 for name, each in times.items()}
-    lines = [f"{CASE.name} on a GPU that is not there; torch's own: {TINY.name} on the CPU. Medians of blocks of calls."]
+    lines = [
+        f"{CASE.name} on a GPU that is not there; torch's own: {TINY.name} on the CPU. Medians of blocks of calls."
+    ]
     for name, peer in PEERS.items():
         part = {what: us[f"{name}: {what}"] for what in (FOUND, RUN, LAUNCHED, WHOLE)}
         lines.append(f"{name}: {us[name]:.1f} us, goal {GOALS_US[name]:g}; {peer}: {us[peer]:.1f} us")

@@ -78,7 +78,7 @@ def attention(
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
     chosen = backends.choose(call, named)
-    again = repeat.learn(tensors, numbers, call) if chosen.name == "triton" else None
+    again = repeat.learn(tensors, numbers, call) if chosen.run is ops.run else None
     if again is not None:
         return again((*tensors[:9], call.seed, call.marks))
     out, lse, weights = chosen.run(call, return_lse, return_weights)

@@ -124,6 +124,7 @@ def test_a_tile_that_does_not_fit_is_passed_over(monkeypatch):
     monkeypatch.setattr(launch, "_too_large", {})
     seen, tried = Launches(), []
     query = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)
+
     def load(kernel):
         tried.append(kernel)
         if len(tried) == 1:

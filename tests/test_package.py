@@ -23,12 +23,18 @@ CORE = {
     "configs": set(),
     "interpreter": set(),
     "launch": {"call", "configs", "interpreter", "kernels"},
-    "ops": {"call", "configs", "launch", "layout", "reference"},
+    "recipe": {"kernels", "launch"},
+    "ops": {"call", "launch", "layout", "reference"},
+    "repeat": {"call", "launch", "ops", "recipe"},
     "backends": {"call", "checks", "ops", "reference"},
     "tolerance": set(),
     "compare": {"reference", "tolerance"},
 }
-KNOWS_TRITON = {"launch", "interpreter"}  # the only files of fusedattn/ that import it before a call asks for it
+KNOWS_TRITON = {
+    "launch",
+    "interpreter",
+    "recipe",
+}  # the only files of fusedattn/ that import it before a call asks for it
 KERNELS_KNOW = {"triton", "typing"}
 
 

@@ -14,7 +14,7 @@ from fusedattn.bench import compiled, cost, rows, tune
 from fusedattn.bench.cases import Case
 from triton.runtime.errors import OutOfResources
 
-from fusedattn import configs, launch
+from fusedattn import configs, launch, repeat
 from fusedattn.configs import Tile
 
 KEYS = [(*key, capability) for key in itertools.product(tune.PRODUCTS, (2, 4), tune.DIMS) for capability in (80, 90)]
@@ -164,18 +164,12 @@ def test_a_budget_for_spills_is_printed_and_no_row_where_nothing_came_through():
 
 def test_an_override_is_of_one_kernel_and_ends(monkeypatch):
     forgotten = []
-    monkeypatch.setattr(launch, "forget", lambda: forgotten.append(launch.candidates))
+    monkeypatch.setattr(repeat, "forget", lambda: forgotten.append(launch.candidates))
     monkeypatch.setattr(launch, "candidates", given := lambda name, call: f"tiles of {name}")
     with pytest.raises(ZeroDivisionError), tune.only("dq", TILES[0]):
         assert launch.candidates("dq", None) == (TILES[0],) and launch.candidates("dkdv", None) == "tiles of dkdv"
         raise ZeroDivisionError
     assert launch.candidates is given and len(forgotten) == 2
-
-
-def test_launch_forgets(monkeypatch):
-    monkeypatch.setitem(launch._too_large, ("a kind",), 1)
-    launch.forget()
-    assert not launch._too_large
 
 
 CASE = Case(1, 2, 2, 2048, 2048, 64, 64, False, "bfloat16")
