@@ -102,6 +102,11 @@ def layers(case, drawn):
     }
 
 
+def count(modes):
+    """How many rows `measured` makes of a case."""
+    return 4 * len(modes) - modes.count("forward_backward")
+
+
 def step(mode, layer, drawn):
     """What is timed: a closure that returns output and weights, or the gradients of x and of each parameter."""
     layer.module.train(mode != "forward")
@@ -145,34 +150,39 @@ def judge(mode, layer, result, truth):
     return accuracy.worst(verdicts(got, truth.eager, {name: truth.oracle[name] for name in got}))
 
 
+def measured(case, modes, device, machine, budget_ms=100.0):
+    """(row, what is wrong with its result or "") of each provider and mode, one by one."""
+    drawn = draw(case, device)
+    right = truth(case, drawn)
+    for provider, setup in layers(case, drawn).items():
+        for mode in modes:
+            if mode == "forward_backward" and provider == "torch.nn:sdpa":
+                continue  # where there are gradients there is no fast path
+            flops = cost.flops(case, mode) + cost.projections(case, mode)
+            try:
+                layer = setup()
+                found, said = attention.columns(
+                    step(mode, layer, drawn),
+                    lambda result, mode=mode, layer=layer: judge(mode, layer, result, right),
+                    case.dtype,
+                    device,
+                    budget_ms,
+                    timing.measure,
+                )
+                found["tflops"] = flops / found["ms_p50"] / 1e9
+                found["gbps"] = cost.moved_by_module(case, mode) / found["ms_p50"] / 1e6
+            except Exception as error:  # a row like any other
+                found, said = dict(status=attention.status(error)), ""
+            yield rows.row(machine, mode, provider, case, options=f"module {case.options}".strip(), **found), said
+
+
 def time_all(chosen, device, writer, machine, budget_ms=100.0):
     """Measure, a row each."""
     for case in chosen:
-        drawn = draw(case, device)
-        right = truth(case, drawn)
-        for provider, setup in layers(case, drawn).items():
-            for mode in MODES:
-                if mode == "forward_backward" and provider == "torch.nn:sdpa":
-                    continue  # where there are gradients there is no fast path
-                flops = cost.flops(case, mode) + cost.projections(case, mode)
-                try:
-                    layer = setup()
-                    found, said = attention.columns(
-                        step(mode, layer, drawn),
-                        lambda result, mode=mode, layer=layer: judge(mode, layer, result, right),  # noqa: B023
-                        case.dtype,
-                        device,
-                        budget_ms,
-                        timing.measure,
-                    )
-                    found["tflops"] = flops / found["ms_p50"] / 1e9
-                    found["gbps"] = cost.moved_by_module(case, mode) / found["ms_p50"] / 1e6
-                except Exception as error:  # a row like any other
-                    found, said = dict(status=attention.status(error)), ""
-                words = f"module {case.options}".strip()
-                writer.write(rows.row(machine, mode, provider, case, options=words, **found))
-                if said:
-                    print(f"{case.name} {provider} {mode}: {said}", file=sys.stderr)
+        for row, said in measured(case, MODES, device, machine, budget_ms):
+            writer.write(row)
+            if said:
+                print(f"{case.name} {row.provider} {row.mode}: {said}", file=sys.stderr)
 
 
 def main(arguments=None):

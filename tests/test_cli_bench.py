@@ -261,7 +261,7 @@ def test_presets():
     assert (
         paper.cases == cases.LONG
         and paper.modes == list(attention.MODES)
-        and paper.providers == list(providers.PROVIDERS)
+        and paper.providers == providers.usual("cuda")
     )
     assert set(full.cases) == {*cases.LONG, *cases.MORE, *cases.OPTIONS}
     assert chosen("--preset", "paper").providers == ["fusedattn", "sdpa"]  # what no CPU has the memory for is left out
@@ -269,6 +269,20 @@ def test_presets():
         for gpu in (True, False):
             for provider in chosen("--preset", name, on_gpu=gpu).providers:
                 providers.find(provider)
+
+
+def test_modules_are_timed_where_nothing_else_is_asked_for_or_they_are():
+    assert len(chosen().modules) == 1 and not chosen("--providers", "naive").modules
+    alone = chosen("--providers", "torch.nn", "--shape", "1,2,2,8,8,4", "--shape", "1,2,1,8,8,4")
+    assert alone.modules == alone.cases[:1] and not alone.providers and not chosen("--shape", "1,2,2,8,8,4").modules
+    with pytest.raises(screen.Problem, match=r"^providers: torch\.nn needs"):
+        chosen("--providers", "torch.nn", "--shape", "1,2,2,8,9,4")
+    for modes in ("forward", "backward", "forward_backward,forward"):
+        preset = chosen("--providers", "torch.nn", "--shape", "1,2,2,8,8,4", "--dtype", "float32", "--mode", modes)
+        found = list(measuring.measure(preset, "cpu"))
+        assert len(found) == measuring.count(preset) == {"forward": 4, "backward": 3}.get(modes, 7)
+        assert {row.status for row, _ in found} == {"ok"} and {row.options for row, _ in found} == {"module"}
+        assert {"torch.nn", "fusedattn:naive", "fusedattn.compat:naive"} <= {row.provider for row, _ in found}
 
 
 def test_options_narrow_a_preset():

@@ -8,8 +8,7 @@ import torch
 from ...bench import plots, rows
 from .. import machine
 from ..screen import Problem, Screen, need
-from . import presets, report, verdict
-from .measuring import measure
+from . import measuring, presets, report, verdict
 
 
 def run(given) -> int:
@@ -18,7 +17,7 @@ def run(given) -> int:
     chosen = presets.choose(given, on_gpu=device == "cuda")
     _check_plot(given.plot)
     writer = _writer(given.csv)
-    count = len(chosen.cases) * len(chosen.providers) * len(chosen.modes)
+    count = measuring.count(chosen)
     screen.say(report.heading(device, chosen))
     if device == "cpu":
         if machine.busy():
@@ -31,7 +30,7 @@ def run(given) -> int:
     ended: BaseException | None = None
     try:
         with screen.progress("measuring", count) as advance:
-            for row, why in measure(chosen, device):
+            for row, why in measuring.measure(chosen, device):
                 writer.write(row)
                 written.append(row)
                 whys.append(why)

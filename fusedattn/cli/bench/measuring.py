@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...bench import accuracy, attention, rows
+from ...bench import accuracy, attention, module, rows
 from ..screen import Problem
 from .presets import Preset
 
@@ -34,6 +34,21 @@ def measure(preset: Preset, device: str) -> Iterator[tuple[rows.Row, str]]:
             ):
                 yield rows.row(machine, mode, label, case, **columns), why
             _recover(device)
+    for case in preset.modules:
+        yield from module.measured(case, module_modes(preset), device, machine, BUDGET_MS[device])
+        _recover(device)
+
+
+def module_modes(preset: Preset) -> list[str]:
+    """A module is timed forward, and as it is trained: forward and backward."""
+    forward, training = module.MODES
+    return [forward] * (forward in preset.modes) + [training] * (preset.modes != [forward])
+
+
+def count(preset: Preset) -> int:
+    """How many rows there will be."""
+    plain = len(preset.cases) * len(preset.providers) * len(preset.modes)
+    return plain + len(preset.modules) * module.count(module_modes(preset))
 
 
 def _recover(device):

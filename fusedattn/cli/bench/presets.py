@@ -11,14 +11,16 @@ from ..screen import Problem
 
 
 class Preset(NamedTuple):
-    """Cases x providers x modes."""
+    """Cases x providers x modes; and cases of whole modules, if there are any, which bring their own providers."""
 
     cases: list[Case]
     providers: list[str]
     modes: list[str]
+    modules: list[Case] = []
 
 
 ONE_WAY = ["forward", "backward"]
+MODULES = "torch.nn"  # torch's module, which only another module can be set beside
 # "sdpa" is what a user who names no backend has now.
 FEW = ["fusedattn", "sdpa", "naive", "sdpa:math"]
 FEW_ON_GPU = ["fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"]
@@ -42,9 +44,12 @@ QUICK_ON_GPU = sorted(
 
 def _preset(name, on_gpu):
     if name == "quick":
-        return Preset(QUICK_ON_GPU, FEW_ON_GPU, ONE_WAY) if on_gpu else Preset(QUICK, FEW, ONE_WAY)
+        if on_gpu:
+            return Preset(QUICK_ON_GPU, FEW_ON_GPU, ONE_WAY, cases.TABLES["module"][:1])
+        return Preset(QUICK, FEW, ONE_WAY, [_square(256, False)])
     chosen = cases.LONG if name == "paper" else cases.TABLES["all"] + cases.OPTIONS
-    return Preset(chosen, list(providers.PROVIDERS) if on_gpu else FRUGAL, list(attention.MODES))
+    names = providers.usual("cuda") if on_gpu else FRUGAL
+    return Preset(chosen, names, list(attention.MODES), cases.TABLES["module"] if on_gpu and name == "full" else [])
 
 
 def choose(given, on_gpu: bool) -> Preset:
@@ -59,9 +64,17 @@ def choose(given, on_gpu: bool) -> Preset:
         if given.dtype:
             chosen = [case._replace(dtype=dtype) for dtype in given.dtype for case in chosen]
         names = found.providers
-    names = _list("providers", given.providers, [*providers.PROVIDERS, *providers.ASIDE, *_backends()]) or names
+    asked = _list("providers", given.providers, [*providers.PROVIDERS, *providers.ASIDE, *_backends(), MODULES])
+    names = [name for name in asked if name != MODULES] if asked else names
+    modules = [] if given.shape or asked else found.modules
+    if MODULES in asked:
+        modules = (
+            [case for case in chosen if case.Hq == case.Hkv and case.Sq == case.Sk] if given.shape else found.modules
+        )
+        if not modules:
+            raise Problem(f"providers: {MODULES} needs as many kv heads as heads, and as many keys as queries")
     modes = _list("mode", given.mode, attention.MODES) or (ONE_WAY if given.shape else found.modes)
-    return Preset(list(dict.fromkeys(chosen)), names, modes)
+    return Preset(list(dict.fromkeys(chosen)), names, modes, modules)
 
 
 def device() -> str:

@@ -16,7 +16,9 @@ REASON = 54  # letters of why something did not run that fit beside its name
 def heading(device: str, chosen: Preset) -> str:
     threads = verdict.count(torch.get_num_threads(), "thread")
     where = torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {threads}"
-    counts = [verdict.count(len(some), of) for some, of in zip(chosen, ("case", "provider", "mode"), strict=True)]
+    counts = [verdict.count(len(some), of) for some, of in zip(chosen[:3], ("case", "provider", "mode"), strict=True)]
+    if chosen.modules:
+        counts[-1] += f", {verdict.count(len(chosen.modules), 'module')}"
     return f"{' x '.join(counts)} on {where}, torch {torch.__version__}."
 
 
