@@ -54,7 +54,7 @@ def steps():
     return found | {"backward, and autograd's engine": backward}
 
 
-def measure(each, blocks=100, calls=100):
+def measure(each, blocks=50, calls=100):
     """Times of each of {name: step}: by turns blocks of many calls, so that a busy machine slows all alike."""
     taken = {name: [] for name in each}
     for _ in range(blocks):

@@ -90,6 +90,11 @@ def _aligned(tensors: tuple) -> bool:
     return True
 
 
+def _precision(tensor: Tensor) -> str | None:
+    """How torch was told to round products of a tensor's dtype, if it has a say in it."""
+    return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
+
+
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, tuple | None]] | None:
     """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
     if _watched() or _get_tracing_state() is not None or forward_ad._current_level >= 0:
@@ -103,8 +108,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or not _ordinary(given):
         return None
-    precision = torch.backends.cuda.matmul.fp32_precision if given[0].dtype is float32 else None
-    return given, (numbers, precision, there)
+    return given, (numbers, _precision(given[0]), there)
 
 
 def _kind(given: tuple, most: tuple[tuple, str | None, tuple | None]) -> Kind | None:
@@ -128,6 +132,8 @@ def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
     Args:
         tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
     """
+    if not _known:
+        return None
     split = _split(tensors, numbers)
     if split is None:
         return None
@@ -225,12 +231,13 @@ class Repeated:
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-        incoming = [grad_out, grad_lse, grad_weights]
-        came = tuple(x for x in incoming if x is not None)
-        if not _ordinary(came) or not _aligned(came):
+        given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
+        there = tuple(x for x in given if x is not None)
+        if not _ordinary(there) or not _aligned(there):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
-        kind = need, tuple(None if x is None else (x.stride(), x.dtype) for x in incoming)
-        given = *tensors, *incoming, out, weights, stats
+        # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
+        facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
+        kind = need, _precision(out), facts
         if kind not in self.backwards:
             self.backwards[kind] = self._backward(given, need)
         recipe, places = self.backwards[kind]

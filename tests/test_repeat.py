@@ -205,6 +205,16 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
             torch.autograd.grad(out.sum(), inputs)
 
 
+def test_what_was_kept_may_come_back_in_another_order(device):
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw(device)]
+    want = torch.autograd.grad(attend(inputs, {}).square().sum(), inputs)
+    with torch.autograd.graph.save_on_cpu():
+        out = attend(inputs, {})
+    for x, grad, expected in zip(inputs, torch.autograd.grad(out.square().sum(), inputs), want, strict=True):
+        assert x.stride() == grad.stride() or device != "cpu"
+        same([grad], [expected])
+
+
 def test_kinds_do_not_pile_up(device, monkeypatch):
     monkeypatch.setattr(repeat, "MOST", 3)
     for length in range(1, 12):
