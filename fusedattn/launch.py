@@ -205,9 +205,10 @@ def _launch(name, call, programs, arguments, lists=None):
     Args:
         programs: of a tile, how many there are to run. lists: of a tile, its `lists` argument, if the kernel has one.
     """
-    tiles = candidates(name, call)
+    tiles, recorder = candidates(name, call), _recorder()
     with surroundings(_device(call.query)):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
+            before = None if recorder is None else recorder.position()
             sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
             if lists is not None:
                 sizes["lists"] = lists(tile)
@@ -217,6 +218,8 @@ def _launch(name, call, programs, arguments, lists=None):
             except OutOfResources:
                 if not left:
                     raise
+                if recorder is not None:
+                    recorder.back(before)  # the lists of this tile
                 kind = _kind(name, call)
                 # Counted from the end: another thread may have come as far meanwhile.
                 _too_large[kind] = len(_tiles(kind)) - left

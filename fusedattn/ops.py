@@ -79,6 +79,7 @@ def _backward(*arguments):
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
+    stats = stats.contiguous()  # under vmap it is expanded, if it is the same for all
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
     wanted = [grad if grad.numel() else None for grad in grads]
     call = Call(*arguments[_BEFORE:-1])
@@ -118,7 +119,8 @@ def _keep(ctx, inputs, output):
     """setup_context of the forward: what its derivative needs."""
     fields = inputs[:-_AFTER]
     out, _, weights, stats = output
-    ctx.save_for_backward(out, weights, stats, *fields[:TENSORS])
+    # As `repeat` keeps them: what is computed again for a checkpoint may take the other way.
+    ctx.save_for_backward(*fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats)
     ctx.numbers = fields[TENSORS:]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
@@ -133,7 +135,9 @@ def _differentiate(run, ctx, grad_out, grad_lse, grad_weights):
     if all(grad is None for grad in incoming):
         return (None,) * DIFFERENTIABLE + rest
     need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    grads = run(*incoming, *ctx.saved_tensors, *ctx.numbers, need)
+    *fields, out, weights, stats = ctx.saved_tensors
+    weights = out.new_empty(0) if weights is None else weights
+    grads = run(*incoming, out, weights, stats, *fields, *ctx.numbers, need)
     return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *rest)
 
 
@@ -215,6 +219,14 @@ class Backward(torch.autograd.Function):
         return tuple(found), (0,) * len(found)
 
 
+def backward(*arguments):
+    """`Backward.apply`; it raises for a second derivative that nothing would come of."""
+    batched = any(x is not None and not torch._C._has_storage(x) for x in arguments[:3])
+    if batched and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("fusedattn: is_grads_batched with create_graph needs backend='naive', or torch.func")
+    return Backward.apply(*arguments)
+
+
 class _Attention(torch.autograd.Function):
     """The forward operator and its derivative, as eager code and torch.func take them."""
 
@@ -226,7 +238,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        return _differentiate(Backward.apply, ctx, *incoming[:3])
+        return _differentiate(backward, ctx, *incoming[:3])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

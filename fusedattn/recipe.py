@@ -82,7 +82,8 @@ def _compiled(kernel):
 
     def launched(programs, stream, arguments):
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if enter.calls or leave.calls:
+        # A chain of hooks, empty or not, or one; or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             metadata = kernel.launch_metadata((programs, 1, 1), stream, *arguments)
             run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
         else:
@@ -129,6 +130,19 @@ class Recorder:
         self.tensors.append(tensor)
         self.made.append(New(tuple(tensor.shape), tensor.stride(), tensor.dtype))
         return tensor
+
+    def position(self) -> tuple[int, int]:
+        """What `back` takes, to undo what comes after."""
+        return len(self.steps), len(self.made)
+
+    def back(self, position: tuple[int, int]) -> None:
+        """Forget the steps since then, and the tensors that were made for them."""
+        steps, made = position
+        del self.steps[steps:]
+        for tensor in self.tensors[len(self.tensors) - len(self.made) + made :]:
+            del self.numbers[_storage(tensor)]
+        del self.tensors[len(self.tensors) - len(self.made) + made :]
+        del self.made[made:]
 
     def number(self, tensor: Tensor | None) -> int | None:
         """The place of a tensor among those that `Recipe.run` returns."""

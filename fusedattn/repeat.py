@@ -19,7 +19,8 @@ from torch.nn import Parameter
 from . import ops
 from .call import DIFFERENTIABLE, TENSORS, Call, rank4, rows, seed_tensor
 
-MOST = 1024  # kinds that are kept, before all are forgotten
+MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
+MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
 RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C++ before all others are looked up
 
 _QUERY_KEY_VALUE = 3
@@ -42,12 +43,14 @@ class Kind(NamedTuple):
 
 
 _known: dict[Kind, "Repeated"] = {}
+_met: dict[Kind, int] = {}  # how often kinds were met that are not known yet
 _recent: dict[tuple, list] = {}  # {a Kind but for its facts: [(TensorGuards of the tensors, Repeated)]}
 
 
 def forget() -> None:
     """Find everything out anew: for who changes what calls are made of, such as the tiles."""
     _known.clear()
+    _met.clear()
     _recent.clear()
 
 
@@ -81,13 +84,17 @@ def _ordinary(tensors: tuple) -> bool:
 
 
 def _aligned(tensors: tuple) -> bool:
-    """Whether ordinary tensors are in memory, and lie where kernels are compiled for."""
+    """Whether tensors lie where kernels are compiled for."""
     for x in tensors:
-        # A negated view, of imaginary parts, is never aligned either; zeros without memory have no address.
         address = x.data_ptr()
         if address == 0 or address % 16:
             return False
     return True
+
+
+def _in_memory(tensors: tuple) -> bool:
+    """Whether ordinary tensors are what lies in memory: not wrappers of others, nor views that negate it."""
+    return all(torch._C._has_storage(x) and not x.is_neg() for x in tensors)
 
 
 def _precision(tensor: Tensor) -> str | None:
@@ -104,7 +111,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
     there = None
     if not (bias is slopes is sinks is mask is key_mask is query_mask is seed is None):
         given, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(map(type, tensors))
-        if type(seed) is int and not -(2**63) <= seed < 2**63:
+        if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
             return None
     if not _usual(numbers) or not _ordinary(given):
         return None
@@ -112,7 +119,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
 
 
 def _kind(given: tuple, most: tuple[tuple, str | None, tuple | None]) -> Kind | None:
-    if torch._C._is_any_autocast_enabled() or not all(map(torch._C._has_storage, given)) or not _aligned(given):
+    if torch._C._is_any_autocast_enabled() or not _in_memory(given) or not _aligned(given):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
     return Kind(*most, tuple(facts))
@@ -121,7 +128,7 @@ def _kind(given: tuple, most: tuple[tuple, str | None, tuple | None]) -> Kind | 
 def _remember(given: tuple, most: tuple, repeated: "Repeated") -> None:
     if len(set(map(id, given))) < len(given):
         return  # guards want each tensor to be another
-    # Guards compare what dispatches too: under autocast no tensor is the same, nor is one that wraps another.
+    # Guards compare what dispatches too: autocast, and what wraps or negates a tensor, make it another.
     guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     _recent[most] = [(guards, repeated), *_recent.get(most, [])[: RECENT - 1]]
 
@@ -149,7 +156,10 @@ def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call) -> "Repeated | None":
-    """What repeats a call, from the checked form of it, that the kernels take; None if it is of no kind."""
+    """What repeats a call, from the checked form of it, that the kernels take.
+
+    None if it is of no kind, or of one that was met less than MEETINGS times.
+    """
     split = _split(tensors, numbers)
     if split is None or call.query is not tensors[0]:
         return None
@@ -157,8 +167,12 @@ def learn(tensors: tuple, numbers: tuple, call: Call) -> "Repeated | None":
     kind = _kind(given, most)
     if kind is None:
         return None
-    if len(_known) >= MOST:
+    if max(len(_known), len(_met)) >= MOST:
         forget()
+    _met[kind] = _met.get(kind, 0) + 1
+    if _met[kind] < MEETINGS:
+        return None
+    del _met[kind]
     _known[kind] = repeated = Repeated(call, numbers)
     _remember(given, most, repeated)
     return repeated
@@ -230,15 +244,18 @@ class Repeated:
         if torch.is_grad_enabled() or _watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
+        stats = stats.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)
-        if not _ordinary(there) or not _aligned(there):
+        if not _ordinary(there) or not _in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
         facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
         kind = need, _precision(out), facts
         if kind not in self.backwards:
+            if len(self.backwards) >= RECENT:
+                self.backwards.clear()
             self.backwards[kind] = self._backward(given, need)
         recipe, places = self.backwards[kind]
         made = recipe.run(given)
@@ -260,9 +277,8 @@ class Repeated:
         return recorder.recipe(), places
 
     def _differentiate_slowly(self, tensors, incoming, out, weights, stats, need):
-        run = ops.Backward.apply if torch.is_grad_enabled() else torch.ops.fusedattn.backward
         weights = out.new_empty(0) if weights is None else weights
-        grads = run(*incoming, out, weights, stats, *self.fields(tensors), list(need))
+        grads = ops.backward(*incoming, out, weights, stats, *self.fields(tensors), list(need))
         triples = zip(grads, tensors, need, strict=False)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
 

@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
 # What torch's own calls take on the machine of which the goals speak, when nothing else runs there.
 UNDISTURBED_US = {"sdpa": 6.0, "sdpa, with gradients": 8.2}
-LENGTH = 64
+LENGTH, STREAM = 64, 7
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run in this process")
@@ -47,7 +47,7 @@ class Launches:
 
     def take(self):
         found, self.log = self.log, []
-        return [(name, said[:3], self._said(said[9:])) for name, said in found]
+        return [(name, said[:6], self._said(said[9:])) for name, said in found]
 
     def _said(self, value):
         if isinstance(value, torch.Tensor):
@@ -63,7 +63,8 @@ def results(outcome):
 @compiled
 @pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_repeated_call_launches_what_the_long_way_launches(name, grads):
+def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkeypatch):
+    monkeypatch.setattr(absent.Driver, "get_current_stream", lambda self, device: STREAM)
     seen = Launches()
     with absent.gpu(load=seen.load):
         found = []
@@ -86,6 +87,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads):
     long, *others = found
     assert len(long[0]) >= 2 and (len(long[1]) >= 3) == grads
     assert all(other == long for other in others)
+    assert {said[3] for _, said, _ in long[0]} == {STREAM}
 
 
 @compiled
@@ -97,6 +99,27 @@ def test_gradients_of_a_bias_take_the_long_way_back():
             out = fa.attention(*inputs, **options, backend="triton")
             grads = torch.autograd.grad(out.sum(), learned(options))
             assert [grad.shape for grad in grads] == [x.shape for x in learned(options)]
+
+
+@compiled
+def test_each_launch_rounds_as_torch_was_told_when_it_was_called():
+    seen, said = Launches(), []
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        with absent.gpu(load=seen.load):
+            for forward, backward in (("ieee", "tf32"), ("ieee", "ieee"), ("tf32", "ieee"), ("ieee", "ieee")):
+                inputs = draw("cpu", sq=LENGTH, sk=LENGTH, requires_grad=True)
+                torch.backends.cuda.matmul.fp32_precision = forward
+                out = fa.attention(*inputs, backend="triton")
+                said.append((forward, seen.take()))
+                torch.backends.cuda.matmul.fp32_precision = backward
+                torch.autograd.grad(out.sum(), inputs)
+                said.append((backward, seen.take()))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    for setting, launches in said:
+        found = [x for _, _, arguments in launches for x in arguments if x in ("ieee", "tf32")]
+        assert len(found) == len(launches) > 0 and set(found) == {setting}
 
 
 @compiled
@@ -115,27 +138,35 @@ def test_hooks_of_launches_are_called():
             launched[7](launched[6])
         finally:
             knobs.runtime.launch_enter_hook.remove(hook)
+        with knobs.runtime.scope():
+            knobs.runtime.launch_exit_hook = hook  # one that is no chain; None is none
+            knobs.runtime.launch_enter_hook = None
+            fa.attention(*inputs, backend="triton")
+            assert seen.log[-1][1][7:9] == (None, hook)
         fa.attention(*inputs, backend="triton")
         assert seen.log[-1][1][6:9] == (None, None, None)
     assert said == ["forward"]
 
 
 @compiled
-def test_a_tile_that_does_not_fit_is_passed_over(monkeypatch):
+@pytest.mark.parametrize("mask", [None, torch.ones(64, 64, dtype=torch.bool).tril()], ids=["no mask", "mask"])
+def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
     monkeypatch.setattr(launch, "_too_large", {})
     seen, tried = Launches(), []
     query = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)
 
     def load(kernel):
-        tried.append(kernel)
-        if len(tried) == 1:
+        if kernel.name == "forward":
+            tried.append(kernel)
+        if kernel.name == "forward" and len(tried) == 1:
             raise OutOfResources(300000, 101376, "shared memory")
         seen.load(kernel)
 
     with absent.gpu(load=load):
         for _ in range(2):
-            fa.attention(query, query + 1, query + 2, backend="triton")
-    assert len(tried) == len(seen.log) == 2 and list(launch._too_large.values()) == [1]
+            fa.attention(query, query + 1, query + 2, mask=mask, backend="triton")
+    assert len(tried) == 2 and len(seen.log) == (2 if mask is None else 6)
+    assert list(launch._too_large.values()) == [1]
 
 
 @compiled

@@ -1,15 +1,33 @@
 """A call that repeats an earlier one: with other tensors it is as right, and what is not alike is not repeated."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 from fusedattn import repeat
 
 from .inside import OPTIONS, SK, SQ, draw, learned, same
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Whole(int):
+    """A number that is not quite an int."""
 
 
 def attend(inputs, options, **more):
@@ -98,6 +116,7 @@ def test_tensors_that_lie_elsewhere_are_not_repeated(device, found):
         (dict(window=(1, 0)), dict(window=(1.0, 0))),
         (dict(dropout_p=0.5, seed=1), dict(dropout_p=0.5, seed=True)),
         (dict(dropout_p=0.5, seed=1), dict(dropout_p=0.5, seed=2**63)),
+        (dict(dropout_p=0.5, seed=Whole(1)), dict(dropout_p=0.5, seed=Whole(2**63))),
         ({}, dict(align=["bottom_right"])),
         ({}, dict(mask=[[True]])),
     ],
@@ -150,16 +169,11 @@ def test_plans(device, found):
 def test_what_must_see_operators_sees_them(device):
     """After the same call was repeated: modes of dispatch, vmap, torch.func, autocast and forward mode."""
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    inputs, names = draw(device), []
+    inputs = draw(device)
     want = [attend(inputs, {}) for _ in range(2)][0]
-    with Seen():
+    with Seen() as seen:
         assert torch.equal(attend(inputs, {}), want)
-    assert "fusedattn.forward.default" in names
+    assert "fusedattn.forward.default" in seen.names
 
     many = [torch.stack([x, x * 2]) for x in inputs]
     same(torch.vmap(lambda *x: attend(x, {}))(*many), [want, attend([2 * x for x in inputs], {})])
@@ -206,13 +220,116 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
 
 
 def test_what_was_kept_may_come_back_in_another_order(device):
-    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw(device)]
-    want = torch.autograd.grad(attend(inputs, {}).square().sum(), inputs)
-    with torch.autograd.graph.save_on_cpu():
-        out = attend(inputs, {})
-    for x, grad, expected in zip(inputs, torch.autograd.grad(out.square().sum(), inputs), want, strict=True):
-        assert x.stride() == grad.stride() or device != "cpu"
-        same([grad], [expected])
+    """As from torch.autograd.graph.save_on_cpu(pin_memory=True), before and after calls that keep it as it is."""
+
+    def gradients(inputs, hooked):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) if hooked else x, lambda x: x
+        ):
+            out = attend(inputs, {})
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    for order in ((False, True, False), (True, False, True)):
+        repeat.forget()
+        for hooked in order:
+            packed = torch.randn(2, SQ, 3, 2, 16, device=device)
+            inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
+            want = torch.autograd.grad(fa.attention(*inputs, backend="naive").square().sum(), inputs)
+            same(gradients(inputs, hooked), want, atol=2e-5)
+
+
+def test_forwards_before_backwards_and_what_they_gave_stays(device):
+    """No two calls share what one of them has made."""
+    draws, outs, wants = [draw(device, requires_grad=True) for _ in range(3)], [], []
+    for inputs in draws:
+        outs.append(attend(inputs, {}, return_lse=True))
+        wants.append(fa.attention(*inputs, return_lse=True, backend="naive"))
+    found = []
+    for inputs, (out, lse), want in reversed(list(zip(draws, outs, wants, strict=True))):
+        found.append(torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs))
+        expected = torch.autograd.grad(want[0].sin().sum() + want[1].cos().sum(), inputs)
+        same([out, lse, *found[-1]], [*want, *expected], atol=1e-5)
+    for inputs, grads in zip(reversed(draws), found, strict=True):
+        out, lse = fa.attention(*inputs, return_lse=True, backend="naive")
+        same(grads, torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs), atol=1e-5)
+
+
+def test_gradients_that_come_in_as_they_like(device):
+    """Expanded, stepped, at odd addresses, of a negated view; batched by torch's older vmap."""
+    inputs = draw(device, requires_grad=True)
+    out, lse = attend(inputs, {}, return_lse=True)
+    wide = torch.randn(*out.shape[:3], 2 * out.shape[3], device=device)
+    shifted = torch.randn(out.numel() + 1, device=device)[1:].view(out.shape)
+    tall = torch.randn(*lse.shape[:2], 2 * lse.shape[2], device=device)
+    outs = [torch.ones((), device=device).expand(out.shape), wide[..., ::2], shifted, torch._neg_view(shifted)]
+    flat = torch.ones((), device=device).expand(lse.shape)
+    lses = [flat, tall[..., ::2], torch.randn_like(lse), torch.zeros_like(lse)]
+    for grads in zip(outs, lses, strict=True):
+        want = torch.autograd.grad(fa.attention(*inputs, return_lse=True, backend="naive"), inputs, grads)
+        for _ in range(2):
+            got = torch.autograd.grad(attend(inputs, {}, return_lse=True), inputs, grads)
+            same(got, want, atol=1e-5)
+    for batch in (2, 1):
+        few = [x[:batch].detach().requires_grad_() for x in inputs]
+        given = torch.randn(3, batch, *out.shape[1:], device=device)
+        found = []
+        for backend in fa.backends.BACKENDS:
+            out = fa.attention(*few, backend=backend)
+            found.append(torch.autograd.grad(out, few, given, is_grads_batched=True))
+        same(*found, atol=1e-5)
+    out = attend(inputs, {})
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, inputs, out.new_ones(3, *out.shape), is_grads_batched=True, create_graph=True)
+
+
+def test_second_derivatives_of_a_repeated_call(device):
+    inputs, found = draw(device, requires_grad=True), {}
+    for _ in range(2):
+        for backend in fa.backends.BACKENDS:
+            out = fa.attention(*inputs, causal=True, backend=backend)
+            first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+            found[backend] = [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+        same(found["triton"], found["naive"], atol=1e-4)
+
+
+def test_a_negated_view_is_not_what_lies_in_memory(device):
+    inputs = draw(device)
+    attend(inputs, {})
+    for place in range(3):
+        negated = [torch._neg_view(x) if place == number else x for number, x in enumerate(inputs)]
+        same([attend(negated, {})], [fa.attention(*negated, backend="naive")])
+
+
+def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
+    monkeypatch.setattr(repeat, "MEETINGS", 2)
+    inputs = draw(device)
+    want = fa.attention(*inputs, backend="naive")
+    for known in (0, 1, 1):
+        same([attend(inputs, {})], [want])
+        assert len(repeat._known) == known and len(repeat._met) == 1 - known
+    monkeypatch.setattr(repeat, "MOST", 4)
+    for scale in range(1, 20):
+        attend(inputs, dict(scale=scale / 10))
+        assert len(repeat._met) <= 4
+
+
+def test_backwards_of_one_kind_do_not_pile_up(device):
+    inputs = draw(device, requires_grad=True)
+    out = attend(inputs, {})
+    for more in range(repeat.RECENT + 3):
+        grad = torch.randn(*out.shape[:2], out.shape[2] + 16 * more, out.shape[3], device=device)[:, :, : out.shape[2]]
+        torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        assert all(len(each.backwards) <= repeat.RECENT for each in repeat._known.values())
+
+
+def test_a_checkpoint_is_computed_again_the_other_way(device):
+    inputs = draw(device, requires_grad=True)
+    want = torch.autograd.grad(attend(inputs, {}).sum(), inputs)
+    for inside in (True, False):
+        with Seen() if inside else contextlib.nullcontext():
+            out = checkpoint(lambda *x: attend(x, {}), *inputs, use_reentrant=False)
+        with contextlib.nullcontext() if inside else Seen():
+            same(torch.autograd.grad(out.sum(), inputs), want)
 
 
 def test_kinds_do_not_pile_up(device, monkeypatch):
