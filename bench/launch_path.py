@@ -3,6 +3,10 @@
 fa.attention for a GPU that is not there (absent.py): kernels are compiled, and launching one does nothing. What is left
 is the host's part of an eager call, but for Triton's launcher in C and the driver behind it. Beside it
 F.scaled_dot_product_attention on the CPU, of so few numbers that what it takes is the host's part as well.
+
+A call that was met before is found by what its tensors are, and its launches are repeated. What remains is of torch and
+of Python: reading properties of tensors, 0.15 us to 0.4 us each, 1.7 us for each tensor that is made, 5 us for autograd
+to record a function, and some 30 calls of Python functions.
 """
 
 import functools

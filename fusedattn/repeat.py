@@ -139,7 +139,7 @@ def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
     Args:
         tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
     """
-    if not _known:
+    if is_compiling() or not _known:
         return None
     split = _split(tensors, numbers)
     if split is None:

@@ -189,6 +189,21 @@ def test_an_exported_module_has_its_gradients(device, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
+    inputs = draw(device)
+    graphs = []
+    step = torch.compile(
+        lambda *x: fa.attention(*x, backend="triton"),
+        fullgraph=True,
+        backend=lambda graph, _: graphs.append(1) or graph,
+    )
+    for scale in (0.5, 0.25, 0.125):
+        step(*inputs)
+        fa.attention(*inputs, scale=scale, backend="triton")
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_scale_that_varies_compiles(device, backend, fresh):
     inputs = draw(device)
     step = torch.compile(
