@@ -117,6 +117,7 @@ class Writer:
             csv.writer(file, lineterminator="\n").writerow([_text(value) for value in values])
 
     def write(self, row):
+        row = Row(*(float(_text(value)) if isinstance(value, float) else value for value in row))  # as it will be read
         self.rows.append(row)
         if self.path:
             self._append(row)
