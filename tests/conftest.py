@@ -83,6 +83,15 @@ def overflow(monkeypatch):
         monkeypatch.setattr(upstream.interpreter_builder, "options", _careful)
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny steps on a busy machine spend their time waiting for the other threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """A test draws what it would draw alone, and repeats no call of another, which may have changed the tiles."""

@@ -1,8 +1,17 @@
 """What tests of how attention behaves inside PyTorch draw, ask for and compare."""
 
+import os
+import subprocess
+import sys
+
+import pytest
 import torch
 
 import fusedattn as fa
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
+only_interpreted = pytest.mark.skipif(not _INTERPRETED, reason="only where the rest of this file cannot run")
 
 BACKENDS = ("naive", "triton")
 HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
@@ -48,3 +57,11 @@ def loss(backend):
         return out.square().sum() + lse.nan_to_num(0, 0, 0).square().sum()
 
     return compute
+
+
+def passes_compiled(file):
+    """The tests of a file that are `compiled`, where kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

@@ -27,6 +27,7 @@ from fusedattn.bench import (
 
 import fusedattn as fa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent
 
 COLUMNS = (
@@ -34,15 +35,6 @@ COLUMNS = (
     "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager matmul_tflops copy_gbps "
     "status"
 ).split()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny steps on a busy machine spend their time waiting for the other threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(path, *arguments):

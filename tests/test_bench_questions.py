@@ -32,16 +32,9 @@ import fusedattn as fa
 
 from .test_bench import made
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent
 THIN = [forward, backward, training, options, peak, small]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

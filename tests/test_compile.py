@@ -1,9 +1,5 @@
 """A kernel of each kind compiles for GPUs that are not here within its budget, and one that does not is seen."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
@@ -15,17 +11,12 @@ from fusedattn.bench import report as kernels
 from fusedattn import configs
 
 from . import offline_compile as offline
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
+from .inside import compiled, only_interpreted, passes_compiled
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run in this process")
+@only_interpreted
 def test_this_file_without_the_interpreter():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    passes_compiled(__file__)
 
 
 def first(kernel, capability, variant="full"):

@@ -1,9 +1,5 @@
 """The host's part of a call of the kernels: launches that repeat earlier ones, and how long they take."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -18,21 +14,16 @@ from fusedattn import launch, ops, repeat
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
-from .inside import OPTIONS, draw, learned
+from .inside import OPTIONS, compiled, draw, learned, only_interpreted, passes_compiled
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
 # What torch's own calls take on the machine of which the goals speak, when nothing else runs there.
 UNDISTURBED_US = {"sdpa": 6.0, "sdpa, with gradients": 8.2}
 LENGTH, STREAM = 64, 7
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run in this process")
+@only_interpreted
 def test_this_file_without_the_interpreter():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    passes_compiled(__file__)
 
 
 class Launches:
@@ -88,6 +79,26 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
     assert len(long[0]) >= 2 and (len(long[1]) >= 3) == grads
     assert all(other == long for other in others)
     assert {said[3] for _, said, _ in long[0]} == {STREAM}
+
+
+@compiled
+def test_gradients_that_lie_elsewhere_or_do_not_come_launch_what_the_long_way_launches():
+    seen, said = Launches(), []
+    with absent.gpu(load=seen.load):
+        inputs = draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16, requires_grad=True)
+        call = checked(Arguments(*inputs))
+        for way in ("learned", "repeated", "long"):
+            for place in (0, 1):
+                if way == "long":
+                    out = ops.run(call, True, False)[0]
+                else:
+                    out = fa.attention(*inputs, return_lse=True, backend="triton")[0]
+                incoming = torch.ones(out.numel() + 8, dtype=out.dtype)[place : out.numel() + place].view(out.shape)
+                seen.take(), seen.given.clear()
+                torch.autograd.grad(out, inputs, incoming)
+                said.append(seen.take())
+    assert said[0] == said[2] == said[4] and said[1] == said[3] == said[5]
+    assert {name for name, *_ in said[0]}.isdisjoint(name for name, *_ in said[1])
 
 
 @compiled

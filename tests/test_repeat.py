@@ -188,6 +188,15 @@ def test_what_must_see_operators_sees_them(device):
     same([traced(*[2 * x for x in inputs])], [attend([2 * x for x in inputs], {})])
 
 
+def test_what_must_see_operators_sees_those_of_the_backward(device):
+    inputs = draw(device, requires_grad=True)
+    want = [torch.autograd.grad(attend(inputs, {}).sum(), inputs) for _ in range(2)][0]
+    out = attend(inputs, {})
+    with Seen() as seen:
+        same(torch.autograd.grad(out.sum(), inputs), want, atol=0)
+    assert "fusedattn.backward.default" in seen.names
+
+
 def test_modes_of_autograd(device):
     inputs = draw(device, requires_grad=True)
     want = attend(inputs, {})
@@ -222,20 +231,27 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
 def test_what_was_kept_may_come_back_in_another_order(device):
     """As from torch.autograd.graph.save_on_cpu(pin_memory=True), before and after calls that keep it as it is."""
 
-    def gradients(inputs, hooked):
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) if hooked else x, lambda x: x
-        ):
+    def as_it_is(x):
+        return x
+
+    def contiguous(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+    def by_columns(x):
+        return x.mT.clone(memory_format=torch.contiguous_format).mT
+
+    def gradients(inputs, pack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, as_it_is):
             out = attend(inputs, {})
         return torch.autograd.grad(out.square().sum(), inputs)
 
-    for order in ((False, True, False), (True, False, True)):
+    for order in ((as_it_is, contiguous, as_it_is), (contiguous, as_it_is, contiguous), (by_columns, as_it_is)):
         repeat.forget()
-        for hooked in order:
+        for pack in order:
             packed = torch.randn(2, SQ, 3, 2, 16, device=device)
             inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
             want = torch.autograd.grad(fa.attention(*inputs, backend="naive").square().sum(), inputs)
-            same(gradients(inputs, hooked), want, atol=2e-5)
+            same(gradients(inputs, pack), want, atol=2e-5)
 
 
 def test_forwards_before_backwards_and_what_they_gave_stays(device):
