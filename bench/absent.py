@@ -9,12 +9,36 @@ from triton.runtime.driver import driver
 
 from fusedattn import backends, launch, repeat
 
+MULTIPROCESSORS = 132
+
+
+class _Utils:
+    """What encodes descriptors, by either of its names."""
+
+    def fill_tma_descriptor(self, *what):
+        return what
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+
+class Run:
+    """The launcher of a compiled kernel, which gives what it would launch to a function."""
+
+    def __init__(self, launched=lambda *grid_and_all: None):
+        self.launch = self._wrap(launched)
+
+    def _wrap(self, launcher):
+        return lambda *grid_and_all: launcher(*grid_and_all)  # where descriptors are encoded, in Triton's
+
+    def __call__(self, *grid_and_all):
+        self.launch(*grid_and_all)
+
 
 class Driver:
     """Enough of one for Triton to choose a target."""
 
     def __init__(self, capability):
-        self.capability = capability
+        self.capability, self.utils = capability, _Utils()
 
     def get_current_device(self):
         return self.capability  # kernels are kept by device
@@ -32,14 +56,17 @@ def target(capability):
     previous = driver._active
     driver.set_active(Driver(capability))
     try:
-        with mock.patch.object(launch, "capability", lambda device: capability):
+        with (
+            mock.patch.object(launch, "capability", lambda device: capability),
+            mock.patch.object(launch, "multiprocessors", lambda device: MULTIPROCESSORS),
+        ):
             yield
     finally:
         driver._active = previous
 
 
 def _load(kernel):
-    kernel._run, kernel.module, kernel.function = (lambda *arguments: None), 0, 0
+    kernel._run, kernel.module, kernel.function = Run(), 0, 0
 
 
 @contextlib.contextmanager

@@ -59,7 +59,8 @@ def attention(
             from torch's generator of the device by default.
         return_lse: also return the log-sum-exp of the visible scores, the sink's included.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
-        backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
+        backend: "hopper", "triton" or "naive"; by default the fastest that takes the call. One that is named runs or
+            raises.
 
     Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
         (output[, lse][, weights]): lse (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk)
@@ -78,7 +79,7 @@ def attention(
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
     chosen = backends.choose(call, named)
-    again = repeat.learn(tensors, numbers, call) if chosen.run is ops.run else None
+    again = repeat.learn(tensors, numbers, call, chosen.run) if chosen.run in repeat.REPEATS else None
     if again is not None:
         return again((*tensors[:9], call.seed, call.marks))
     out, lse, weights = chosen.run(call, return_lse, return_weights)

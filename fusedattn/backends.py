@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import ops, reference
+from . import configs, ops, reference
 from .call import Arguments, Call
 from .checks import checked, fail
 
@@ -63,18 +63,46 @@ def _triton_reasons(call: Call) -> list[str]:
     return reasons
 
 
+def hopper_reasons(device: torch.device) -> tuple[str, ...]:
+    """Why the kernel for Hopper cannot run on tensors of a device that other kernels can run on, whatever the call."""
+    from . import launch
+
+    if launch.interpreting():
+        return ("Gluon, the language of its kernel, has no interpreter",)
+    if (found := launch.capability(device)) != 90:
+        return (f"the GPU has compute capability {found // 10}.{found % 10}, not 9.0",)
+    return ()
+
+
+hopper_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _hopper_reasons(call: Call) -> list[str]:
+    """Why this call cannot take the kernel for Hopper; empty if it can."""
+    if reasons := _triton_reasons(call):  # its backward, and weights, are by the universal kernels
+        return reasons
+    from . import hopper
+
+    return [*hopper_reasons(call.query.device), *hopper.reasons(call)]
+
+
 class Backend(NamedTuple):
     """reasons(call) lists why it cannot take a call; run(call, need_lse, need_weights) gives (output, lse, weights).
 
-    What is not needed may be None.
+    What is not needed may be None. waits says why it takes only calls that name it, if so.
     """
 
     name: str
     reasons: Callable[[Call], list[str]]
     run: Callable[[Call, bool, bool], tuple]
+    waits: str | None = None
 
 
+_UNPROVEN = "it has not passed its tests on a GPU yet, so it runs only when named"
 BACKENDS = {
+    "hopper": Backend(
+        "hopper", _hopper_reasons, ops.run_on_hopper, None if configs.HOPPER_PROVEN is not None else _UNPROVEN
+    ),
     "triton": Backend("triton", _triton_reasons, ops.run),
     "naive": Backend("naive", lambda call: [], reference.run),
 }
@@ -98,7 +126,7 @@ def use_backend(name: str | None):
     """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
 
     Args:
-        name: "triton" or "naive"; None gives the choice back.
+        name: "hopper", "triton" or "naive"; None gives the choice back.
     Raises: ValueError for another name. Calls inside raise NotImplementedError if the backend cannot take them.
     What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
     """
@@ -126,19 +154,19 @@ def choose(call: Call, name: str | None = None) -> Backend:
         return BACKENDS[taken]
     if call.query.device.type != "cuda":
         return BACKENDS["naive"]
-    reasons = BACKENDS["triton"].reasons(call)
-    if not torch.compiler.is_compiling():  # it cannot trace a warning
-        for reason in reasons:
+    taken = next(name for name, known in BACKENDS.items() if known.waits is None and not known.reasons(call))
+    if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
+        for reason in BACKENDS["triton"].reasons(call):
             if reason not in _warned:
                 _warned.add(reason)
                 warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=3)
-    return BACKENDS["naive" if reasons else "triton"]
+    return BACKENDS[taken]
 
 
 class Explanation(NamedTuple):
     """What `explain` found; str() of it reads well.
 
-    backend: the one the call takes, None if it would raise. tiles: {kernel: Tile}, on Triton.
+    backend: the one the call takes, None if it would raise. tiles: {kernel: Tile or Pipeline}, of kernels.
     reasons: {backend: [sentence, ...]} for each one it does not take.
     """
 
@@ -150,7 +178,8 @@ class Explanation(NamedTuple):
         lines = [f"takes {self.backend}" if self.backend else "raises NotImplementedError"]
         for kernel, tile in self.tiles.items():
             size = f"{tile.rows} rows" if tile.keys is None else f"{tile.rows} rows x {tile.keys} keys"
-            lines.append(f"    {kernel}: tiles of {size}, {tile.warps} warps, {tile.stages} stages")
+            warps = f"{tile.warps} warps" if isinstance(tile, configs.Tile) else f"{tile.warpgroups} warpgroups"
+            lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]
         return "\n".join(lines)
@@ -166,6 +195,9 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
     check_name(backend)
     chosen = named(backend)
     reasons = {name: known.reasons(call) for name, known in BACKENDS.items()}
+    for name, known in BACKENDS.items():
+        if known.waits is not None and name != chosen:
+            reasons[name].append(known.waits)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
     elif call.query.device.type != "cuda":
@@ -174,4 +206,5 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} comes before it and takes the call"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
-    return Explanation(taken, ops.tiles(call, return_weights) if taken == "triton" else {}, others)
+    tiles = {} if taken in (None, "naive") else ops.tiles(call, return_weights, taken == "hopper")
+    return Explanation(taken, tiles, others)

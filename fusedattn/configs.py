@@ -17,6 +17,50 @@ class Tile(NamedTuple):
     spills: int = 0
 
 
+class Pipeline(NamedTuple):
+    """How the kernel for Hopper works on a block of rows: no row of its table may spill.
+
+    warpgroups: those that multiply, WARPGROUP_ROWS rows each. stages: how many blocks of keys, and of values, are there
+    at once. persistent: whether as many programs as there are multiprocessors share the blocks of rows, or each has
+    one. ping_pong: whether two warpgroups take turns to multiply.
+    """
+
+    warpgroups: int
+    keys: int
+    stages: int
+    persistent: bool = True
+    ping_pong: bool = False
+
+    @property
+    def rows(self):
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+WARPGROUP_ROWS = 64
+# By how many warpgroups multiply: registers of a thread when it starts, then of those that multiply, and of the one
+# that copies. What is asked for then, over all, must not pass what there was: it would wait for ever.
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
+L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their planes are worked on
+
+# By width: the first is taken, the others are what to time it against. None has been timed.
+HOPPER = {
+    64: (
+        Pipeline(2, 128, 3),
+        Pipeline(2, 128, 3, ping_pong=True),
+        Pipeline(2, 128, 3, persistent=False),
+        Pipeline(3, 128, 2),
+    ),
+    128: (
+        Pipeline(2, 128, 2),
+        Pipeline(2, 128, 2, ping_pong=True),
+        Pipeline(2, 128, 2, persistent=False),
+        Pipeline(2, 64, 4),
+    ),
+    256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
+}
+# The committed run in which the kernel passed the GPU tier of the tests. Until there is one it runs only when named.
+HOPPER_PROVEN: str | None = None
+
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = {
     "forward": (Tile(32, 16, 4, 1),),
@@ -112,6 +156,11 @@ def architecture(capability):
 def grain(capability):
     """Rows and keys of a block that is marked as seen or not; capability None is Triton's interpreter."""
     return 16 if capability is None else 64
+
+
+def pipeline(width):
+    """The Pipeline of the wider of D and Dv, a power of two."""
+    return HOPPER[64 if width <= 64 else 128 if width <= 128 else 256][0]
 
 
 def narrow(left, right):

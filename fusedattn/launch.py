@@ -1,4 +1,4 @@
-"""From tensors to kernels: views, grids and tiles. Sizes of 0 do not get here: `ops` answers for them."""
+"""From tensors to kernels: grids and tiles. Sizes of 0 do not get here: `ops` answers for them."""
 
 import contextlib
 import functools
@@ -8,16 +8,13 @@ import torch
 from triton import cdiv, knobs
 from triton.runtime.errors import OutOfResources
 
-from . import configs
+from . import configs, hopper, views
 from .call import Call
 from .kernels import backward as gradients
 from .kernels import blocks, dbias
 from .kernels import forward as attention
 from .kernels import weights as recomputed
-from .kernels.dropout import noise
-from .kernels.masks import Masks
-from .kernels.scores import score
-from .kernels.tiles import View, width
+from .kernels.tiles import width
 
 
 def interpreting():
@@ -72,83 +69,15 @@ def capability(device):
     return major * 10 + minor
 
 
+@functools.cache
+def multiprocessors(device):
+    """How many there are."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def grain(device):
     """Rows and keys of a block that is marked as seen or not, on a device."""
     return configs.grain(capability(device))
-
-
-def _precision(dtype):
-    """How products of float32 may be rounded: as torch was told for its own, at the time of the call."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "ieee"
-
-
-def _view(tensor):
-    # The stride of a single element means nothing; left in, it would only make another kernel.
-    return View(
-        tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    )
-
-
-def _bytes(mask, *shape):
-    """The View that Masks wants of a bool tensor; absent stays None."""
-    return None if mask is None else _view(mask.view(torch.uint8).expand(shape))
-
-
-def _masks(mask, key_mask, query_mask, batch, heads, rows, keys):
-    return Masks(
-        pairs=_bytes(mask, batch, heads, rows, keys),
-        keys=_bytes(None if key_mask is None else key_mask[:, None, None, :], batch, 1, 1, keys),
-        rows=_bytes(None if query_mask is None else query_mask[:, None, :, None], batch, 1, rows, 1),
-    )
-
-
-def _each_head(tensor, batch, heads):
-    """The View of one number a head of a (1 or B, Hq) tensor."""
-    return None if tensor is None else _view(tensor[:, :, None, None].expand(batch, heads, 1, 1))
-
-
-def _side(side, rows, keys):
-    """A side of the window in 32 bits; past all rows and keys it is as good as unbounded."""
-    return None if side is None else min(side, rows + keys)
-
-
-def _sizes(call):
-    """(B, Hq, Sq, Sk)"""
-    return (*call.query.shape[:3], call.key.shape[2])
-
-
-def _score(call):
-    batch, heads, rows, keys = _sizes(call)
-    bias = None if call.bias is None else _view(call.bias.expand(batch, heads, rows, keys))
-    slopes, sinks = (_each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
-    return score(call.scale, call.softcap, slopes, bias, sinks)
-
-
-def _band(call):
-    rows, keys = call.query.shape[2], call.key.shape[2]
-    left, right = (_side(side, rows, keys) for side in (call.left, call.right))
-    return dict(q_len=rows, k_len=keys, left=left, right=right, TOP_LEFT=call.top_left)
-
-
-def _common(call):
-    """The arguments that kernels over pairs share."""
-    query, key, value = call.query, call.key, call.value
-    return dict(
-        Q=_view(query),
-        K=_view(key),
-        V=_view(value),
-        masks=_masks(call.mask, call.key_mask, call.query_mask, *_sizes(call)),
-        noise=None if call.seed is None else noise(call.seed, call.dropout_p),
-        score=_score(call),
-        HEADS=query.shape[1],
-        GROUP=query.shape[1] // key.shape[1],
-        D=query.shape[3],
-        DV=value.shape[3],
-        PRECISION=_precision(query.dtype),
-        **_band(call),
-    )
 
 
 KERNELS = {
@@ -165,6 +94,10 @@ KERNELS = {
     )
 }
 _too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
+
+
+if hopper.kernel is not None:
+    KERNELS["hopper"] = hopper.kernel
 
 
 def _kind(name, call):
@@ -254,8 +187,8 @@ def mark(mask, key_mask, query_mask, bias, grain):
     if marks.numel():
         arguments = dict(
             Marks=marks,
-            masks=_masks(mask, key_mask, query_mask, batch, heads, rows, keys),
-            bias=None if bias is None else _view(bias.expand(batch, heads, rows, keys)),
+            masks=views.masks(mask, key_mask, query_mask, batch, heads, rows, keys),
+            bias=None if bias is None else views.of(bias.expand(batch, heads, rows, keys)),
             rows=rows,
             keys=keys,
             HEADS=heads,
@@ -268,7 +201,7 @@ def mark(mask, key_mask, query_mask, bias, grain):
 
 def list_blocks(call, marks, grain, tile, by_keys=False):
     """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
-    batch, heads, rows, keys = _sizes(call)
+    batch, heads, rows, keys = views.sizes(call)
     group = heads // call.key.shape[1]
     planes, length, turns = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
@@ -277,7 +210,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
     if lists.numel():
         arguments = dict(
             Lists=lists,
-            marks=_view(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
+            marks=views.of(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
             HEADS=planes,
             GROUP=group if by_keys else 1,
             BLOCK_M=tile.rows,
@@ -286,8 +219,8 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
             BY_KEYS=by_keys,
             CHUNK=256,
         )
-        _run("list_blocks", lists.shape[0] * planes * length, arguments | _band(call), num_warps=4)
-    return _view(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
+        _run("list_blocks", lists.shape[0] * planes * length, arguments | views.band(call), num_warps=4)
+    return views.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
 def _marked(call):
@@ -307,7 +240,7 @@ def _lists(call, marks, grain, by_keys=False):
 
 def _bias_sum(call):
     """What the gradient of the bias is a sum by: where it is broadcast decides whose loops it is taken in."""
-    batch, heads, rows, keys = _sizes(call)
+    batch, heads, rows, keys = views.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
     if call.bias.shape[2] == 1:
@@ -315,31 +248,51 @@ def _bias_sum(call):
     return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
 
 
-def tiles(call: Call, need_weights: bool) -> dict:
-    """{kernel: Tile} of what a call, with the backward of all its inputs, would launch."""
-    names = ["forward", *(["weights"] if need_weights else []), "prepare", "dq", "dkdv"]
+def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
+    """{kernel: Tile or Pipeline} of what a call, with the backward of all its inputs, would launch."""
+    names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), "prepare", "dq", "dkdv"]
     names += ["dbias"] if call.bias is not None and _bias_sum(call) == "planes" else []
-    return {name: candidates(name, call)[0] for name in names}
+    found = {"hopper": hopper.pipeline(call)} if on_hopper else {}
+    return found | {name: candidates(name, call)[0] for name in names}
 
 
-def forward(out, lse, weights, stats, call: Call):
-    """Fill out and, unless None, lse, weights and stats; weights need stats."""
-    batch, heads, rows, keys = _sizes(call)
-    common = _common(call)
-    _launch(
-        "forward",
-        call,
-        lambda tile: cdiv(rows, tile.rows) * batch * heads,
-        common | dict(Out=_view(out), Lse=lse, Stats=stats),
-        lists=_lists(call, *_marked(call)),
-    )
+def _forward_on_hopper(out, lse, stats, call):
+    """`forward` without weights, by the kernel for Hopper; it copies what the compiler passed on without asking."""
+    call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
+    taken, device, target = hopper.pipeline(call), _device(call.query), hopper.readable(out)
+    arguments = hopper.arguments(call, target, taken) | dict(Lse=lse, Stats=stats)
+    registers, *_ = configs.REGISTERS[taken.warpgroups]
+    with surroundings(device):
+        programs = hopper.programs(call, taken, multiprocessors(device))
+        _run("hopper", programs, arguments, num_warps=4, maxnreg=registers)
+    if target is not out:
+        out.copy_(target)
+
+
+def forward(out, lse, weights, stats, call: Call, on_hopper: bool = False):
+    """Fill out and, unless None, lse, weights and stats; weights need stats.
+
+    on_hopper: out, lse and stats by the kernel for Hopper, which must have no reason not to take the call.
+    """
+    batch, heads, rows, keys = views.sizes(call)
+    common = views.common(call)
+    if on_hopper:
+        _forward_on_hopper(out, lse, stats, call)
+    else:
+        _launch(
+            "forward",
+            call,
+            lambda tile: cdiv(rows, tile.rows) * batch * heads,
+            common | dict(Out=views.of(out), Lse=lse, Stats=stats),
+            lists=_lists(call, *_marked(call)),
+        )
     if weights is not None:
         arguments = {name: common[name] for name in common if name not in ("V", "DV")}
         _launch(
             "weights",
             call,
             lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * batch * heads,
-            arguments | dict(Weights=_view(weights), Stats=stats),
+            arguments | dict(Weights=views.of(weights), Stats=stats),
         )
 
 
@@ -348,36 +301,36 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
 
     grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
     """
-    batch, heads, rows, keys = _sizes(call)
+    batch, heads, rows, keys = views.sizes(call)
     kv_heads, planes = call.key.shape[1], batch * heads
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
-    common, (marks, grain) = _common(call), _marked(call)
-    weights, grad_weights = (None if grad_weights is None else _view(x) for x in (weights, grad_weights))
+    common, (marks, grain) = views.common(call), _marked(call)
+    weights, grad_weights = (None if grad_weights is None else views.of(x) for x in (weights, grad_weights))
 
     def table(columns, length=rows, new=stats.new_empty):
         return new((batch, heads, length, columns))
 
     rows_table = table(4)
-    prepare = dict(Out=_view(out), GradOut=_view(grad_out), GradLse=grad_lse, Weights=weights)
+    prepare = dict(Out=views.of(out), GradOut=views.of(grad_out), GradLse=grad_lse, Weights=weights)
     prepare |= dict(GradWeights=grad_weights, Stats=stats, Rows=rows_table)
     prepare |= {name: common[name] for name in ("q_len", "k_len", "score", "HEADS", "DV", "PRECISION")}
     _launch("prepare", call, lambda tile: cdiv(rows, tile.rows) * planes, prepare)
-    common |= dict(GradOut=_view(grad_out), GradWeights=grad_weights, Rows=rows_table)
+    common |= dict(GradOut=views.of(grad_out), GradWeights=grad_weights, Rows=rows_table)
 
     where = None if grad_bias is None else _bias_sum(call)
     by_rows = table(1) if where == "rows" else None
     by_keys = table(3, keys, stats.new_zeros) if where == "keys" else None
-    over_planes = _view(grad_bias) if where == "planes" else None
-    whole = _view(grad_bias.zero_()) if where == "pairs" else None
+    over_planes = views.of(grad_bias) if where == "planes" else None
+    whole = views.of(grad_bias.zero_()) if where == "pairs" else None
     slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
 
     if any(x is not None for x in (grad_query, whole, by_rows, slope_sums, sink_sums)):
-        own = dict(GradQ=None if grad_query is None else _view(grad_query), GradBias=whole)
+        own = dict(GradQ=None if grad_query is None else views.of(grad_query), GradBias=whole)
         own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums, GradLse=grad_lse)
         _launch("dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=_lists(call, marks, grain))
     if grad_key is not None or by_keys is not None:
         own = dict(
-            zip(("GradK", "GradV"), (None if x is None else _view(x) for x in (grad_key, grad_value)), strict=True)
+            zip(("GradK", "GradV"), (None if x is None else views.of(x) for x in (grad_key, grad_value)), strict=True)
         )
         _launch(
             "dkdv",
@@ -392,7 +345,7 @@ def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call:
         met = met if own_batch == batch else met.amax(0, keepdim=True)
         met = met if own_heads == heads else met.amax(1, keepdim=True)
         met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
-        shared = dict(GradBias=over_planes, marks=_view(met), GRAIN=grain)
+        shared = dict(GradBias=over_planes, marks=views.of(met), GRAIN=grain)
         shared |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads)
         _launch(
             "dbias",

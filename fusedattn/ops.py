@@ -19,7 +19,7 @@ _CALL = (  # the fields of a Call, in their order
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does
 _LIBRARY.define(
-    f"forward({_CALL}, bool need_lse, bool need_weights, bool save) "
+    f"forward({_CALL}, bool need_lse, bool need_weights, bool save, bool on_hopper) "
     "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 )
 _LIBRARY.define(
@@ -27,7 +27,7 @@ _LIBRARY.define(
     f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})"
 )
 _LIBRARY.define("mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias) -> Tensor")
-_AFTER = 3  # how many arguments of forward come after the fields of the Call
+_AFTER = 4  # how many arguments of forward come after the fields of the Call
 _BEFORE = 6  # how many arguments of backward come before them
 
 
@@ -37,7 +37,7 @@ def new_forward(*arguments):
     lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, 2), what recomputes weights,
     if nothing will.
     """
-    *fields, need_lse, need_weights, save = arguments
+    *fields, need_lse, need_weights, save, _ = arguments
     call = Call(*fields)
     rows = call.query.shape[:3]
     wide = torch.promote_types(call.query.dtype, torch.float32)
@@ -64,7 +64,8 @@ def _forward(*arguments):
     if out.numel():
         from . import launch  # the first call imports Triton, nothing before it does
 
-        launch.forward(out, *(x if x.numel() else None for x in rest), Call(*arguments[:-_AFTER]))
+        filled = [x if x.numel() else None for x in rest]
+        launch.forward(out, *filled, Call(*arguments[:-_AFTER]), arguments[-1])
     return results
 
 
@@ -247,8 +248,10 @@ class _Attention(torch.autograd.Function):
         return tuple(_unfolded(info.batch_size, x) for x in results), (0,) * len(results)
 
 
-def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, lse or None, weights or None) of a checked call: the backend "triton"."""
+def _attend(
+    call: Call, need_lse: bool, need_weights: bool, on_hopper: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(output, lse or None, weights or None) of a checked call."""
     inputs = [x for x in call[:DIFFERENTIABLE] if isinstance(x, Tensor)]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # Neither of these shows in requires_grad.
@@ -256,16 +259,26 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor 
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
-        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, save)
+        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, save, on_hopper)
     elif save or transformed:
         masks = call.mask, call.key_mask, call.query_mask, call.bias
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if call.marks is None and not transformed and any(x is not None for x in masks):
             call = call._replace(marks=mark(*masks))
-        out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True)
+        out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
-        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, False)
+        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, False, on_hopper)
     return out, lse if need_lse else None, weights if need_weights else None
+
+
+def run(call: Call, need_lse: bool, need_weights: bool):
+    """The backend "triton"."""
+    return _attend(call, need_lse, need_weights, on_hopper=False)
+
+
+def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
+    """The backend "hopper"."""
+    return _attend(call, need_lse, need_weights, on_hopper=True)
 
 
 def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -273,8 +286,8 @@ def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None
     return torch.ops.fusedattn.mark(mask, key_mask, query_mask, None if bias is None else bias.detach())
 
 
-def tiles(call: Call, need_weights: bool) -> dict:
-    """{kernel: Tile} of what a call, its backward included, would launch."""
+def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
+    """{kernel: Tile or Pipeline} of what a call, its backward included, would launch."""
     from . import launch
 
-    return launch.tiles(call, need_weights)
+    return launch.tiles(call, need_weights, on_hopper)

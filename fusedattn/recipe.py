@@ -6,6 +6,8 @@ the addresses: to repeat a call is to put these into their places.
 """
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
-from . import launch
+from . import hopper, launch
 from .kernels.tiles import View
 
 
@@ -72,12 +74,43 @@ class Recipe(NamedTuple):
             run(programs, stream, arguments)
 
 
-def _compiled(kernel):
+class _Encoded:
+    """What the driver makes of a descriptor, of tensors that differ in their address alone: it stays what it is."""
+
+    MOST = 256
+
+    def __init__(self, descriptor, metadata):
+        self.descriptor, self.metadata = descriptor, metadata
+        self.known: dict[int, Any] = {}
+
+    def __call__(self, tensor):
+        address = tensor.data_ptr()
+        found = self.known.get(address)
+        if found is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            if len(self.known) >= self.MOST:
+                self.known.clear()
+            found, *_ = make_tensordesc_arg(dataclasses.replace(self.descriptor, base=tensor), self.metadata)
+            self.known[address] = found
+        return found
+
+
+def _run_encoded(run):
+    """A launcher of arguments in which descriptors are encoded already, less the function that encodes them."""
+    wrapped, plain = run.launch, copy.copy(run)
+    plain.launch = wrapped.__closure__[wrapped.__code__.co_freevars.index("launcher")].cell_contents
+    return plain
+
+
+def _compiled(kernel, encoded):
     """launch(programs, stream, arguments) of a compiled kernel, by its own `run`: what Triton's launch ends in.
 
     What that does before, 10 us of it, finds the kernel by the arguments. Hooks, such as a profiler's, are called.
     """
     run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
+    if encoded:
+        run = _run_encoded(run)
     hooks = knobs.runtime
 
     def launched(programs, stream, arguments):
@@ -149,20 +182,27 @@ class Recorder:
         return None if tensor is None else self.numbers[_storage(tensor)]
 
     def add(self, kernel, programs: int, arguments: dict, options: dict) -> None:
+        values: list = []
         views: list[tuple] = []
         others: list[tuple] = []
-        values = [arguments[name] for name in kernel.arg_names]
-        for index, value in enumerate(values):
+        compiled = None if launch.interpreting() else kernel.warmup(grid=(programs,), **arguments, **options)
+        encoded = any(map(hopper.is_descriptor, arguments.values()))
+        encodings = iter(compiled.metadata.tensordesc_meta if encoded else ())  # type: ignore[union-attr]
+        for value in (arguments[name] for name in kernel.arg_names):
+            index = len(values)
             if isinstance(value, View):
                 views.append((index, self._number(value.base), value.strides))
-                values[index] = None
+                values.append(None)
+            elif hopper.is_descriptor(value):
+                encode, number = _Encoded(value, next(encodings)), self._number(value.base)
+                others.append((index, lambda tensors, encode=encode, number=number: encode(tensors[number])))
+                values += [None, *value.shape, *value.strides]
             elif (place := self._place(value)) is not None:
                 others.append((index, place))
-                values[index] = None
-        if launch.interpreting():
-            run = _interpreted(kernel, options, views)
-        else:
-            run = _compiled(kernel.warmup(grid=(programs,), **arguments, **options))
+                values.append(None)
+            else:
+                values.append(value)
+        run = _interpreted(kernel, options, views) if compiled is None else _compiled(compiled, encoded)
         self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
 
     def _number(self, tensor):

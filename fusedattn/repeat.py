@@ -4,7 +4,7 @@ Calls are alike if nothing differs but where their tensors lie and what these ho
 cheaply (under autocast, inside torch.compile, with tensors of other classes) is of no kind, and takes the long way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, 
 MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
 RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C++ before all others are looked up
 
+REPEATS = ops.run, ops.run_on_hopper
 _QUERY_KEY_VALUE = 3
 _SEED, _MARKS = Call._fields.index("seed"), Call._fields.index("marks")
 _CLASSES = frozenset((Tensor, Parameter))
@@ -155,8 +156,8 @@ def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
     return repeated
 
 
-def learn(tensors: tuple, numbers: tuple, call: Call) -> "Repeated | None":
-    """What repeats a call, from the checked form of it, that the kernels take.
+def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeated | None":
+    """What repeats a call, from the checked form of it, that one of REPEATS would run.
 
     None if it is of no kind, or of one that was met less than MEETINGS times.
     """
@@ -173,7 +174,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call) -> "Repeated | None":
     if _met[kind] < MEETINGS:
         return None
     del _met[kind]
-    _known[kind] = repeated = Repeated(call, numbers)
+    _known[kind] = repeated = Repeated(call, numbers, run is ops.run_on_hopper)
     _remember(given, most, repeated)
     return repeated
 
@@ -188,7 +189,7 @@ def _without_data(tensors) -> list:
 class Repeated:
     """Does calls of one kind: the forward by a recipe, and by more of them the backward, whatever it is asked for."""
 
-    def __init__(self, call, numbers: tuple):
+    def __init__(self, call, numbers: tuple, on_hopper: bool):
         from . import launch
         from .recipe import Recorder
 
@@ -198,13 +199,13 @@ class Repeated:
         self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
         bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
         with Recorder(self.device, bare[:TENSORS]) as recorder:
-            new = ops.new_forward(*bare, return_lse, return_weights, self.save)
+            new = ops.new_forward(*bare, return_lse, return_weights, self.save, on_hopper)
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.marks is None and any(x is not None for x in masks):
                 bare = bare._replace(marks=launch.mark(*masks, launch.grain(self.device)))
             out, lse, weights, stats = made
-            launch.forward(out, lse, weights, stats, bare)
+            launch.forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
         self.marks = recorder.number(bare.marks)
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]

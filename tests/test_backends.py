@@ -21,7 +21,7 @@ def draw(dtype=torch.float32, dim=8, device="cpu"):
 def test_a_call_on_the_cpu_takes_naive():
     said = fa.explain(*draw())
     assert said.backend == "naive" and said.reasons["triton"]
-    assert str(said).startswith("takes naive\nnot triton: ")
+    assert str(said).startswith("takes naive\nnot hopper: ") and "\nnot triton: " in str(said)
 
 
 def test_one_that_is_named_runs_or_says_why_not(device):
@@ -86,7 +86,7 @@ def test_without_triton_the_reason_says_so():
         "except NotImplementedError as error: print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "takes naive" in said and said.count("Triton is not installed") == 2
+    assert "takes naive" in said and said.count("Triton is not installed") == 3
 
 
 def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
@@ -132,10 +132,10 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
     query, key, value = draw()
     call = checked(Arguments(query, key, value))
     for _ in range(2):
-        out = torch.ops.fusedattn.forward(*call, False, False, False)[0]
+        out = torch.ops.fusedattn.forward(*call, False, False, False, False)[0]
         torch.testing.assert_close(out, fa.attention(query, key, value), rtol=0, atol=1e-6)
     assert tried == [64, 32, 32]
     monkeypatch.setattr(configs, "INTERPRETED", {**table, "forward": tiles[:1]})
     monkeypatch.setattr(launch, "_too_large", {})
     with pytest.raises(OutOfResources):
-        torch.ops.fusedattn.forward(*call, False, False, False)
+        torch.ops.fusedattn.forward(*call, False, False, False, False)

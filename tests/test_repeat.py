@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedattn as fa
 from fusedattn import repeat
 
-from .inside import OPTIONS, SK, SQ, draw, learned, same
+from .inside import BACKENDS, OPTIONS, SK, SQ, draw, learned, same
 
 
 class Seen(TorchDispatchMode):
@@ -84,7 +84,7 @@ def test_which_gradients_are_asked_for_may_change(device, poison):
             lambda out, lse: out.transpose(1, 2).contiguous().sin().sum() + lse[:, :, 1:].sum(),
         ):
             found = []
-            for backend in fa.backends.BACKENDS:
+            for backend in BACKENDS:
                 total = take(*fa.attention(*inputs, return_lse=True, causal=True, backend=backend))
                 found.append(torch.autograd.grad(total, wanted, materialize_grads=True))
             same(*found)
@@ -289,7 +289,7 @@ def test_gradients_that_come_in_as_they_like(device):
         few = [x[:batch].detach().requires_grad_() for x in inputs]
         given = torch.randn(3, batch, *out.shape[1:], device=device)
         found = []
-        for backend in fa.backends.BACKENDS:
+        for backend in BACKENDS:
             out = fa.attention(*few, backend=backend)
             found.append(torch.autograd.grad(out, few, given, is_grads_batched=True))
         same(*found, atol=1e-5)
@@ -301,7 +301,7 @@ def test_gradients_that_come_in_as_they_like(device):
 def test_second_derivatives_of_a_repeated_call(device):
     inputs, found = draw(device, requires_grad=True), {}
     for _ in range(2):
-        for backend in fa.backends.BACKENDS:
+        for backend in BACKENDS:
             out = fa.attention(*inputs, causal=True, backend=backend)
             first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
             found[backend] = [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]

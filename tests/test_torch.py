@@ -114,10 +114,10 @@ def test_operators_pass_opcheck(grads, permuted, rich, device):
         options |= dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
     call = fields(query, key, value, **options)
     leaves = [x.requires_grad_(grads) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call]
-    torch.library.opcheck(torch.ops.fusedattn.forward, (*leaves, rich or grads, rich, grads))
+    torch.library.opcheck(torch.ops.fusedattn.forward, (*leaves, rich or grads, rich, grads, False))
     if grads:
         call = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
-        out, lse, weights, stats = torch.ops.fusedattn.forward(*call, True, rich, True)
+        out, lse, weights, stats = torch.ops.fusedattn.forward(*call, True, rich, True, False)
         given = torch.randn_like(out), torch.randn_like(lse), torch.randn_like(weights) if rich else None
         for *incoming, need in (
             (*given, [True, True, True, rich, rich, rich]),
@@ -215,7 +215,7 @@ def test_a_scale_that_varies_compiles(device, backend, fresh):
 
 def test_the_operators_have_their_derivative_when_called_by_name(device):
     query, key, value = draw(device, requires_grad=True)
-    arguments = (*fields(query, key, value, right=0), True, False, True)
+    arguments = (*fields(query, key, value, right=0), True, False, True, False)
     out, lse, *_ = torch.ops.fusedattn.forward(*arguments)
     want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend="triton")
     both = [

@@ -22,7 +22,7 @@ def run(given) -> int:
     for device in devices:
         for backend in backends:
             for dtype in dtypes:
-                reasons = _reasons(backend, device, dtype)
+                reasons = _reasons(backend, device, dtype, named=bool(given.backend))
                 (left_out if reasons else parts).append((backend, device, dtype, reasons))
 
     found: list[dict] = []
@@ -68,16 +68,20 @@ def _named(names, known, what):
     return [known[name] for name in names or known]
 
 
-def _reasons(backend, device, dtype):
+def _reasons(backend, device, dtype, named):
     small = torch.zeros(1, 1, 16, 16, device=device, dtype=getattr(torch, dtype))
-    return explain(small, small, small, backend=backend).reasons.get(backend, [])
+    waits = BACKENDS[backend].waits
+    reasons = explain(small, small, small, backend=backend).reasons.get(backend, [])
+    return reasons or ([] if named or waits is None else [waits])
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> list[dict]:
-    """One entry a result, all a table or a program may want to know of it."""
+    """One entry a result, all a table or a program may want to know of it; none where the backend refuses the case."""
     nan = float("nan")
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
+    except NotImplementedError:
+        return []
     except Exception as raised:  # whatever a kernel raises on somebody's machine is what is wrong with it
         why = f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}
@@ -93,7 +97,8 @@ def _row(case, found, shown):
         one = results.get(name)
         cell = f"{error(one['max_error'])} / {error(one['max_eager'])}" if one else ""
         cells.append(cell if one is None or one["ok"] else f"{cell} FAIL")
-    return [case.name, *cells, "ok" if all(one["ok"] for one in results.values()) else "FAIL"]
+    verdict = "ok" if all(one["ok"] for one in results.values()) else "FAIL"
+    return [case.name, *cells, verdict if results else "left out"]
 
 
 def _left_out(parts):

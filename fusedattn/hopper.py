@@ -1,0 +1,125 @@
+"""What the kernel for Hopper takes, and what it is given: tensors as the copy engine knows them."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from . import configs, views
+from .call import Call
+from .configs import Pipeline
+from .kernels.tiles import width
+
+try:
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .kernels.hopper.forward import forward as kernel
+except ImportError as error:
+    kernel, _why = None, str(error)
+
+missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
+_LACKS = ("mask", "key_mask", "query_mask", "bias", "alibi_slopes", "sinks", "softcap")
+_LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
+
+
+def _copied(tensor: Tensor) -> bool:
+    """Whether the copy engine can read and write a tensor of 16-bit numbers where it lies."""
+    *strides, last = tensor.stride()
+    *shape, columns = tensor.shape
+    steps = [step for step, size in zip(strides, shape, strict=True) if size != 1]
+    return (last == 1 or columns == 1) and all(step > 0 and step % 8 == 0 for step in steps)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether a tensor lies where the copy engine can find it; to the compiler, if it begins where its memory does."""
+    if torch.compiler.is_compiling():
+        return tensor.storage_offset() % 8 == 0
+    return tensor.data_ptr() % 16 == 0
+
+
+def reasons(call: Call) -> list[str]:
+    """Why a call cannot take the kernel, whatever the machine; empty if it can."""
+    if missing is not None:
+        return [missing]
+    found = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
+    if call.seed is not None:
+        found.append("it knows no dropout_p")
+    if call.query.dtype not in _LAYOUTS:
+        found.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
+    if views.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).unit is None:
+        found.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
+    if call.key.shape[2] == 0:
+        found.append("there are no keys")
+    for name in ("query", "key", "value"):
+        tensor = getattr(call, name)
+        if not _copied(tensor):
+            found.append(f"the strides of {name} are {tuple(tensor.stride())}, not 1 for the last and multiples of 8")
+        elif not _aligned(tensor):
+            found.append(f"{name} lies at an address that is no multiple of 16")
+    if call.value.shape[3] % 8:
+        found.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
+    return found
+
+
+def pipeline(call: Call) -> Pipeline:
+    """How the kernel works on a call."""
+    return configs.pipeline(max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3])))
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """A tensor, or a copy of it that the copy engine can read."""
+    return tensor if _copied(tensor) and _aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _layout(rows, columns, dtype):
+    return NVMMASharedLayout.get_default_for([1, 1, rows, columns], _LAYOUTS[dtype])
+
+
+def descriptor(tensor: Tensor, rows: int) -> "TensorDescriptor":
+    """A (B, H, S, D) tensor, copied by so many rows of one head, zero past the last row and column."""
+    columns = width.fn(tensor.shape[3])
+    # The stride of a single element means nothing, and may not be what the copy engine wants.
+    strides = [8 if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    layout = _layout(rows, columns, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns], layout)
+
+
+def is_descriptor(value) -> bool:
+    """Whether an argument is one that `descriptor` made."""
+    return kernel is not None and isinstance(value, TensorDescriptor)
+
+
+def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
+    """How many programs share the blocks of rows."""
+    batch, heads, rows, _ = views.sizes(call)
+    blocks = cdiv(rows, taken.rows) * batch * heads
+    return min(blocks, multiprocessors) if taken.persistent else blocks
+
+
+def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
+    """Those of the kernel, but for Lse and Stats."""
+    query, key, value = call.query, call.key, call.value
+    batch, heads = query.shape[:2]
+    group, each = heads // key.shape[1], configs.WARPGROUP_ROWS
+    together = configs.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
+    _, registers, fewer = configs.REGISTERS[taken.warpgroups]
+    return dict(
+        Q=descriptor(query, each),
+        K=descriptor(key, taken.keys),
+        V=descriptor(value, taken.keys),
+        Out=descriptor(out, each),
+        unit=views.scored(call).unit,
+        planes=batch * heads,
+        section=min(batch * heads, max(1, together) * group),
+        HEADS=heads,
+        GROUP=group,
+        GROUPS=taken.warpgroups,
+        STAGES=taken.stages,
+        PING_PONG=taken.ping_pong,
+        REGISTERS=registers,
+        PRODUCER_REGISTERS=fewer,
+        **views.band(call),
+    )

@@ -1,0 +1,86 @@
+"""Arguments of kernels: a Call as the vocabulary has it, views of its tensors and numbers."""
+
+import torch
+
+from .kernels.dropout import noise
+from .kernels.masks import Masks
+from .kernels.scores import score
+from .kernels.tiles import View
+
+
+def precision(dtype):
+    """How products of float32 may be rounded: as torch was told for its own, at the time of the call."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"
+
+
+def of(tensor):
+    """The View of a tensor of rank 4."""
+    # The stride of a single element means nothing; left in, it would only make another kernel.
+    return View(
+        tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    )
+
+
+def _bytes(mask, *shape):
+    """The View that Masks wants of a bool tensor; absent stays None."""
+    return None if mask is None else of(mask.view(torch.uint8).expand(shape))
+
+
+def masks(mask, key_mask, query_mask, batch, heads, rows, keys):
+    """The Masks of those of a Call, each of which may be None."""
+    return Masks(
+        pairs=_bytes(mask, batch, heads, rows, keys),
+        keys=_bytes(None if key_mask is None else key_mask[:, None, None, :], batch, 1, 1, keys),
+        rows=_bytes(None if query_mask is None else query_mask[:, None, :, None], batch, 1, rows, 1),
+    )
+
+
+def _each_head(tensor, batch, heads):
+    """The View of one number a head of a (1 or B, Hq) tensor."""
+    return None if tensor is None else of(tensor[:, :, None, None].expand(batch, heads, 1, 1))
+
+
+def _side(side, rows, keys):
+    """A side of the window in 32 bits; past all rows and keys it is as good as unbounded."""
+    return None if side is None else min(side, rows + keys)
+
+
+def sizes(call):
+    """(B, Hq, Sq, Sk)"""
+    return (*call.query.shape[:3], call.key.shape[2])
+
+
+def scored(call):
+    """The Score of a call."""
+    batch, heads, rows, keys = sizes(call)
+    bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
+    slopes, sinks = (_each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
+    return score(call.scale, call.softcap, slopes, bias, sinks)
+
+
+def band(call):
+    """The arguments that say which pairs there are, and which of them the band hides."""
+    rows, keys = call.query.shape[2], call.key.shape[2]
+    left, right = (_side(side, rows, keys) for side in (call.left, call.right))
+    return dict(q_len=rows, k_len=keys, left=left, right=right, TOP_LEFT=call.top_left)
+
+
+def common(call):
+    """The arguments that kernels over pairs share."""
+    query, key, value = call.query, call.key, call.value
+    return dict(
+        Q=of(query),
+        K=of(key),
+        V=of(value),
+        masks=masks(call.mask, call.key_mask, call.query_mask, *sizes(call)),
+        noise=None if call.seed is None else noise(call.seed, call.dropout_p),
+        score=scored(call),
+        HEADS=query.shape[1],
+        GROUP=query.shape[1] // key.shape[1],
+        D=query.shape[3],
+        DV=value.shape[3],
+        PRECISION=precision(query.dtype),
+        **band(call),
+    )

@@ -1,0 +1,249 @@
+"""Forward attention for Hopper: one warp copies tiles in, and warpgroups of 64 rows each multiply.
+
+A warpgroup keeps two products in flight, q @ k.T of this block of keys and p @ v of the one before, and computes the
+softmax of the first while the second runs. Source: FlashAttention-3, arXiv:2407.08608, algorithms 1 and 2.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .. import schedule, softmax, span, tiles
+from . import ring
+
+WARPS = gl.constexpr(4)  # of a warpgroup
+
+
+class Shared(NamedTuple):
+    """What lies in shared memory: a tile of q a warpgroup, k and v in turn, one of the output a warpgroup.
+
+    turns, unless it is None, has a barrier for each of two warpgroups that take turns to multiply.
+    """
+
+    q: ring.Ring
+    k: ring.Ring
+    v: ring.Ring
+    out: gl.shared_memory_descriptor
+    turns: gl.shared_memory_descriptor
+
+
+class Results(NamedTuple):
+    """Where they go: Out is a descriptor; Lse and Stats, or None, are as those of the universal kernel."""
+
+    Out: tma.tensor_descriptor
+    Lse: gl.tensor
+    Stats: gl.tensor
+
+
+@gluon.jit
+def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(last block of keys that some of the rows see, how many before and with it): one where none is seen."""
+    begin, full, rest, end = span.blocks(band, first, ROWS, BLOCK_N)
+    count = gl.maximum(end - begin, 1)
+    return begin + count - 1, count
+
+
+@gluon.jit
+def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """The warp that copies: keys from right to left, so that the tail and the diagonal come first."""
+    GROUPS: gl.constexpr = shared.q.tiles.shape[0]
+    ROWS: gl.constexpr = shared.q.tiles.shape[3]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    turn = 0
+    for n in range(schedule.share(order, program, programs)):
+        first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
+        kv = span.shared(plane, GROUP)
+        last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
+        for g in gl.static_range(GROUPS):
+            ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
+        for i in range(count):
+            ring.fill(shared.k, turn, K, kv, (last - i) * BLOCK_N)
+            ring.fill(shared.v, turn, V, kv, (last - i) * BLOCK_N)
+            turn += 1
+
+
+@gluon.jit
+def _weights(s, state, masked, unit, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+    """p in the registers that p @ v reads, the factor for what was summed before, the new State."""
+    if masked:  # a branch: p would have to be packed again between the loops of masked and other blocks
+        cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
+    p, decay, state = softmax.step(state, s, unit)
+    return gl.convert_layout(p.to(dtype), LAYOUT), decay, state
+
+
+@gluon.jit
+def _await_turn(turns, g: gl.constexpr, turn):
+    """Multiply when the other warpgroup has begun to: then one's softmax is under the other's products."""
+    if turns is not None:
+        # Of the first the other knows nothing yet, so it begins.
+        mbarrier.wait(turns.index(g), (turn + g + 1) & 1)
+
+
+@gluon.jit
+def _pass_turn(turns, g: gl.constexpr):
+    if turns is not None:
+        mbarrier.arrive(turns.index(1 - g), count=1)
+
+
+@gluon.jit
+def _consume(
+    g: gl.constexpr, shared, results, order, band, unit, HEADS: gl.constexpr, SHARE: gl.constexpr
+):  # fmt: skip
+    """A warpgroup: rows g * 64 .. g * 64 + 63 of each block of rows."""
+    GROUPS: gl.constexpr = shared.q.tiles.shape[0]
+    ROWS: gl.constexpr = shared.q.tiles.shape[3]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
+    WIDTH: gl.constexpr = shared.v.tiles.shape[4]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    dtype: gl.constexpr = results.Out.dtype
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    turn = 0
+    for n in range(schedule.share(order, program, programs)):
+        first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
+        last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
+        _, full, rest, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
+        rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
+        zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+        lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+        state = softmax.State(lowest, lowest, gl.zeros([ROWS], gl.float32, S_ROWS))
+
+        ring.wait(shared.q, n * GROUPS + g)
+        q = ring.tile(shared.q, n * GROUPS + g)
+        ring.wait(shared.k, turn)
+        _await_turn(shared.turns, g, turn)
+        s = warpgroup_mma(q, ring.tile(shared.k, turn).permute((1, 0)), zero, use_acc=False, is_async=True)
+        _pass_turn(shared.turns, g)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        ring.release(shared.k, turn)
+        p, decay, state = _weights(s, state, True, unit, band, rows, last, P_LAYOUT, dtype)
+        ring.wait(shared.k, turn + 1, pred=count > 1)
+        for i in range(1, count):
+            turn += 1
+            _await_turn(shared.turns, g, turn)
+            s = warpgroup_mma(q, ring.tile(shared.k, turn).permute((1, 0)), zero, use_acc=False, is_async=True)
+            ring.wait(shared.v, turn - 1)
+            next_out = warpgroup_mma(p, ring.tile(shared.v, turn - 1), out, is_async=True)
+            _pass_turn(shared.turns, g)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+            ring.release(shared.k, turn)
+            block = last - i
+            masked = (block < full) | (block >= rest)
+            next_p, decay, state = _weights(s, state, masked, unit, band, rows, block, P_LAYOUT, dtype)
+            # ptxas moves the wait for p @ v up over the exponentials, and the two no longer overlap. It moves nothing
+            # over the end of a basic block, and waiting on a barrier is a loop: so the wait for the next k stands here.
+            ring.wait(shared.k, turn + 1, pred=i + 1 < count)
+            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # which reads p where it is
+            ring.release(shared.v, turn - 1)
+            out = out * gl.convert_layout(decay, O_ROWS)[:, None]
+            p = next_p
+        ring.wait(shared.v, turn)
+        out = warpgroup_mma(p, ring.tile(shared.v, turn), out, is_async=True)
+        out, p = warpgroup_mma_wait(num_outstanding=0, deps=(out, p))
+        ring.release(shared.v, turn)
+        turn += 1
+
+        top = gl.convert_layout(state.top, O_ROWS)
+        largest, total = gl.convert_layout(state.largest, O_ROWS), gl.convert_layout(state.total, O_ROWS)
+        out, lse, remainder = softmax.finish(out, softmax.State(largest, top, total), unit)
+        rows = gl.convert_layout(rows, O_ROWS)
+        if results.Lse is not None:
+            tiles.store_column(tiles.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
+        if results.Stats is not None:
+            stats = tiles.table(results.Stats, plane, band.rows, 2)
+            tiles.store_column(stats, rows, band.rows, 0, top)
+            tiles.store_column(stats, rows, band.rows, 1, remainder)
+        if not SHARE:
+            ring.release(shared.q, n * GROUPS + g)
+        shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
+        fence_async_shared()
+        place = [plane.batch, plane.head, first + g * ROWS, 0]
+        tma.async_copy_shared_to_global(results.Out, place, shared.out.index(g))
+        tma.store_wait(0)
+        if SHARE:
+            ring.release(shared.q, n * GROUPS + g)
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section"])
+def forward(
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    Stats,
+    q_len,
+    k_len,
+    left,
+    right,
+    unit,
+    planes,
+    section,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Out, Lse and Stats as those of the universal kernel, of any number of programs that share the blocks of rows.
+
+    Q, K, V and Out are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of Q and Out have 64
+    rows, and there are GROUPS warpgroups. planes is B * Hq; section, how many of them are worked on together.
+    """
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    ROWS: gl.constexpr = Q.block_type.shape[2]
+    order = schedule.Schedule(gl.cdiv(q_len, GROUPS * ROWS), planes, section)
+    # Where the widths are the same a warpgroup leaves its output where its q was.
+    SHARE: gl.constexpr = Q.block_type.shape[3] == Out.block_type.shape[3]
+    q = ring.ring(Q, GROUPS, 1)
+    k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
+    if SHARE:
+        out = q.tiles
+    else:
+        out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
+    turns = None
+    if PING_PONG:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turns.index(i), count=1)
+    fence_async_shared()
+    shared, results = Shared(q, k, v, out, turns), Results(Out, Lse, Stats)
+    produce = (shared, Q, K, V, order, band, HEADS, GROUP)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, results, order, band, unit, HEADS, SHARE)),
+                (_consume, (1, shared, results, order, band, unit, HEADS, SHARE)),
+                (_produce, produce),
+            ],
+            [WARPS, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, results, order, band, unit, HEADS, SHARE)),
+                (_consume, (1, shared, results, order, band, unit, HEADS, SHARE)),
+                (_consume, (2, shared, results, order, band, unit, HEADS, SHARE)),
+                (_produce, produce),
+            ],
+            [WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )

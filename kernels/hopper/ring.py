@@ -1,0 +1,62 @@
+"""Tiles in shared memory, used in turn: what fills them waits until one is free, what reads them until it is ready.
+
+A turn is a number that only grows: turn i of a ring of n tiles is use i // n of tile i % n, and the phase of its
+barriers is the parity of that.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+class Ring(NamedTuple):
+    """The tiles of (B, H, S, D) tensors, [turn, 1, 1, rows, columns], and two barriers for each."""
+
+    tiles: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
+    """A Ring of blocks of a descriptor, each read by so many warpgroups."""
+    ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(TILES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=READERS)
+    return Ring(gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout), ready, free)
+
+
+@gluon.jit
+def fill(ring, turn, desc, plane, row):
+    """Begin to copy the rows from `row` on of one head of one batch, once their tile is free."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.free.index(turn % TILES), turn // TILES & 1 ^ 1)
+    mbarrier.expect(ring.ready.index(turn % TILES), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc, [plane.batch, plane.head, row, 0], ring.ready.index(turn % TILES), ring.tiles.index(turn % TILES)
+    )
+
+
+@gluon.jit
+def wait(ring, turn, pred=True):
+    """Wait until a tile is there."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.ready.index(turn % TILES), turn // TILES & 1, pred=pred)
+
+
+@gluon.jit
+def tile(ring, turn):
+    """The tile of a turn, as a matrix in shared memory."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    return ring.tiles.index(turn % TILES).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
+
+
+@gluon.jit
+def release(ring, turn):
+    """A reader is done with a tile."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.arrive(ring.free.index(turn % TILES), count=1)

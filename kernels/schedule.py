@@ -1,0 +1,48 @@
+"""In which order programs that stay for several blocks of rows take them."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import span
+
+
+class Schedule(NamedTuple):
+    """Blocks of rows of so many planes, ordered so that the longest come first, in sections of planes.
+
+    The keys and values of a section are few enough to stay in L2 while its blocks are worked on.
+    """
+
+    blocks: tl.tensor
+    planes: tl.tensor
+    section: tl.tensor
+
+
+@triton.jit
+def _at(n, program, programs):
+    """Where in the order the n-th block of a program stands: they are dealt back and forth.
+
+    So the blocks of each come to nearly the same length, though they shrink from one deal to the next.
+    """
+    return n * programs + program + (n % 2) * (programs - 1 - 2 * program)
+
+
+@triton.jit
+def share(schedule, program, programs):
+    """How many blocks a program takes."""
+    total = schedule.blocks * schedule.planes
+    whole = total // programs
+    return whole + (_at(whole, program, programs) < total).to(tl.int32)
+
+
+@triton.jit
+def take(schedule, n, program, programs, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """(first row, Plane) of the n-th block of a program."""
+    at = _at(n, program, programs)
+    before = at // (schedule.blocks * schedule.section) * schedule.section
+    together = tl.minimum(schedule.section, schedule.planes - before)
+    within = at - before * schedule.blocks
+    index = before + within % together
+    first = (schedule.blocks - 1 - within // together) * BLOCK
+    return first, span.Plane(index // HEADS, index % HEADS, index)

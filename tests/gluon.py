@@ -1,0 +1,371 @@
+"""Gluon kernels on the CPU, which Triton's interpreter does not run: as a GPU would at its most awkward.
+
+A kernel's own functions run as Python, on the interpreter's tensors; what Gluon adds to the language is here.
+Partitions of warps take turns in an order that a seed chooses. What is asynchronous happens as late as it may, or at
+some moment before: a copy leaves NaN in its tile until it arrives, a product reads its operands when it is waited for,
+a store when its tile is asked back. So what is used too early or given back too soon is wrong, and where all wait for
+each other that is an error. It knows nothing of layouts, and all threads of a partition do the same.
+"""
+
+import math
+import random
+import threading
+import types
+
+import numpy
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.runtime import interpreter as upstream
+
+from fusedattn import interpreter
+
+
+class Deadlock(Exception):
+    pass
+
+
+def values(tensor):
+    """A tensor of the interpreter as float32 or integers."""
+    return interpreter._wide(tensor.handle).data
+
+
+def tensor(data, dtype):
+    """Numbers as a tensor of the interpreter; 16-bit ones are already rounded."""
+    handle = upstream.TensorHandle(numpy.ascontiguousarray(data, numpy.float32), tl.float32)
+    full = tl.core.tensor(handle, tl.block_type(tl.float32, list(data.shape)))
+    return full if dtype == tl.float32 else full.to(dtype)
+
+
+class Machine:
+    """One program at a time: its partitions, and what is under way."""
+
+    def __init__(self, random):
+        self.random = random
+        self.baton = threading.Condition()
+        self.under_way = []  # copies: functions that end them
+
+    def run(self, partitions):
+        """Run functions side by side, one of them at a time, until all have returned."""
+        self.waiting = dict.fromkeys(range(len(partitions)))  # what each waits for
+        self.late = set()  # who goes on when nobody else can
+        self.turn, self.error = 0, None
+        threads = [threading.Thread(target=self._run, args=x, daemon=True) for x in enumerate(partitions)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+        self.settle()
+
+    def _run(self, number, function):
+        with self.baton, interpreter.quiet():
+            self.baton.wait_for(lambda: self.turn == number or self.error)
+            try:
+                if not self.error:
+                    _local.number, _local.products, _local.stores, _local.dirty = number, [], [], False
+                    function()
+                    assert not _local.products, "a partition ended before its products"
+                    assert not _local.stores, "a partition ended before its stores"
+                    del self.waiting[number]
+                    self._pass_on()
+            except BaseException as error:
+                self.error = self.error or error
+                self.baton.notify_all()
+
+    def _pass_on(self):
+        """Let a partition that need not wait go on."""
+        while self.waiting:
+            if self.under_way and self.random.random() < 0.5:
+                self.arrive()
+            ready = [number for number, condition in self.waiting.items() if condition is None or condition()]
+            sooner = [number for number in ready if number not in self.late]
+            if not sooner and self.under_way:
+                self.arrive()
+                continue
+            if not ready:
+                raise Deadlock(f"{len(self.waiting)} partitions wait for each other")
+            self.turn = self.random.choice(sooner or ready)
+            break
+        self.baton.notify_all()
+
+    def wait(self, condition=None, late=False):
+        """Let others go on, until a condition holds; late, sometimes, is as long as they can without this partition."""
+        number = _local.number
+        self.waiting[number] = condition
+        if late and self.random.random() < 0.5:
+            self.late.add(number)
+        self._pass_on()
+        self.baton.wait_for(lambda: self.turn == number or self.error)
+        if self.error:
+            raise SystemExit
+        self.waiting[number] = None
+        self.late.discard(number)
+
+    def arrive(self):
+        """End something that is under way, whichever."""
+        self.under_way.pop(self.random.randrange(len(self.under_way)))()
+
+    def settle(self):
+        while self.under_way:
+            self.arrive()
+
+
+_local = threading.local()
+tl.block_type.layout = None  # a kernel may ask for it, to make another of it
+
+
+class Memory:
+    """A shared memory descriptor: a view of an array, of numbers of a dtype, or of Barriers."""
+
+    def __init__(self, array, dtype):
+        self.array, self.dtype = array, dtype
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def type(self):
+        return self
+
+    def _view(self, array):
+        return Memory(array, self.dtype)
+
+    def index(self, i):
+        return self._view(self.array[int(i)])
+
+    def reshape(self, shape):
+        array = self.array.reshape([int(x) for x in shape])
+        assert numpy.shares_memory(array, self.array)
+        return self._view(array)
+
+    def permute(self, order):
+        return self._view(self.array.transpose([int(x) for x in order]))
+
+    def store(self, value):
+        assert value.dtype == self.dtype
+        self.array[...] = values(value)
+        _local.dirty = True
+
+
+class Barrier:
+    def __init__(self, count):
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+
+    def _step(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+    def arrive(self, count):
+        assert self.pending >= count, "more arrivals at a barrier than it counts"
+        self.pending -= count
+        self._step()
+
+    def receive(self, count):
+        self.bytes -= count
+        assert self.pending == 0 or self.bytes != 0, "bytes came before they were expected"
+        self._step()
+
+
+class Descriptor:
+    """What a kernel sees of a host's TensorDescriptor of rank 4."""
+
+    def __init__(self, host):
+        self.host, self.layout = host, host.layout
+        self.dtype = tl.bfloat16 if host.base.dtype == torch.bfloat16 else tl.float16
+        size = 2 * math.prod(host.block_shape)
+        self.block_type = types.SimpleNamespace(shape=list(host.block_shape), nbytes=size)
+
+    def _box(self, place):
+        """(the tensor's part under a block, the same part of the block)"""
+        tensor = self.host.base.detach().as_strided(self.host.shape, self.host.strides)
+        outer, inner = [], []
+        for start, size, length in zip(map(int, place), self.host.block_shape, tensor.shape, strict=True):
+            assert start >= 0
+            there = max(0, min(size, length - start))
+            outer.append(slice(start, start + there))
+            inner.append(slice(0, there))
+        return tensor[tuple(outer)], tuple(inner)
+
+    def read(self, place):
+        part, inner = self._box(place)
+        block = numpy.zeros(self.host.block_shape, numpy.float32)
+        block[inner] = part.float().numpy()
+        return block
+
+    def write(self, place, block):
+        part, inner = self._box(place)
+        part.copy_(torch.from_numpy(numpy.ascontiguousarray(block[inner])))
+
+
+class Product:
+    """What warpgroup_mma returns: a product that may not have been computed yet."""
+
+    def __init__(self, a, b, acc, use_acc):
+        self.a, self.b, self.acc, self.use_acc, self.value = a, b, acc, use_acc, None
+        self.began_with = self._read()
+
+    def _read(self):
+        return [x.array.copy() for x in (self.a, self.b) if isinstance(x, Memory)]
+
+    def compute(self):
+        for then, now in zip(self.began_with, self._read(), strict=True):
+            assert numpy.array_equal(then, now, equal_nan=True), "a tile changed while it was read"
+        a = self.a.array if isinstance(self.a, Memory) else values(self.a)
+        product = a.astype(numpy.float64) @ self.b.array.astype(numpy.float64)
+        if self.use_acc:
+            product = product + values(self.acc)
+        self.value = tensor(product.astype(numpy.float32), tl.float32)
+
+
+class Emulator:
+    """A Gluon kernel of a module, and the modules of the same package that it uses, as `kernel[(programs,)](...)`."""
+
+    def __init__(self, kernel, *modules, seed=0):
+        self.arg_names = kernel.arg_names
+        self.random = random.Random(seed)
+        made = {}
+        for module in modules:
+            names = {
+                name: value.fn
+                for name, value in vars(module).items()
+                if isinstance(value, gluon._runtime.GluonJITFunction)
+            }
+            scope = dict(vars(module)) | self._language() | dict(tl=tl)
+            scope |= {name: made[name] for name in scope if name in made}
+            for name, function in names.items():
+                scope[name] = upstream.InterpretedFunction(
+                    types.FunctionType(function.__code__, scope, name, function.__defaults__)
+                )
+                scope[name].fn.__module__ = function.__module__
+            made[module.__name__.split(".")[-1]] = types.SimpleNamespace(
+                **{name: value for name, value in scope.items() if name in names or name in vars(module)}
+            )
+        self.kernel = scope[kernel.fn.__name__]
+        self.kernel.rewrite().__annotations__ = dict.fromkeys(kernel.fn.__annotations__, "constexpr")
+
+    def __getitem__(self, grid):
+        def launch(**arguments):
+            options = {"num_warps", "num_stages", "maxnreg"}
+            arguments = {
+                name: Descriptor(x) if hasattr(x, "block_shape") else x
+                for name, x in arguments.items()
+                if name not in options
+            }
+            with interpreter.quiet():
+                self.kernel[grid](**arguments)
+
+        return launch
+
+    def _language(self):
+        """What stands in a kernel's module for the language that Gluon adds."""
+
+        def allocate_shared_memory(dtype, shape, layout):
+            if dtype == tl.int64:  # barriers
+                array = numpy.empty([int(x) for x in shape], object)
+            else:
+                array = numpy.full([int(x) for x in shape], numpy.nan, numpy.float32)
+            return Memory(array, dtype)
+
+        def warp_specialize(partitions, warps, registers):
+            assert len(partitions) == len(warps) + 1 == len(registers) + 1
+            self.machine = Machine(self.random)
+            self.machine.run([lambda f=f, given=given: f(*given) for f, given in partitions])
+
+        def init(barrier, count):
+            barrier.array[0] = Barrier(count)
+
+        def wait(barrier, phase, pred=True):
+            self.machine.wait()
+            if pred:
+                barrier, phase = barrier.array[0], int(phase)
+                self.machine.wait(lambda: barrier.phase & 1 != phase)
+
+        def arrive(barrier, count=1):
+            barrier.array[0].arrive(count)
+            self.machine.wait()
+
+        def expect(barrier, size):
+            barrier.array[0].bytes += size
+            barrier.array[0].arrive(1)
+
+        def load(desc, place, barrier, result):
+            target, barrier, place = result.array, barrier.array[0], [int(x) for x in place]
+            assert target.shape == tuple(desc.block_type.shape)
+            target[...] = numpy.nan
+
+            def end():
+                target[...] = desc.read(place)
+                barrier.receive(desc.block_type.nbytes)
+
+            self.machine.under_way.append(end)
+            self.machine.wait()
+
+        def store(desc, place, source):
+            assert not _local.dirty, "a store of what no fence has made visible"
+            place = [int(x) for x in place]
+            _local.stores.append(lambda: desc.write(place, source.array))
+            self.machine.wait()
+
+        def store_wait(pendings):
+            while len(_local.stores) > pendings:
+                self.machine.wait(late=True)
+                _local.stores.pop(0)()
+
+        def fence():
+            _local.dirty = False
+
+        def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+            assert is_async and a.dtype == b.dtype and acc.dtype == tl.float32
+            _local.products.append(Product(a, b, acc, use_acc))
+            self.machine.wait()
+            return _local.products[-1]
+
+        def warpgroup_mma_wait(num_outstanding, deps):
+            self.machine.wait(late=True)
+            while len(_local.products) > num_outstanding:
+                product = _local.products.pop(0)
+                assert isinstance(product.a, Memory) or any(x is product.a for x in deps), "registers given up too soon"
+                product.compute()
+            found = [x.value if isinstance(x, Product) else x for x in deps]
+            assert all(x is not None for x in found), "a product that was not waited for"
+            return found[0] if len(found) == 1 else tuple(found)
+
+        def without_layout(function):
+            return lambda *arguments, layout=None: function(*arguments)
+
+        gl = types.SimpleNamespace(
+            constexpr=tl.constexpr,
+            float32=tl.float32,
+            int64=tl.int64,
+            static_range=range,
+            NVMMADistributedLayout=lambda *_: None,
+            DotOperandLayout=lambda **_: None,
+            SliceLayout=lambda *_: None,
+            arange=without_layout(lambda *x: tl.arange(*x)),
+            zeros=lambda shape, dtype, layout: tl.zeros(shape, dtype),
+            full=lambda shape, value, dtype, layout: tl.full(shape, value, dtype),
+            convert_layout=lambda x, layout: x,
+            where=lambda *x: tl.where(*x),
+            maximum=lambda *x: tl.maximum(*x),
+            cdiv=lambda *x: tl.cdiv(*x),
+            program_id=lambda axis: tl.program_id(axis),
+            num_programs=lambda axis: tl.num_programs(axis),
+            allocate_shared_memory=allocate_shared_memory,
+            warp_specialize=warp_specialize,
+        )
+        return dict(
+            gl=gl,
+            mbarrier=types.SimpleNamespace(
+                init=init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None
+            ),
+            tma=types.SimpleNamespace(
+                async_copy_global_to_shared=load, async_copy_shared_to_global=store, store_wait=store_wait
+            ),
+            fence_async_shared=fence,
+            warpgroup_mma=warpgroup_mma,
+            warpgroup_mma_wait=warpgroup_mma_wait,
+        )

@@ -1,0 +1,144 @@
+"""The kernel for Hopper: on such a GPU, and elsewhere as `gluon` has it; when it is taken, and why it is not."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn import backends, configs, hopper, launch, repeat
+from fusedattn.compare import with_gradients
+from fusedattn.configs import Pipeline
+
+from . import cases
+from .cases import Case
+from .close import assert_close
+from .inside import draw, same
+
+if hopper.missing is not None:
+    pytest.skip(hopper.missing, allow_module_level=True)
+
+from fusedattn.kernels.hopper import forward as written
+from fusedattn.kernels.hopper import ring
+
+from . import gluon
+
+SMALL = Pipeline(2, 16, 2)
+PIPELINES = (
+    Pipeline(2, 16, 2, persistent=False),
+    Pipeline(2, 32, 3, ping_pong=True),
+    Pipeline(3, 16, 2),
+    Pipeline(3, 32, 4, persistent=False),
+)
+
+
+def emulate(monkeypatch, module=written, taken=SMALL, multiprocessors=3):
+    """Calls of backend="hopper" on CPU tensors run a module's kernel in tiny blocks; backwards are interpreted."""
+    monkeypatch.setitem(launch.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
+    monkeypatch.setattr(configs, "WARPGROUP_ROWS", 16)
+    monkeypatch.setattr(configs, "HOPPER", dict.fromkeys(configs.HOPPER, (taken,)))
+    monkeypatch.setattr(repeat, "MEETINGS", sys.maxsize)  # what is repeated is compiled
+
+
+@pytest.fixture
+def on(device, monkeypatch):
+    """A device on which the kernel runs."""
+    if device == "cpu":
+        emulate(monkeypatch)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return device
+
+
+def halved(case):
+    return case if case.dtype in (torch.float16, torch.bfloat16) else case._replace(dtype=torch.bfloat16)
+
+
+def takes(case):
+    tensors, options = case.draw()
+    given = [tensors[name] for name in ("query", "key", "value")]
+    return not hopper.reasons(fa.checks.checked(fa.call.Arguments(*given, **options)))
+
+
+NAMED = [case for case in map(halved, cases.SINGLE + cases.SHAPES) if takes(case)]
+MORE = [
+    Case("many blocks", B=2, Hq=4, Hkv=2, Sq=70, Sk=90),
+    Case("many blocks, causal", B=2, Hkv=1, Sq=130, Sk=150, causal=True, grads="out, lse and weights"),
+    Case("more queries than keys", Sq=90, Sk=41, causal=True),
+    Case("more queries than keys, from the top", Sq=90, Sk=41, causal=True, align="top_left"),
+    Case("a window", Hkv=1, Sq=100, Sk=120, window=(20, 5)),
+    Case("a window to the left", Sq=100, Sk=120, window=(3, None)),
+    Case("one query", Sq=1, Sk=77),
+    Case("one key", Sq=40, Sk=1),
+    Case("wider values", Sq=40, Sk=50, D=24, Dv=48),
+    Case("wider queries", Sq=40, Sk=50, D=64, Dv=8),
+]
+
+
+def check(case, device):
+    tensors, options = case.draw(device)
+    got = with_gradients(fa.attention, tensors, options, case.grads, backend="hopper")
+    assert_close(got, tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("case", NAMED + list(map(halved, MORE)), ids=lambda case: case.name)
+def test_a_case_that_it_takes(case, on, poison):
+    check(case, on)
+
+
+@pytest.mark.parametrize("taken", PIPELINES, ids=str)
+@pytest.mark.parametrize("window", [None, (None, 0), (20, 5)], ids=str)
+def test_each_way_to_work(window, taken, device, monkeypatch, poison):
+    if device == "cuda":
+        pytest.skip("test_gpu has those that are compiled")
+    query, key, value = draw("cpu", sq=130, sk=70, dtype=torch.float16)
+    want = fa.attention(query.float(), key.float(), value.float(), window=window, return_lse=True, backend="naive")
+    for multiprocessors in (1, 5):
+        emulate(monkeypatch, taken=taken, multiprocessors=multiprocessors)
+        out, lse = fa.attention(query, key, value, window=window, return_lse=True, backend="hopper")
+        same([out.float(), lse], want, atol=3e-3)
+
+
+# What a slip in the kernel would do to a GPU: each is a line that becomes another.
+SLIPS = {
+    "k is given back while it is read": (
+        "        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))\n        ring.release(shared.k, turn)\n",
+        "        ring.release(shared.k, turn)\n        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))\n",
+        "changed while it was read",
+    ),
+    "v is never given back": ("            ring.release(shared.v, turn - 1)\n", "", "wait for each other"),
+    "v is given back while it is read": (
+        "            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # which reads p where it is\n"
+        "            ring.release(shared.v, turn - 1)\n",
+        "            ring.release(shared.v, turn - 1)\n"
+        "            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))\n",
+        "changed while it was read",
+    ),
+    "p is given up while it is read": ("deps=(next_out, p))", "deps=(next_out, s))", "registers given up too soon"),
+    "the output is not fenced": ("        fence_async_shared()\n        place", "        place", "no fence"),
+    "q is given back before the output left": ("        if not SHARE:", "        if True:", None),
+    "the turn is passed to itself": ("turns.index(1 - g)", "turns.index(g)", "wait for each other"),
+    "the diagonal takes no mask": ("(block >= rest)", "(block > rest)", None),
+    "a tile is used before it is there": ("        ring.wait(shared.k, turn)\n", "", "changed while it was read"),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_found(slip, tmp_path, monkeypatch):
+    """By what stands in for a GPU here; where it does not say so, by a result that is wrong."""
+    before, after, said = SLIPS[slip]
+    text = open(written.__file__).read()
+    assert text.count(before) == 1
+    path = tmp_path / "forward.py"
+    path.write_text(text.replace(before, after))
+    specification = importlib.util.spec_from_file_location("fusedattn.kernels.hopper.slip", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    emulate(monkeypatch, module, SMALL._replace(ping_pong=True))
+    with pytest.raises(Exception, match=said or "'out':|wait for each other"):
+        check(Case("slip", Sq=90, Sk=100, dtype=torch.bfloat16, window=(60, 0)), "cpu")
