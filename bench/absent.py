@@ -1,6 +1,7 @@
 """A GPU that is not there: Triton compiles for it, and what is launched on it does nothing."""
 
 import contextlib
+from typing import NamedTuple
 from unittest import mock
 
 from triton.backends.compiler import GPUTarget
@@ -12,11 +13,17 @@ from fusedattn import backends, launch, repeat
 MULTIPROCESSORS = 132
 
 
+class Encoded(NamedTuple):
+    """What the driver would make of a descriptor: the address of its tensor, and what else it was told."""
+
+    what: tuple
+
+
 class _Utils:
     """What encodes descriptors, by either of its names."""
 
     def fill_tma_descriptor(self, *what):
-        return what
+        return Encoded(what)
 
     fill_tma_descriptor_tiled = fill_tma_descriptor
 

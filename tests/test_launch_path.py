@@ -7,10 +7,11 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import absent, launch_path, rows
 from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn import launch, ops, repeat
+from fusedattn import hopper, launch, ops, recipe, repeat
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
@@ -27,24 +28,40 @@ def test_this_file_without_the_interpreter():
 
 
 class Launches:
-    """What would have been launched: (kernel, grid, arguments), tensors by their number in `given`, or else "made"."""
+    """What would have been launched: (kernel, grid, arguments), tensors by their number in `given`, or else "made".
+
+    Descriptors are what the driver would make of them, and that by the tensor that it is of.
+    """
 
     def __init__(self):
         self.log, self.given = [], []
 
     def load(self, kernel):
         kernel.module = kernel.function = 0
-        kernel._run = lambda *grid_and_all: self.log.append((kernel.hash, grid_and_all))
+        kernel._run = absent.Run(lambda *grid_and_all: self.log.append((kernel, grid_and_all)))
 
     def take(self):
         found, self.log = self.log, []
-        return [(name, said[:6], self._said(said[9:])) for name, said in found]
+        return [(kernel.hash, said[:6], self._said(self._encoded(kernel, said[9:]))) for kernel, said in found]
+
+    def _encoded(self, kernel, arguments):
+        described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+        for value in arguments:
+            if hopper.is_descriptor(value):
+                yield from make_tensordesc_arg(value, next(described))
+            else:
+                yield value
 
     def _said(self, value):
         if isinstance(value, torch.Tensor):
-            numbers = [number for number, x in enumerate(self.given) if x.data_ptr() == value.data_ptr()]
-            return f"given {numbers}" if numbers else "made"
-        return [self._said(x) for x in value] if isinstance(value, tuple) else value
+            return self._whose(value.data_ptr())
+        if isinstance(value, absent.Encoded):
+            return self._whose(value.what[0]), value.what[1:]
+        return value if isinstance(value, (str, int, float, type(None))) else [self._said(x) for x in value]
+
+    def _whose(self, address):
+        numbers = [number for number, x in enumerate(self.given) if x.data_ptr() == address]
+        return f"given {numbers}" if numbers else "made"
 
 
 def results(outcome):
@@ -79,6 +96,49 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
     assert len(long[0]) >= 2 and (len(long[1]) >= 3) == grads
     assert all(other == long for other in others)
     assert {said[3] for _, said, _ in long[0]} == {STREAM}
+
+
+@compiled
+@pytest.mark.parametrize("options", [{}, dict(causal=True, return_lse=True)], ids=["plain", "causal"])
+def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options):
+    """Its descriptors too are those that the long way makes, whatever was at an address before."""
+    seen, said = Launches(), {}
+    with absent.gpu(load=seen.load):
+        for backend in ("triton", "hopper"):
+            for way in ("long", "learned", "repeated", "repeated"):
+                seen.given = inputs = draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16, requires_grad=True)
+                if way == "long":
+                    causal = {name: x for name, x in options.items() if name == "causal"}
+                    run = ops.run_on_hopper if backend == "hopper" else ops.run
+                    out = run(checked(Arguments(*inputs, **causal)), "return_lse" in options, False)[0]
+                else:
+                    found = fa.attention(*inputs, **options, backend=backend)
+                    out = found[0] if isinstance(found, tuple) else found
+                forward = seen.take()
+                seen.given = [*inputs, incoming := torch.ones_like(out)]
+                torch.autograd.grad(out, inputs, incoming)
+                said.setdefault(backend, []).append((forward, seen.take()))
+    for long, *others in said.values():
+        assert all(other == long for other in others)
+    assert said["hopper"][0][1] == said["triton"][0][1]  # its backward is theirs
+    ((name, grid, arguments),) = said["hopper"][0][0]
+    assert name != said["triton"][0][0][0][0] and grid[0] == 4  # one block of rows in each plane
+    assert [x[0] for x in arguments if isinstance(x, tuple)] == ["given [0]", "given [1]", "given [2]", "made"]
+
+
+@compiled
+def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(recipe._Encoded, "MOST", 3)
+    seen = Launches()
+    with absent.gpu(load=seen.load):
+        kept = [draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16) for _ in range(9)]
+        for inputs in kept:
+            fa.attention(*inputs, backend="hopper")
+        (repeated,) = repeat._known.values()
+    (step,) = repeated.forward.steps
+    encoded = [cell.cell_contents for _, place in step.others for cell in place.__closure__ or ()]
+    encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, recipe._Encoded)]
+    assert [len(x.known) <= 3 for x in encoded] == [True] * 4
 
 
 @compiled
