@@ -13,6 +13,7 @@ import functools
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,24 @@ from .timing import Times
 
 CASE = cases.Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
 TINY = cases.Case(1, 1, 1, 8, 8, 8, 8, False, "float32")
-PLAIN, LEARNED = "fa.attention", "fa.attention, with gradients"
-PEERS = {PLAIN: "sdpa", LEARNED: "sdpa, with gradients"}
-GOALS_US = {PLAIN: 12.0, LEARNED: 25.0}
+
+
+class Step(NamedTuple):
+    """A call that is timed, and torch's own beside it."""
+
+    backend: str
+    learned: bool
+    peer: str
+    goal_us: float
+
+
+PLAIN, SDPA, SDPA_LEARNED = "fa.attention", "sdpa", "sdpa, with gradients"
+CALLS = {
+    PLAIN: Step("triton", False, SDPA, 12.0),
+    "fa.attention, with gradients": Step("triton", True, SDPA_LEARNED, 25.0),
+    "fa.attention on Hopper": Step("hopper", False, SDPA, 12.0),
+    "fa.attention on Hopper, with gradients": Step("hopper", True, SDPA_LEARNED, 25.0),
+}
 NEW = "fa.attention of a new kind, as often as it takes to learn it"
 FOUND, RUN, LAUNCHED, WHOLE = "found", "tensors made and kernels launched", "kernels launched", "repeated"
 
@@ -39,17 +55,15 @@ def _inputs(case, learned):
 
 def steps():
     """{what: a closure that does it}, for inside `absent.gpu`: whole calls, and what they consist of."""
-    call = functools.partial(fa.attention, backend="triton")
     found = {}
-    for name, peer in PEERS.items():
-        learned = name == LEARNED
+    for name, (backend, learned, peer, _) in CALLS.items():
         inputs = _inputs(CASE, learned)
         found[peer] = functools.partial(F.scaled_dot_product_attention, *_inputs(TINY, learned))
-        found[name] = functools.partial(call, *inputs)
+        found[name] = functools.partial(fa.attention, *inputs, backend=backend)
         for _ in range(repeat.MEETINGS):
             out = found[name]()
         tensors = *inputs, *(None,) * (TENSORS - len(inputs))
-        numbers = False, None, "bottom_right", None, None, 0.0, False, False, "triton", torch.is_grad_enabled()
+        numbers = False, None, "bottom_right", None, None, 0.0, False, False, backend, torch.is_grad_enabled()
         again = repeat.find(tensors, numbers)
         found[f"{name}: {FOUND}"] = functools.partial(repeat.find, tensors, numbers)
         found[f"{name}: {WHOLE}"] = functools.partial(again, tensors)
@@ -59,7 +73,7 @@ def steps():
     return found | {"backward, and autograd's engine": backward}
 
 
-def measure(each, blocks=50, calls=100):
+def measure(each, blocks=40, calls=100):
     """Times of each of {name: step}: by turns blocks of many calls, so that a busy machine slows all alike."""
     taken = {name: [] for name in each}
     for _ in range(blocks):
@@ -94,20 +108,21 @@ def report(times):
     lines = [
         f"{CASE.name} on a GPU that is not there; torch's own: {TINY.name} on the CPU. Medians of blocks of calls."
     ]
-    for name, peer in PEERS.items():
+    for name, (_, learned, peer, goal) in CALLS.items():
         part = {what: us[f"{name}: {what}"] for what in (FOUND, RUN, LAUNCHED, WHOLE)}
-        lines.append(f"{name}: {us[name]:.1f} us, goal {GOALS_US[name]:g}; {peer}: {us[peer]:.1f} us")
+        lines.append(f"{name}: {us[name]:.1f} us, goal {goal:g}; {peer}: {us[peer]:.1f} us")
         lines += [
             f"    {cost:5.1f}  {what}"
             for what, cost in (
                 ("what repeats it is found: types, addresses, guards in C++", part[FOUND]),
                 ("tensors are made", part[RUN] - part[LAUNCHED]),
                 ("arguments are bound, the kernel's own run is called", part[LAUNCHED]),
-                ("autograd records it and keeps tensors" if name == LEARNED else "results", part[WHOLE] - part[RUN]),
+                ("autograd records it and keeps tensors" if learned else "results", part[WHOLE] - part[RUN]),
                 ("Python's call of many arguments, and the rest", us[name] - part[FOUND] - part[WHOLE]),
             )
         ]
-    alone = [name for name in us if name not in PEERS.values() and name not in PEERS and ":" not in name]
+    peers = {step.peer for step in CALLS.values()}
+    alone = [name for name in us if name not in peers and name not in CALLS and ":" not in name]
     return "\n".join([*lines, *(f"{name}: {us[name]:.1f} us" for name in alone)])
 
 
@@ -119,7 +134,8 @@ def main(arguments=None):
     times = measured()
     for name, each in times.items():
         ours = "sdpa" not in name
-        provider, case = ("fusedattn:triton", CASE) if ours else ("sdpa", TINY)
+        backend = "hopper" if "Hopper" in name else "triton"
+        provider, case = (f"fusedattn:{backend}", CASE) if ours else ("sdpa", TINY)
         said = "threads=1 " + ("absent " if ours else "") + name.replace(",", "").replace(":", "").replace(" ", "-")
         columns = dict(ms_p20=each.p20, ms_p50=each.p50, ms_p80=each.p80)
         writer.write(rows.row(machine, "host", provider, case, options=said, **columns))

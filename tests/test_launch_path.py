@@ -246,9 +246,10 @@ def test_the_host_takes_little_time():
     for _ in range(3):  # where other work runs, a measurement may say nothing; a slow path is slow in all of them
         times = launch_path.measured()
         us = {name: 1e3 * each.p20 for name, each in times.items()}
-        slower = {name: max(1.0, us[peer] / UNDISTURBED_US[peer]) for name, peer in launch_path.PEERS.items()}
+        steps = launch_path.CALLS.items()
+        slower = {name: max(1.0, us[step.peer] / UNDISTURBED_US[step.peer]) for name, step in steps}
         found.append({name: us[name] / slower[name] for name in slower})
-        if all(found[-1][name] < goal for name, goal in launch_path.GOALS_US.items()):
+        if all(found[-1][name] < step.goal_us for name, step in steps):
             break
     else:
         pytest.fail(f"us of a call, on a machine that nothing disturbs: {found}")
@@ -262,6 +263,6 @@ def test_times_are_written_as_rows(tmp_path, monkeypatch, capsys):
     assert launch_path.main(["--csv", str(tmp_path / "a.csv"), "--commit", "abc"]) == 0
     written = rows.read(tmp_path / "a.csv")
     assert {(row.mode, row.commit, row.status, row.ms_p50) for row in written} == {("host", "abc", "ok", 2.0)}
-    assert {row.provider for row in written} == {"sdpa", "fusedattn:triton"}
+    assert {row.provider for row in written} == {"sdpa", "fusedattn:triton", "fusedattn:hopper"}
     assert len({row.options for row in written}) == len(written)
     assert not repeat._known
