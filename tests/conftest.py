@@ -74,6 +74,11 @@ def poison(monkeypatch):
 
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+    if importlib.util.find_spec("triton"):
+        from fusedattn import recipe
+
+        for name, make in recipe.EMPTY.items():
+            monkeypatch.setitem(recipe.EMPTY, name, poisoned(make))
 
 
 @pytest.fixture
