@@ -21,7 +21,6 @@ from triton.runtime.driver import driver
 from . import hopper, launch
 from .kernels.tiles import View
 
-
 # Of (shape, strides, dtype), on the device that is current: in half the time that a tensor's own method takes.
 EMPTY = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}
 
