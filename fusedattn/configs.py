@@ -40,6 +40,7 @@ WARPGROUP_ROWS = 64
 # By how many warpgroups multiply: registers of a thread when it starts, then of those that multiply, and of the one
 # that copies. What is asked for then, over all, must not pass what there was: it would wait for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
+FEW_ROWS = 64  # no more than these take no larger tile; as many of several heads may share one
 L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their planes are worked on
 
 # By width: the first is taken, the others are what to time it against. None has been timed.
@@ -77,6 +78,7 @@ TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("forward", 90, 2, 128): (Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
     ("forward", 90, 2, 256): (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
@@ -86,6 +88,7 @@ TABLE = {
     ("dq", 80, 2, 64): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 128): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dq", 90, 2, 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     ("dq", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
@@ -95,6 +98,7 @@ TABLE = {
     ("dkdv", 80, 2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(64, 64, 8, 2, spills=8), Tile(32, 64, 4, 2)),  # at D = 80, by triton 3.6.0
     ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+    ("dkdv", 86, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
     ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
     # dk and dv alone are half of the registers. 32 x 128 does not spill, and takes 30% more instructions a row.
     ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192), Tile(32, 64, 4, 2)),
@@ -139,6 +143,7 @@ RICH = {
     ("forward", 90, 2, 256): (Tile(128, 32, 8, 1, spills=60), Tile(32, 32, 4, 2)),
     ("dq", 80, 2, 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2, spills=32), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2, spills=24), Tile(32, 32, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     ("dkdv", 80, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
@@ -149,8 +154,8 @@ RICH = {
 
 
 def architecture(capability):
-    """Whose rows of the table a GPU takes: 86, 89 and 120 have little shared memory and no wgmma; 100 has both."""
-    return 90 if 90 <= capability < 120 else 80
+    """Whose rows of the table a GPU takes first: 86, 89 and 120 have little shared memory, 90 and 100 have much."""
+    return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
 def grain(capability):
@@ -181,7 +186,7 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
         width: the wider of D and Dv.
         load: what else needs registers: "plain" nothing, "masked" a mask of pairs, "rich" a bias, slopes, a cap or
             dropout.
-        narrow: whether the band of the call is, as the function of that name has it.
+        narrow: whether the band of the call is, as the function of that name has it, or its rows are few.
     """
     if capability is None:
         return INTERPRETED[kernel]

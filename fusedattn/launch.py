@@ -72,7 +72,7 @@ def capability(device):
 @functools.cache
 def multiprocessors(device):
     """How many there are."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def grain(device):
@@ -102,8 +102,9 @@ if hopper.kernel is not None:
 
 def _kind(name, call):
     query, value = call.query, call.value
-    widest, band = max(width.fn(query.shape[3]), width.fn(value.shape[3])), configs.narrow(call.left, call.right)
-    return name, _device(query), query.dtype, widest, _load(call), band
+    few = query.shape[2] <= configs.FEW_ROWS and name in ("forward", "dq")
+    widest, narrow = max(width.fn(query.shape[3]), width.fn(value.shape[3])), configs.narrow(call.left, call.right)
+    return name, _device(query), query.dtype, widest, _load(call), narrow or few
 
 
 def _load(call):
@@ -269,24 +270,28 @@ def _forward_on_hopper(out, lse, stats, call):
         out.copy_(target)
 
 
+def _forward(out, lse, stats, call):
+    """`forward` without weights, by the kernel for every GPU."""
+    if views.packs(call, out) and call.query.shape[0] * call.key.shape[1] >= multiprocessors(_device(call.query)):
+        call, out = views.packed(call, out)
+    batch, heads, rows, _ = views.sizes(call)
+    _launch(
+        "forward",
+        call,
+        lambda tile: cdiv(rows, tile.rows) * batch * heads,
+        views.common(call) | dict(Out=views.of(out), Lse=lse, Stats=stats),
+        lists=_lists(call, *_marked(call)),
+    )
+
+
 def forward(out, lse, weights, stats, call: Call, on_hopper: bool = False):
     """Fill out and, unless None, lse, weights and stats; weights need stats.
 
     on_hopper: out, lse and stats by the kernel for Hopper, which must have no reason not to take the call.
     """
-    batch, heads, rows, keys = views.sizes(call)
-    common = views.common(call)
-    if on_hopper:
-        _forward_on_hopper(out, lse, stats, call)
-    else:
-        _launch(
-            "forward",
-            call,
-            lambda tile: cdiv(rows, tile.rows) * batch * heads,
-            common | dict(Out=views.of(out), Lse=lse, Stats=stats),
-            lists=_lists(call, *_marked(call)),
-        )
+    (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
+        (batch, heads, rows, keys), common = views.sizes(call), views.common(call)
         arguments = {name: common[name] for name in common if name not in ("V", "DV")}
         _launch(
             "weights",

@@ -2,6 +2,7 @@
 
 import torch
 
+from . import configs
 from .kernels.dropout import noise
 from .kernels.masks import Masks
 from .kernels.scores import score
@@ -84,3 +85,34 @@ def common(call):
         PRECISION=precision(query.dtype),
         **band(call),
     )
+
+
+def _merges(tensor):
+    """Whether the rows of one head lie behind those of the head before, all equally far apart."""
+    return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
+
+
+def packs(call, out):
+    """Whether the query heads of a kv head can be rows of one head: few rows, that differ in nothing but the query."""
+    (_, heads, rows, keys), kv_heads = sizes(call), call.key.shape[1]
+    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.marks
+    pairs = [x for x in (call.mask, call.bias) if x is not None]
+    return (
+        kv_heads < heads
+        and rows * (heads // kv_heads) <= configs.FEW_ROWS
+        and all(x is None for x in each_head)
+        and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
+        and (call.left is None or call.left >= keys + rows)
+        and (call.right is None or call.shift + call.right >= keys - 1)
+        and _merges(call.query)
+        and _merges(out)
+    )
+
+
+def packed(call, out):
+    """(the call that it then is, its output): keys and values are read once for all these heads."""
+
+    def rows(tensor):
+        return tensor.unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)
+
+    return call._replace(query=rows(call.query), left=None, right=None), rows(out)

@@ -22,7 +22,7 @@ CORE = {
     "reference": {"call", "checks", "layout", "philox"},
     "configs": set(),
     "interpreter": set(),
-    "views": {"kernels"},
+    "views": {"configs", "kernels"},
     "hopper": {"call", "configs", "kernels", "views"},
     "launch": {"call", "configs", "hopper", "interpreter", "kernels", "views"},
     "recipe": {"hopper", "kernels", "launch"},
