@@ -89,6 +89,21 @@ def test_without_triton_the_reason_says_so():
     assert "takes naive" in said and said.count("Triton is not installed") == 3
 
 
+def test_a_triton_without_gluon_has_the_other_kernels_and_no_warning(device):
+    if device != "cpu":
+        pytest.skip("about what is imported")
+    program = (
+        "import sys; sys.modules['triton.experimental.gluon.language.nvidia.hopper'] = None\n"
+        "import torch, fusedattn as fa\n"
+        "x = torch.randn(1, 1, 3, 8, dtype=torch.bfloat16)\n"
+        "print(fa.attention(x, x, x, backend='triton').shape, fa.explain(x, x, x, backend='triton'))\n"
+        "try: fa.attention(x, x, x, backend='hopper')\n"
+        "except NotImplementedError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    assert "takes triton" in done.stdout and done.stdout.count("this version of Triton lacks") == 2 and not done.stderr
+
+
 def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
     if device != "cpu":
         pytest.skip("about CPU tensors")
