@@ -55,15 +55,15 @@ run_tests() { # NAME SECONDS KILL ARGUMENT...: sets status
     status=$?
     tail -n 15 "$OUT/$name.log" | cut -c 1-200
 }
-run_tests tests 150 10 tests --ignore=tests/test_hopper.py --ignore=tests/test_gpu_hopper.py
+run_tests tests 145 10 tests --ignore=tests/test_hopper.py --ignore=tests/test_gpu_hopper.py
 [ $status = 0 ] || failed+="the tests ended with status $status (124: their time was over); "
 grep -q '[0-9] passed' "$OUT/tests.log" || failed+="no test passed; "
 
 # A kernel that waits for ever heeds no signal but KILL, so these are a process of their own. With pytest-xdist a test
 # that takes too long ends its worker alone, and is one that failed.
 say "tests of the kernel for Hopper"
-run_tests hopper-tests 60 5 tests/test_hopper.py tests/test_gpu_hopper.py --junitxml="$OUT/hopper-tests.xml" \
-    -o faulthandler_timeout=25 -o faulthandler_exit_on_timeout=true
+run_tests hopper-tests 75 5 tests/test_gpu_hopper.py --junitxml="$OUT/hopper-tests.xml" \
+    -o faulthandler_timeout=30 -o faulthandler_exit_on_timeout=true
 if [ -n "$hopper" ]; then
     [ $status = 0 ] || failed+="the tests of the kernel for Hopper ended with status $status (124, 137: their time was over); "
     grep -q '[0-9] passed' "$OUT/hopper-tests.log" || failed+="no test of the kernel for Hopper passed; "
@@ -107,10 +107,10 @@ once() { # NAME SECONDS: one that is short, and has no budget
 
 small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "tiny-")')
 # What failed or waited for ever in this very run is not timed.
-timings hopper 335 5 hopper ${hopper:+--tests "$OUT/hopper-tests.xml"}
-timings attention 415 20 attention
-timings options 450 12 options
-timings skipping 470 10 skipping --cases "${small}skipping"
+timings hopper 345 15 hopper ${hopper:+--tests "$OUT/hopper-tests.xml"}
+timings attention 420 20 attention
+timings options 452 12 options
+timings skipping 471 10 skipping --cases "${small}skipping"
 timings small 482 5 small
 once minilm 19
 once module 15

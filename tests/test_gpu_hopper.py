@@ -1,7 +1,7 @@
 """What only a Hopper GPU can show of its kernel: each pipeline, races, descriptors, graphs, streams.
 
-gpu.sh runs these in a process of their own, with test_hopper's: a kernel whose barriers are wrong waits for ever. The
-pipelines that it then times are those whose name stands in no test that failed.
+gpu.sh runs these in a process of their own: a kernel whose barriers are wrong waits for ever. The pipelines that it then
+times are those whose name stands in no test that failed.
 """
 
 import sys
@@ -16,8 +16,9 @@ from fusedattn.bench.providers import pipeline_name
 
 import fusedattn as fa
 from fusedattn import configs, hopper, launch, repeat
-from fusedattn.compare import with_gradients
+from fusedattn.compare import INPUTS, in_float64, with_gradients
 from fusedattn.configs import HOPPER
+from fusedattn.tolerance import verdicts
 
 from .cases import Case
 from .close import assert_close
@@ -66,6 +67,20 @@ def inputs_of(device, batch=2, heads=4, kv_heads=2, rows=300, keys=421, dim=64):
     return [normal(device, batch, count, length, dim) for count, length in ((heads, rows), *((kv_heads, keys),) * 2)]
 
 
+def check_forward(case, device):
+    """`check` without the backward, which is that of every GPU and takes long to compile."""
+    tensors, options = case.draw(device)
+    given = {name: tensors[name] for name in INPUTS}
+    wide = in_float64(given)
+    with torch.no_grad():
+        got, eager, oracle = (
+            dict(zip(("out", "lse"), function(**x, **options, return_lse=True), strict=True))
+            for function, x in ((attend, given), (fa.reference.eager, given), (fa.reference.attention, wide))
+        )
+    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=NAMES)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch, poison):
@@ -98,7 +113,7 @@ def test_every_pipeline_gives_the_same_bits(causal, width, taken, cuda, monkeypa
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dimensions(causal, number, cuda, poison):
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
-    check(Case("dims", B=2, Hq=6, Hkv=3, Sq=257, Sk=331, dtype=HALF[number % 2], causal=causal, **dims), cuda)
+    check_forward(Case("dims", B=2, Hq=4, Hkv=2, Sq=257, Sk=331, dtype=HALF[number % 2], causal=causal, **dims), cuda)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -107,7 +122,9 @@ def test_lengths(lengths, dim, cuda, poison):
     rows, keys = lengths
     for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
         options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
-        check(Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options), cuda)
+        check_forward(
+            Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options), cuda
+        )
 
 
 OPTIONS = {
@@ -120,6 +137,7 @@ OPTIONS = {
     "right window": dict(window=(None, 130)),
     "window of itself": dict(window=(0, 0)),
     "scale 1": dict(scale=1.0, spread=0.3),
+    "scale 0": dict(scale=0.0),
     "negative scale": dict(scale=-0.1),
     "peaked": dict(spread=4.0),
     "weights": dict(grads="out, lse and weights", causal=True),
@@ -129,16 +147,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
 def test_options(name, dim, cuda, poison):
-    case = Case(name, B=2, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[len(name) % 2])
-    if "scale" in name:
-        tensors, options = case._replace(**OPTIONS[name]).draw(cuda)
-        if hopper.reasons(fa.checks.checked(fa.call.Arguments(*list(tensors.values())[:3], **options))):
-            with pytest.raises(NotImplementedError, match="scale"):
-                attend(*list(tensors.values())[:3], **options)
-            return
-    check(case._replace(**OPTIONS[name]), cuda)
+    sizes = dict(B=2, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[0])
+    check(Case(name)._replace(**sizes | OPTIONS[name]), cuda)
 
 
 @pytest.mark.parametrize("dim", [56, 64, 128])
