@@ -29,6 +29,16 @@ BROKEN = 3  # exit status: the GPU takes no more work from this process; start a
 BREAKS = 2  # how often a provider may do that in one mode before it is not tried again
 
 
+_LATE = frozenset(cases.MORE)
+
+
+def tier(case, name):
+    """When a provider is measured on a case: those of 0 first, in the order of the cases."""
+    if case.options:
+        return SLOW.get(name, 0)
+    return TIERS.get(name, 0) + (2 if case in _LATE else 0)
+
+
 class Question(NamedTuple):
     """What a file asks of this engine: in words, which modes, which table of cases on a GPU and without one."""
 
@@ -38,23 +48,16 @@ class Question(NamedTuple):
     on_cpu: str = "tiny"
     shown: Callable[[Sequence], str] = table.text  # the answer, from rows
     providers: Callable[[str], list] = providers.usual  # of a device
+    tier: Callable = tier
 
 
 QUESTION = Question(__doc__)
 
 
-def units(chosen, names):
+def units(chosen, names, tier=tier):
     """(case, provider) in the order of importance: the fast providers through all cases, then the next."""
-    late = set(cases.MORE)
-    work = [(case, name) for case in chosen for name in names]
-
-    def tier(unit):
-        case, name = unit
-        if case.options:
-            return SLOW.get(name, 0)
-        return TIERS.get(name, 0) + (2 if case in late else 0)
-
-    return sorted(work, key=tier)
+    work = [(case, name) for case in chosen for name in names if providers.concerns(name, case)]
+    return sorted(work, key=lambda unit: tier(*unit))
 
 
 def _is_ours(name, label):
@@ -138,10 +141,10 @@ def status(error):
     return "unsupported: " + text.strip().partition("\n")[0][:300]
 
 
-def run(chosen, names, modes, device, writer, machine, budget=None, budget_ms=100.0, resume=False):
+def run(chosen, names, modes, device, writer, machine, budget=None, budget_ms=100.0, resume=False, tier=tier):
     """Measure; True if all of it was, False if the budget ended first, None if the GPU broke down."""
     deadline = time.monotonic() + (budget if budget else float("inf"))
-    work = units(chosen, names)
+    work = units(chosen, names, tier)
     before = table.last_run(writer.rows) if resume else []
     drawn = tensors = truth = None
     for number, (case, name) in enumerate(work):
@@ -179,7 +182,7 @@ def _list(text):
 
 def main(arguments=None, question=QUESTION):
     words = command.parser(question.doc)
-    known = [*providers.PROVIDERS, *providers.ASIDE, "fusedattn:BACKEND"]
+    known = [*providers.PROVIDERS, *providers.ASIDE, "fusedattn:BACKEND", "fusedattn:hopper/PIPELINE"]
     words.add_argument(
         "--cases", choices=cases.TABLES, help=f"default: {question.on_gpu} on a GPU, {question.on_cpu} without"
     )
@@ -204,9 +207,8 @@ def main(arguments=None, question=QUESTION):
         machine["date"] = writer.rows[-1].date
     _say(", ".join(f"{name} {value}" for name, value in machine.items() if value))
     chosen = cases.TABLES[options.cases or (question.on_gpu if on_gpu else question.on_cpu)]
-    done = run(
-        chosen, names, options.modes, options.device, writer, machine, options.budget, options.repeat_ms, options.resume
-    )
+    budget = options.budget, options.repeat_ms
+    done = run(chosen, names, options.modes, options.device, writer, machine, *budget, options.resume, question.tier)
     print(question.shown(writer.rows))
     return BROKEN if done is None else 0
 

@@ -140,6 +140,15 @@ MORE = [
     *(_long(4096, dim, False, "float32") for dim in (64, 128)),
 ]
 
+# What the goals of the forward for Hopper speak of, the most telling first.
+HOPPER = [
+    _long(length, dim, causal, "bfloat16")
+    for lengths in ((4096, 16384), (2048, 8192, 1024, 512))
+    for dim in (128, 64, 256)
+    for length in lengths
+    for causal in (False, True)
+]
+
 # For a CPU, and to see that the benchmark itself works.
 TINY = [
     Case(1, 2, 2, 64, 64, 16, 16, False, "float32"),
@@ -207,6 +216,9 @@ TINY_OPTIONS = [
     Case(*_SHAPE, False, "float32", "padding=0.5"),
     Case(*_SHAPE, True, "float32", "weights"),
 ]
+TINY_HOPPER = [
+    Case(1, 1, 1, 16, 16, dim, dim, causal, "bfloat16") for dim in (128, 64, 256) for causal in (False, True)
+]
 TINY_SKIPPING = [
     Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
     for options in ("padding=0.5", "documents=3", "window=64,0")
@@ -223,12 +235,14 @@ TABLES = {
     "more": MORE,
     "all": LONG + MORE,
     "options": OPTIONS,
+    "hopper": HOPPER,
     "skipping": SKIPPING,
     "small": SMALL,
     "module": MODULE,
     "few": FEW,
     "tiny": TINY,
     "tiny-options": TINY_OPTIONS,
+    "tiny-hopper": TINY_HOPPER,
     "tiny-skipping": TINY_SKIPPING,
     "tiny-small": TINY_SMALL,
     "tiny-module": TINY_MODULE,

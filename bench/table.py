@@ -212,7 +212,7 @@ def peaks(written):
     return "\n".join([*lines, _memory(written)])
 
 
-def _others(written):
+def others(written):
     """What did not end well, counted, with a reason each."""
     lines = []
     for provider in dict.fromkeys(row.provider for row in written):
@@ -230,7 +230,7 @@ def text(written):
     first = written[0]
     lines = [
         f"{first.gpu}, torch {first.torch}, triton {first.triton}, commit {first.commit}, {first.date}",
-        *_others(written),
+        *others(written),
         *_options(written),
     ]
     if _plain(written):

@@ -33,10 +33,8 @@ def _copied(tensor: Tensor) -> bool:
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies where the copy engine can find it; to the compiler, if it begins where its memory does."""
-    if torch.compiler.is_compiling():
-        return tensor.storage_offset() % 8 == 0
-    return tensor.data_ptr() % 16 == 0
+    """Whether a tensor lies where the copy engine can find it; the compiler cannot ask, and is told so."""
+    return torch.compiler.is_compiling() or tensor.data_ptr() % 16 == 0
 
 
 def reasons(call: Call) -> list[str]:

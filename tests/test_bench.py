@@ -68,12 +68,14 @@ def test_what_cannot_run_is_a_row_that_says_why(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("too much")
 
     monkeypatch.setitem(providers.PROVIDERS, "broken", broken)
-    named = "flex,fusedattn:triton,sdpa:flash,broken"
+    named = "flex,fusedattn:triton,fusedattn:hopper,sdpa:flash,broken"
     monkeypatch.setattr(fa.backends, "BACKENDS", fa.backends.BACKENDS | {"triton": _never})
     found = run(tmp_path / "a.csv", "--modes", "forward", "--providers", named)
     statuses = {(row["provider"], row["Dv"]): row["status"] for row in found}
     assert statuses["flex", "16"] == "unsupported: compiled for CUDA only in this benchmark"
     assert statuses["fusedattn:triton", "16"] == "unsupported: it is a test"
+    reasons = "unsupported: the tensors are on the CPU", "unsupported: Gluon, the language of its kernel, has no"
+    assert statuses["fusedattn:hopper", "16"].startswith(reasons)
     assert "same last dimension" in statuses["sdpa:flash", "8"]  # what torch said, not only that no kernel is there
     assert statuses["broken", "16"] == "oom"
     assert statuses["sdpa:flash", "16"] == "ok"

@@ -104,6 +104,21 @@ def test_each_way_to_work(window, taken, device, monkeypatch, poison):
         same([out.float(), lse], want, atol=3e-3)
 
 
+def test_it_compiles_whole(on):
+    """What lies where the copy engine cannot read it is then copied."""
+    inputs = draw(on, dtype=torch.float16)
+    odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
+    compiled = torch.compile(
+        lambda *inputs: fa.attention(*inputs, causal=True, return_lse=True, backend="hopper"),
+        fullgraph=True,
+        backend="eager",
+    )
+    want = fa.attention(*inputs, causal=True, return_lse=True, backend="hopper")
+    assert all(x.data_ptr() % 16 for x in odd)
+    same(compiled(*inputs), want, atol=0)
+    same(compiled(*odd), want, atol=0)
+
+
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "k is given back while it is read": (
