@@ -33,12 +33,12 @@ CLOCKS = ("tensor", "issue", "exp2", "fma", "alu", "shared", "l2")
 
 def _row(row, report):
     gpu, most = bounds.GPUS[row.capability], SHARED[row.capability]
-    blocks = bounds.blocks(gpu, report.registers, report.shared, row.tile.warps, most)
-    used = f"{report.registers:>4} {report.spills:>6} {report.shared:>6} {blocks:>6} {blocks * row.tile.warps:>5}"
+    blocks = bounds.blocks(gpu, report.registers, report.shared, row.warps, most)
+    used = f"{report.registers:>4} {report.spills:>6} {report.shared:>6} {blocks:>6} {blocks * row.warps:>5}"
     if report.loop is None:
         return f"{row}{used}     -"
     mix = sass.mix(report.loop)
-    found = bounds.bound(report.loop, row.capability, row.tile.warps, row.dim / width.fn(row.dim))
+    found = bounds.bound(report.loop, row.capability, row.turning, row.dim / width.fn(row.dim))
     kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in mix.items())
     clocks = " ".join(f"{found.clocks[name]:>{max(5, len(name))}.0f}" for name in CLOCKS)
     bound = f"{found.limit:>6} {found.overlapped:>7.0f} {found.serial:>6.0f}"
@@ -46,7 +46,7 @@ def _row(row, report):
 
 
 def _columns():
-    row = f"{'kernel':12}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':15}"
+    row = f"{'kernel':12}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':17}"
     kinds = " ".join(f"{kind:>{max(4, len(kind))}}" for kind in sass.KINDS)
     clocks = " ".join(f"{name:>{max(5, len(name))}}" for name in CLOCKS)
     return f"{row}regs spills shared blocks warps  loop {kinds}  {clocks}   bound overlap serial"

@@ -27,7 +27,7 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 # together it may also wait for each wgmma in turn.
 EXTRA_SPILLS = 768
 
-HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':15}" + " ".join(
+HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
 )
 
