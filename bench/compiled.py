@@ -204,7 +204,7 @@ def compile_row(row, read=False, heads=None):
         spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
         shared=compiled.metadata.shared,
         # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
-        serialized=waits > asked or re.search(r"\bC75\d\d\b", log) is not None,
+        serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", log) is not None,
         counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
         loop=min(turns, key=len, default=None),
         seconds=seconds,

@@ -4,13 +4,14 @@ import itertools
 import re
 from typing import NamedTuple
 
-from .sass import operation
+from .sass import kind, operation
 
-_ENDS = re.compile(r"EXIT|RET|KILL")
-_ANYWHERE = re.compile(r"BRX|JMX")
 _JUMPS = re.compile(r"BRA|JMP|CALL")
+_ANYWHERE = re.compile(r"BRX|JMX")
+_ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
+_LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # unless under a condition
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that there is multiplies the matrices
-_WAIT = "SYNCS.PHASECHK"  # on a barrier in shared memory
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of what is not there for a mask
 
 
 class Block(NamedTuple):
@@ -25,51 +26,61 @@ def _conditional(text):
     return text.startswith("@") or "," in text
 
 
-def blocks(sass):
-    """The Blocks of a kernel, the first is where it begins; () of text without instructions.
-
-    A jump to an address that a table holds may lead to whatever nothing else leads to. A call may lead to its function,
-    and on.
-    """
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.M)]
-    if any(at >= following for (at, _), (following, _) in zip(code, code[1:], strict=False)):
-        raise ValueError("more than one function in the compiled code, so addresses do not tell where a jump leads")
-    ends, targets = set(), {}  # by index of the instruction: after which a block ends, and where it may jump
+def _linked(code):
+    """Blocks of [(address, instruction)], less what follows a jump to an address that a table holds."""
     index = {at: i for i, (at, _) in enumerate(code)}
-    for i, (_, text) in enumerate(code):
-        name = operation(text)
-        if _JUMPS.match(name):
-            targets[i] = index[int(re.findall(r"0x([0-9a-f]+)", text)[-1], 16)]
-        if _JUMPS.match(name) or _ENDS.match(name) or _ANYWHERE.match(name):
-            ends.add(i)
-    starts = sorted({0} | {i + 1 for i in ends if i + 1 < len(code)} | set(targets.values())) if code else []
+    targets = {
+        i: index[int(re.findall(r"0x([0-9a-f]+)", text)[-1], 16)]
+        for i, (_, text) in enumerate(code)
+        if _JUMPS.match(operation(text))
+    }
+    last = [i for i, (_, text) in enumerate(code) if i in targets or _ENDS.match(operation(text))]
+    starts = sorted({0, *(i + 1 for i in last), *targets.values()} - {len(code)})
     number = {start: n for n, start in enumerate(starts)}
-    found = []
     for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
-        text, name = code[stop - 1][1], operation(code[stop - 1][1])
-        goes_on = stop - 1 not in ends or name.startswith("CALL") or _conditional(text)
+        text = code[stop - 1][1]
+        goes_on = not _LEAVES.match(operation(text)) or _conditional(text)
         after = [number[stop]] if goes_on and stop < len(code) else []
         after += [number[targets[stop - 1]]] if stop - 1 in targets else []
-        found.append(Block(tuple(text for _, text in code[start:stop]), tuple(after)))
-    free, reached = [], set()
-    for n in range(len(found)):
+        yield Block(tuple(text for _, text in code[start:stop]), tuple(after))
+
+
+def _unled(blocks):
+    """First blocks of what no way from the first block leads to, in their order."""
+    found, reached = [], set()
+    for n in range(len(blocks)):
         if n not in reached:
-            free.append(n)
+            found.append(n)
             left = [n]
             while left:
                 each = left.pop()
                 if each not in reached:
                     reached.add(each)
-                    left += found[each].after
-    unled = tuple(free[1:])
+                    left += blocks[each].after
+    return tuple(found[1:])
+
+
+def blocks(sass):
+    """The Blocks of a kernel, the first is where it begins; () of text without instructions.
+
+    A jump to an address that a table holds may lead to whatever else nothing leads to. A call leads to its function,
+    and on.
+    """
+    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.M)]
+    if any(at >= following for (at, _), (following, _) in zip(code, code[1:], strict=False)):
+        raise ValueError("more than one function in the compiled code, so addresses do not tell where a jump leads")
+    if not code:
+        return ()
+    found = tuple(_linked(code))
+    unled = _unled(found)
     return tuple(
         block._replace(after=block.after + unled) if _ANYWHERE.match(operation(block.code[-1])) else block
         for block in found
     )
 
 
-def before(blocks):
-    """For each of the Blocks, the indices of those that it may follow."""
+def _before(blocks):
+    """For each block, those that it may follow."""
     found = [[] for _ in blocks]
     for n, block in enumerate(blocks):
         for follower in block.after:
@@ -98,7 +109,7 @@ def loops(blocks):
     """{first block: all blocks} of each loop, by index: those that a way back to the first leads through."""
     if not blocks:
         return {}
-    previous = before(blocks)
+    previous = _before(blocks)
     dominators, found = _dominators(blocks, previous), {}
     for n, block in enumerate(blocks):
         for head in block.after:
@@ -113,14 +124,11 @@ def loops(blocks):
 
 
 def _turn(blocks, head, body, inner):
-    """Instructions of the way once around a loop that has the most waits outside of `inner`, then the shortest.
-
-    Nothing is masked on it, and a wait for what comes next is not skipped as it is in the last turn.
-    """
+    """Instructions of the way once around a loop that has the most effects outside of `inner`, then the shortest."""
     best = {}
 
     def find(n):
-        """(waits less, instructions, next block) of the best way from a block to the head; None if there is none."""
+        """(less the effects, instructions, next block) of the best way from a block to the head; None without one."""
         if n not in best:
             best[n] = None  # while it is being found: a way through it again is no way
             ways = [
@@ -129,10 +137,10 @@ def _turn(blocks, head, body, inner):
                 if follower == head or (follower in body and find(follower) is not None)
             ]
             if ways:
-                waits, length, follower = min(ways)
+                effects, length, follower = min(ways)
                 if n not in inner:
-                    waits -= sum(operation(text).startswith(_WAIT) for text in blocks[n].code)
-                best[n] = waits, length + len(blocks[n].code), follower
+                    effects -= sum(kind(text) in _EFFECTS for text in blocks[n].code)
+                best[n] = effects, length + len(blocks[n].code), follower
         return best[n]
 
     find(head)
@@ -146,8 +154,8 @@ def _turn(blocks, head, body, inner):
 def turns(sass):
     """One turn of each loop that multiplies matrices and has none inside that does, but for those with few products.
 
-    Where masks are a matter of a branch it is a turn without: the shortest way through the loop, though not past a wait
-    on a barrier.
+    Where masks are a matter of a branch it is a turn without, and what only some of the warps store, or wait for in all
+    turns but the last, is in it: of the ways around that store, copy, wait and multiply the most, it is the shortest.
     """
     code = blocks(sass)
     names = [[operation(text) for text in block.code] for block in code]
