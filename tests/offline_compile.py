@@ -75,7 +75,7 @@ def _faults_on_hopper(row, report, committed):
         if not 0 < under == exponentials:
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
         if committed is not None and abs(len(turn) - committed) > DRIFT * committed:
-            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {committed} in {TABLE.name}"
+            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {committed} as committed"
 
 
 def _hopper_table():
