@@ -95,9 +95,12 @@ def _l2_bytes(instruction):
     return _moved(name) if name.startswith("LDGSTS") else 32 if name.startswith("LDG.") else 0
 
 
-def bound(loop, capability, warps, useful=1.0):
-    """The Bound of a loop that so many warps of a block walk; useful is the share of its operations that is no padding.
+def bound(loop, capability, warps, useful=1.0, copied=0):
+    """The Bound of a loop that so many warps of a block walk.
 
+    Args:
+        useful: the share of its operations that is no padding.
+        copied: bytes that another warp of the block brings into shared memory for each turn.
     Raises: ValueError if no tensor core works in it: what its products are is then not to be told from the rest.
     """
     gpu, kinds = GPUS[capability], sass.mix(loop)
@@ -116,6 +119,8 @@ def bound(loop, capability, warps, useful=1.0):
         l2=sum(map(_l2_bytes, loop)) / (L2_BYTES / gpu.multiprocessors),
     )
     clocks = {name: warps * each_warp for name, each_warp in each.items()}
+    clocks["shared"] += copied / SHARED_BYTES
+    clocks["l2"] += copied / (L2_BYTES / gpu.multiprocessors)
     work = warps * useful * sum(flops for flops, *_ in products) * gpu.multiprocessors * gpu.ghz / 1e3
     most = max(clocks.values())
     serial = clocks["tensor"] + max(clocks[name] for name in ("issue", "exp2", "fma", "alu"))

@@ -17,11 +17,11 @@ from unittest import mock
 import torch
 import triton
 
-from fusedattn import configs, launch, ops
+from fusedattn import configs, hopper, launch, ops
 from fusedattn.call import DIFFERENTIABLE, Call
 
-from . import absent
-from .sass import disassemble, main_loop
+from . import absent, flow, hazards
+from .sass import disassemble
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
 SMALLEST = min(SHARED.values())
@@ -71,17 +71,31 @@ class Row(NamedTuple):
     dtype: str
     dim: int
     variant: str
-    tile: configs.Tile
+    tile: configs.Tile | configs.Pipeline
     place: tuple
 
+    @property
+    def turning(self):
+        """Warps of a block that walk its loop."""
+        return self.tile.warps if isinstance(self.tile, configs.Tile) else 4 * self.tile.warpgroups
+
+    @property
+    def warps(self):
+        """Those and the others: one that copies comes with three that sleep."""
+        return self.turning + (0 if isinstance(self.tile, configs.Tile) else 4)
+
     def __str__(self):
-        rows, keys, warps, stages, *_ = self.tile
-        tile = f"{rows}{'' if keys is None else f'x{keys}'} w{warps} s{stages}"
-        return f"{self.kernel:12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:15}"
+        tile = f"{self.tile.rows}{'' if self.tile.keys is None else f'x{self.tile.keys}'}"
+        tile += f" w{self.turning} s{self.tile.stages}" + (" pp" if getattr(self.tile, "ping_pong", False) else "")
+        return f"{self.kernel:12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
 
 
 class Report(NamedTuple):
-    """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop."""
+    """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop.
+
+    What is read where its compiled code is: turns, one of each main loop, of which `loop` is the shortest; asked,
+    numbers of registers that warps go on with; copied, names of tensor copies; overwritten, as `hazards` has it.
+    """
 
     registers: int
     spills: int  # bytes stored
@@ -91,6 +105,10 @@ class Report(NamedTuple):
     loop: tuple | None  # instructions, if it was read
     seconds: float
     asm: dict
+    turns: tuple = ()
+    asked: frozenset = frozenset()
+    copied: frozenset = frozenset()
+    overwritten: tuple = ()
 
     def __str__(self):
         counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
@@ -130,6 +148,7 @@ def _everything_but_a_gpu(kernels, row, keep):
             absent.target(row.capability),
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
+            mock.patch.object(hopper, "pipeline", lambda call: row.tile),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
             triton.knobs.cache.scope(),
@@ -155,8 +174,9 @@ def _call(row, heads):
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     everything = row.variant == "everything"
-    out, _, weights, stats = ops._forward(*call, True, row.kernel == "weights" or everything, True)
-    if row.kernel not in ("forward", "weights"):
+    need_weights = row.kernel == "weights" or everything
+    out, _, weights, stats = ops._forward(*call, True, need_weights, True, row.kernel == "hopper")
+    if row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
         ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
 
@@ -176,18 +196,23 @@ def compile_row(row, read=False, heads=None):
     seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
     ptx = compiled.asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
-    sass = disassemble(compiled.asm["cubin"]) if plain or read else ""
+    sass = disassemble(compiled.asm["cubin"]) if plain or read or row.kernel == "hopper" else ""
+    turns = flow.turns(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
         spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
         shared=compiled.metadata.shared,
         # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
-        serialized=waits > asked or re.search(r"\bC75\d\d\b", log) is not None,
+        serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", log) is not None,
         counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
-        loop=main_loop(sass),
+        loop=min(turns, key=len, default=None),
         seconds=seconds,
         asm=dict(ptx=ptx, sass=sass, log=log),
+        turns=turns,
+        asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
+        copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
+        overwritten=hazards.overwritten(sass),
     )
 
 

@@ -6,7 +6,7 @@ import triton
 from fusedattn.kernels.tiles import width
 
 from . import bounds, sass
-from .compiled import SHARED
+from .compiled import DTYPES, SHARED
 
 HEADING = """\
 # What the kernels compile to
@@ -16,16 +16,19 @@ file; another version of Triton gives other numbers.
 
 - `tile`: rows x keys, warps, stages. `spills`: bytes a thread stores. `shared`: bytes a block. `blocks`, `warps`: how
   many a multiprocessor holds by registers, shared memory and their own number.
-- `loop`: the instructions of one warp in one turn of the loop over blocks that take no mask, by kind; `alu` is
+- `hopper`: its `tile` has the warps that multiply, and pp where warpgroups take turns; a block has four more, of which
+  one copies. `regs` are those of a thread when it starts. Nothing of it changes with the number of programs.
+- `loop`: the instructions of one warp in one turn of the loop over blocks that take no mask, by kind (of `hopper`: of
+  one that multiplies, where the branch around the mask is taken and no barrier has to be waited for); `alu` is
   selections, conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles, branches and
   what is computed once a warp. `clocks`: what they take of a multiprocessor, of all warps of one block: tensor cores,
   slots to issue instructions, exp2, fma, alu, shared memory (the operands of wgmma are counted once a warpgroup, other
   loads as if all lanes read the same) and the way from L2.
 - `bound`: the largest of these, and what it comes to in TFLOP/s of an H200 (sm_90) or A100 (sm_80) at boost clock:
   `overlap` if all of it runs at once, `serial` if the tensor cores wait while the slowest of issue, exp2, fma and alu
-  is at work. It counts the operations of the kernel's own products: two in the forward, three in dq, four in dk/dv
-  (five of those seven are the backward's). It knows no latency, no memory, no bank conflicts and no power, which holds
-  plain products in bf16 to 0.8 of the peak.
+  is at work; `hopper` is written so that they do not wait. It counts the operations of the kernel's own products: two
+  in the forward, three in dq, four in dk/dv (five of those seven are the backward's). It knows no latency, no memory,
+  no bank conflicts and no power, which holds plain products in bf16 to 0.8 of the peak.
 - A dash: no loop over blocks, so nothing to count.
 """
 CLOCKS = ("tensor", "issue", "exp2", "fma", "alu", "shared", "l2")
@@ -33,12 +36,15 @@ CLOCKS = ("tensor", "issue", "exp2", "fma", "alu", "shared", "l2")
 
 def _row(row, report):
     gpu, most = bounds.GPUS[row.capability], SHARED[row.capability]
-    blocks = bounds.blocks(gpu, report.registers, report.shared, row.tile.warps, most)
-    used = f"{report.registers:>4} {report.spills:>6} {report.shared:>6} {blocks:>6} {blocks * row.tile.warps:>5}"
+    blocks = bounds.blocks(gpu, report.registers, report.shared, row.warps, most)
+    used = f"{report.registers:>4} {report.spills:>6} {report.shared:>6} {blocks:>6} {blocks * row.warps:>5}"
     if report.loop is None:
         return f"{row}{used}     -"
     mix = sass.mix(report.loop)
-    found = bounds.bound(report.loop, row.capability, row.tile.warps, row.dim / width.fn(row.dim))
+    wide = width.fn(row.dim)
+    # A warp that is not in the loop copies k and v for those that are.
+    copied = 2 * row.tile.keys * wide * DTYPES[row.dtype].itemsize if row.warps > row.turning else 0
+    found = bounds.bound(report.loop, row.capability, row.turning, row.dim / wide, copied)
     kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in mix.items())
     clocks = " ".join(f"{found.clocks[name]:>{max(5, len(name))}.0f}" for name in CLOCKS)
     bound = f"{found.limit:>6} {found.overlapped:>7.0f} {found.serial:>6.0f}"
@@ -46,7 +52,7 @@ def _row(row, report):
 
 
 def _columns():
-    row = f"{'kernel':12}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':15}"
+    row = f"{'kernel':12}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':17}"
     kinds = " ".join(f"{kind:>{max(4, len(kind))}}" for kind in sass.KINDS)
     clocks = " ".join(f"{name:>{max(5, len(name))}}" for name in CLOCKS)
     return f"{row}regs spills shared blocks warps  loop {kinds}  {clocks}   bound overlap serial"
@@ -58,8 +64,9 @@ def text(found):
     return f"{HEADING}\ntriton {triton.__version__}:\n\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
-def names(text):
-    """What the lines of a file begin with: a Row as text, less what follows it."""
-    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    length = lines[0].index("regs")
-    return [line[:length].rstrip() for line in lines[1:]]
+def loops(text):
+    """{what a line of a file begins with, a Row as text: how many instructions its loop has, None without one}"""
+    header, *lines = (line.strip() for line in text.splitlines() if line.startswith("    "))
+    length, column = header.index("regs"), header[header.index("regs") :].split().index("loop")
+    counts = {line[:length].rstrip(): line[length:].split()[column] for line in lines}
+    return {row: None if count == "-" else int(count) for row, count in counts.items()}

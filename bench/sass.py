@@ -28,19 +28,6 @@ def disassemble(cubin):
         return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
 
 
-def main_loop(sass):
-    """The instructions of the loop over blocks that take no mask, the shortest that multiplies matrices; or None."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.M)]
-    loops = []
-    for at, text in code:
-        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            body = tuple(text for where, text in code if int(target[1], 16) <= where <= at)
-            loops.append((body, sum(bool(re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)) for text in body)))
-    most = max((products for _, products in loops), default=0)
-    return min((body for body, products in loops if 2 * products >= most > 0), key=len, default=None)
-
-
 def operation(instruction):
     """HGMMA.64x128x16.F32.BF16 of one that has a predicate before it and operands behind; "" of one that never runs."""
     guard, name = re.match(r"(@\S+\s+)?(\S+)", instruction).groups()

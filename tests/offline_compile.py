@@ -15,6 +15,7 @@ import sys
 import time
 
 import triton
+from fusedattn.bench import hazards
 from fusedattn.bench import report as kernels
 from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
 
@@ -26,39 +27,84 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn.
 EXTRA_SPILLS = 768
+# How far a loop of the kernel for Hopper may be from its line in the committed table, by either version of Triton.
+DRIFT = 0.05
 
-HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':15}" + " ".join(
+HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
 )
 
 
-def faults(row, report):
-    """What is wrong with a compiled row, in words."""
+def faults(row, report, committed=None):
+    """What is wrong with a compiled row, in words; committed are the `kernels.loops` to compare it with."""
     index, count = row.place
-    budget = row.tile.spills + (EXTRA_SPILLS if row.variant in ("masked", "everything") else 0)
+    on_hopper = isinstance(row.tile, configs.Pipeline)
+    budget = 0 if on_hopper else row.tile.spills + (EXTRA_SPILLS if row.variant in ("masked", "everything") else 0)
     if report.spills > budget:
         yield f"spills {report.spills} bytes, of {budget} allowed"
     limit = SHARED[row.capability]
     if report.shared > limit:
         yield f"takes {report.shared} bytes of shared memory, of {limit} that sm_{row.capability} has"
-    if index == count - 1 and report.shared > SMALLEST:
+    if index == count - 1 and report.shared > SMALLEST and not on_hopper:
         yield f"is the last of its row, and takes {report.shared} bytes of shared memory, of {SMALLEST} on small GPUs"
     if row.tile.keys is not None and row.dtype != "ieee" and not report.counts["wgmma"] + report.counts["mma"]:
         yield "does not use the tensor cores"
     if report.serialized and row.variant != "everything":
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
+    yield from map(str, report.overwritten)
+    if on_hopper:
+        yield from _faults_on_hopper(row, report, (committed or {}).get(str(row).rstrip()))
+
+
+def _faults_on_hopper(row, report, committed):
+    groups = row.tile.warpgroups
+    launched, each, fewer = configs.REGISTERS[groups]
+    asked, there = groups * each + fewer, launched * (groups + 1)
+    if asked > there:
+        yield f"asks for {asked} registers, a thread of each warpgroup, of {there} that it is launched with"
+    if report.registers != launched:
+        yield f"takes {report.registers} registers a thread, and is launched with {launched}"
+    if not {each, fewer} <= report.asked:
+        yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
+    if missing := sorted({"UTMALDG", "UTMASTG"} - report.copied):
+        yield f"does not use the copy engine: no {' and no '.join(missing)}"
+    if len(report.turns) != groups:
+        yield f"has {len(report.turns)} main loops, of {groups} warpgroups"
+    for number, turn in enumerate(report.turns):
+        under, exponentials = hazards.overlapped(turn)
+        if not 0 < under == exponentials:
+            yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
+        if committed is not None and abs(len(turn) - committed) > DRIFT * committed:
+            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {committed} as committed"
+
+
+def _hopper_table():
+    """Rows of each pipeline that compiles to a kernel of its own: how many programs there are is no part of one."""
+    for width, pipelines in configs.HOPPER.items():
+        distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
+        first = distinct[0], (0, len(distinct))
+        for index, pipeline in enumerate(distinct):
+            for variant in ("full", "causal", "window"):
+                yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
+        yield Row("hopper", 90, "fp16", width, "full", *first)
+        for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
+            yield Row("hopper", 90, "bf16", dim, "full", *first)
 
 
 def table(capabilities=(80, 90)):
     """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
+    if 90 in capabilities:
+        yield from _hopper_table()
     for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
         yield Row(kernel, capability, "bf16", 64, "everything", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel, capability, width in itertools.product(configs.INTERPRETED, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
+            if dtype == "ieee" and capability != capabilities[-1]:
+                continue  # these take the longest, are FMA everywhere, and all that fits has been seen with tf32
             size = DTYPES[dtype].itemsize
             of = functools.partial(configs.tiles, kernel, capability, size, width)
             plain, masked, rich = of(), of("masked"), of("rich")
-            for index, tile in enumerate(plain):
+            for index, tile in enumerate(plain[:1] if dtype == "ieee" else plain):
                 variant = "biased" if kernel == "dbias" else "full"
                 yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
             best = plain[0], (0, len(plain))
@@ -74,7 +120,7 @@ def table(capabilities=(80, 90)):
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
                 yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
-            if dtype == "bf16" or (dtype == "tf32" and width == 64):  # these take the longest
+            if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
                 yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
             if dtype == "bf16" and width == 64:
                 yield Row(kernel, capability, "fp16", 64, "full", *best)
@@ -86,15 +132,17 @@ def table(capabilities=(80, 90)):
 
 def reported(row):
     """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
+    if row.kernel == "hopper":
+        return True
     return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
 
 
-def measure(rows, say=print, read=False):
+def measure(rows, say=print, read=False, committed=None):
     """Compile rows; ({row: faults} of those that have some, the reports)."""
     bad, reports = {}, []
     with pool() as processes:
         for row, report in zip(rows, processes.map(functools.partial(compile_row, read=read), rows), strict=True):
-            found = list(faults(row, report))
+            found = list(faults(row, report, committed))
             if found:
                 bad[row] = found
             reports.append(report._replace(asm={}))
@@ -117,7 +165,8 @@ def main(arguments=None):
     if options.report:
         rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
-    bad, reports = measure(rows, functools.partial(print, flush=True), options.report)
+    committed = None if options.report else kernels.loops(TABLE.read_text())
+    bad, reports = measure(rows, functools.partial(print, flush=True), options.report, committed)
     print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")

@@ -1,10 +1,13 @@
 """A kernel of each kind compiles for GPUs that are not here within its budget, and one that does not is seen."""
 
+import functools
+import re
+
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import bounds, sass, tune
+from fusedattn.bench import bounds, hazards, sass, tune
 from fusedattn.bench import compiled as compiling
 from fusedattn.bench import report as kernels
 
@@ -19,29 +22,44 @@ def test_this_file_without_the_interpreter():
     passes_compiled(__file__)
 
 
-def first(kernel, capability, variant="full"):
-    """The row of the tile that a call in bfloat16 with D = 64 tries first."""
-    tiles = configs.tiles(kernel, capability, 2, 64)
-    return compiling.Row(kernel, capability, "bf16", 64, variant, tiles[0], (0, len(tiles)))
+def first(kernel, variant="full"):
+    """The row of what a call in bfloat16 with D = 64 on a GPU of compute capability 9.0 tries first."""
+    tiles = configs.HOPPER[64] if kernel == "hopper" else configs.tiles(kernel, 90, 2, 64)
+    return compiling.Row(kernel, 90, "bf16", 64, variant, tiles[0], (0, len(tiles)))
 
 
+@functools.cache
+def report(kernel):
+    return compiling.compile_row(first(kernel))
+
+
+# Tier 2 has all of them; these show that it would see what it looks for.
 @compiled
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", configs.INTERPRETED)
-def test_a_kernel_of_each_kind_is_within_its_budget(kernel, capability):
-    row = first(kernel, capability, "biased" if kernel == "dbias" else "full")
-    report = compiling.compile_row(row)
-    assert list(offline.faults(row, report)) == []
-    if row.tile.keys is not None:
-        assert report.counts["wgmma" if capability == 90 else "mma"] > 0
-        assert report.loop is None if kernel in ("weights", "dbias") else len(report.loop) > 100
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "hopper"])
+def test_a_kernel_is_within_its_budget(kernel):
+    found = report(kernel)
+    assert list(offline.faults(first(kernel), found)) == []
+    assert found.counts["wgmma"] > 0 and len(found.loop) > 100
 
 
 @compiled
 def test_options_are_what_is_compiled():
-    plain = compiling.compile_row(first("forward", 90)).asm["ptx"]
-    masked = compiling.compile_row(first("forward", 90, "everything")).asm["ptx"]
+    plain = report("forward").asm["ptx"]
+    masked = compiling.compile_row(first("forward", "everything")).asm["ptx"]
     assert "ld.global.b8" in masked and "ld.global.b8" not in plain
+
+
+@compiled
+def test_the_kernel_for_hopper_is_read_as_it_is():
+    found = report("hopper")
+    sass = found.asm["sass"]
+    assert [hazards.overlapped(turn) for turn in found.turns] == [(66, 66)] * 2
+    assert found.asked >= {24, 240} and found.copied == {"UTMALDG", "UTMASTG"}
+    for turn in found.turns:  # without the mask, with the wait
+        assert sum(text.startswith("FSEL") for text in turn) < 10
+        assert sum("SYNCS.PHASECHK" in text for text in turn) == 2
+    planted = re.sub(r"^(\s+/\*[0-9a-f]{4,}\*/\s+)WARPGROUP\.DEPBAR\S* gsb0, 0x0 ;", r"\1NOP ;", sass, flags=re.M)
+    assert hazards.overwritten(sass) == () != hazards.overwritten(planted)
 
 
 @compiled
@@ -54,7 +72,7 @@ def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
 
 @compiled
 def test_tiles_are_compiled_to_be_ranked_and_one_that_cannot_be_is_no_error():
-    row = first("dq", 90)
+    row = first("dq")
     found = tune.ranked(row, tune.compile_tile(row, heads=None))
     assert not found.why and 300 < found.tflops < 990
     refused = tune.compile_tile(row._replace(tile=configs.Tile(64, 48, 4, 2)), heads=None)
@@ -91,10 +109,68 @@ def test_what_is_wrong_is_said(change, said):
     assert found == [] if said is None else any(said in fault for fault in found)
 
 
+QK = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0"
+PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
+LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EXP2 = "MUFU.EX2 R24, R24"
+TURN = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
+ON_HOPPER = GOOD._replace(
+    registers=168,
+    turns=(TURN, TURN),
+    asked=frozenset({24, 120, 240, 256}),
+    copied=frozenset({"UTMALDG", "UTMASTG"}),
+)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, None),
+        (dict(spills=4), "spills 4 bytes"),
+        (dict(serialized=True), "asynchronously"),
+        (dict(registers=160), "takes 160 registers a thread, and is launched with 168"),
+        (dict(asked=frozenset({24, 120, 232, 256})), "not with 240 and 24"),
+        (dict(copied=frozenset({"UTMALDG"})), "no UTMASTG"),
+        (dict(turns=(TURN,)), "1 main loops, of 2"),
+        (dict(turns=(TURN, (QK, PV, LEAVE_ONE, LEAVE_NONE, *TURN[3:]))), "0 of 34 exponentials of loop 1"),
+        (dict(turns=((*TURN[:3], EXP2, *TURN[-2:]), TURN)), "6 instructions in loop 0, not within 5% of 39"),
+        (dict(turns=((*TURN, "NOP"), TURN)), None),  # within 5%
+        (dict(turns=((*TURN, "NOP", "NOP"), TURN)), "41 instructions in loop 0"),
+        (dict(overwritten=(hazards.Overwritten("MOV R152, R2", 152, PV),)), "'MOV R152, R2' writes R152"),
+    ],
+)
+def test_what_is_wrong_with_the_kernel_for_hopper_is_said(change, said):
+    row = first("hopper")
+    found = list(offline.faults(row, ON_HOPPER._replace(**change), {str(row).rstrip(): len(TURN)}))
+    assert found == [] if said is None else len(found) == 1 and said in found[0]
+
+
+@pytest.mark.parametrize("registers, good", [((168, 240, 24), True), ((168, 240, 32), False), ((160, 240, 24), False)])
+def test_warpgroups_that_ask_for_more_registers_than_there_are_would_wait_for_ever(registers, good, monkeypatch):
+    monkeypatch.setitem(configs.REGISTERS, 2, registers)
+    found = ON_HOPPER._replace(registers=registers[0], asked=frozenset(registers[1:]))
+    faults = list(offline.faults(first("hopper"), found))
+    assert faults == [] if good else len(faults) == 1 and faults[0].startswith("asks for")
+
+
+def test_each_pipeline_is_compiled_once():
+    rows = [row for row in offline.table() if row.kernel == "hopper"]
+    assert len(set(map(str, rows))) == len(rows)
+    for width, pipelines in configs.HOPPER.items():
+        for pipeline in pipelines:
+            same = pipeline._replace(persistent=True)
+            assert {row.variant for row in rows if row.dim == width and row.tile == same} == {
+                "full",
+                "causal",
+                "window",
+            }
+
+
 def test_the_committed_table_has_the_tiles_that_there_are():
     """After a change of `configs`: make compile ARGS=--report."""
     rows = [str(row).rstrip() for row in offline.table() if offline.reported(row)]
-    assert kernels.names(offline.TABLE.read_text()) == rows
+    committed = kernels.loops(offline.TABLE.read_text())
+    assert list(committed) == rows
     forward = [line for line in rows if line.startswith("forward     sm_90   bf16  d128 full")]
     assert len(forward) == len(configs.TABLE["forward", 90, 2, 128])
 
@@ -104,20 +180,6 @@ def test_a_report_is_of_the_whole_table(choice, capsys):
     with pytest.raises(SystemExit):
         offline.main(["--report", *choice])
     assert "--report" in capsys.readouterr().err
-
-
-def code(start, *instructions, back=None):
-    """As cuobjdump prints it; the last line jumps back."""
-    lines = [*instructions, *([] if back is None else [f"@P0 BRA {back:#x}"])]
-    return "\n".join(f"        /*{start + 16 * i:04x}*/      {text} ;" for i, text in enumerate(lines))
-
-
-def test_the_main_loop_is_the_shortest_that_multiplies():
-    masked = code(0, *["HGMMA.64x64x16.F32"] * 40, back=0)
-    plain = code(0x400, *["HGMMA.64x64x16.F32"] * 20, back=0x400)
-    copy = code(0x800, *["LDG.E R2, desc[UR4][R8.64]"] * 5, back=0x800)
-    assert len(sass.main_loop("\n".join([masked, plain, copy]))) == 21
-    assert sass.main_loop(code(0, "EXIT")) is None
 
 
 # A loop of one warpgroup over 64 keys at D = 64, as small as one can be.
@@ -161,6 +223,8 @@ def test_the_bound_is_the_busiest_part():
     assert found.limit == "tensor" and found.overlapped == pytest.approx(4096 * 132 * 1.83 / 1e3)
     assert found.serial == pytest.approx(found.overlapped * 256 / (256 + len(LOOP)))
     assert bounds.bound(LOOP, 90, 4, useful=0.5).overlapped == pytest.approx(found.overlapped / 2)
+    copied = bounds.bound(LOOP, 90, warps=4, copied=5120).clocks
+    assert copied["l2"] == pytest.approx(found.clocks["l2"] + 132) and copied["shared"] == found.clocks["shared"] + 40
     slow = bounds.bound((*LOOP, *["MUFU.EX2 R24, R24"] * 128), 90, warps=4)
     assert slow.limit == "exp2" and slow.clocks["exp2"] == 130 * 4 * 2 > slow.clocks["tensor"]
 

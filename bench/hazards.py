@@ -1,0 +1,124 @@
+"""What may go wrong while matrices multiply asynchronously: the compiler's own mistakes, and what nobody waits for.
+
+A wgmma reads its left operand from registers for as long as it runs, and ptxas before 13.3 may write to them before the
+wait that ends it: triton-lang/triton#9433.
+"""
+
+import re
+from typing import NamedTuple
+
+from . import flow
+from .sass import operation
+
+_LEFT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
+_LEFT_REGISTERS = 4  # 64 rows x 32 bytes, over 128 threads
+_COMMIT = re.compile(r"\bgsb0$")
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)$")
+_OPEN = -1  # the age of a product whose group is not complete
+_OLDEST = 63  # no wait leaves so many groups in flight
+
+# Whose first register is one that they read, if they have one: they store, jump, wait, or set a predicate.
+_NO_RESULT = re.compile(
+    r"ST|RED|BRX|JMX|CALL|RET|BAR|NANOSLEEP|WARPSYNC|BMOV|R2P|FCHK|CCTL|DEPBAR|[A-Z]*SETP|UTMA|LDGSTS|R2UR"
+)
+_PREDICATE = re.compile(r"!?U?P(\d|T|R)$")
+
+
+class Overwritten(NamedTuple):
+    """An instruction, a register that it writes, and a product that may not have read it yet."""
+
+    writer: str
+    register: int
+    product: str
+
+    def __str__(self):
+        return f"'{self.writer}' writes R{self.register}, which '{self.product}' may still read"
+
+
+def _width(name):
+    """How many registers an instruction's result takes; too many rather than too few."""
+    matrix = re.match(r"HGMMA\.\d+x(\d+)x", name)
+    if matrix:
+        return int(matrix[1]) // (2 if ".F32" in name else 4)
+    if name.startswith(("HMMA", "IMMA", "DMMA")):
+        return 4
+    if name.startswith("LDSM"):
+        return int(name[-1]) if name[-1] in "24" else 1
+    if name.startswith("CS2R"):
+        return 1 if ".32" in name else 2
+    wide = re.search(r"[.FSU](64|128)\b", name)
+    if wide and not name.startswith("SHF"):
+        return int(wide[1]) // 32
+    return 2 if ".WIDE" in name or re.match(r"D(ADD|MUL|FMA|MNMX)", name) else 1
+
+
+def written(instruction):
+    """The registers that an instruction writes, by number."""
+    name = operation(instruction)
+    if not name or _NO_RESULT.match(name):
+        return range(0)
+    operands = instruction.partition(name)[2].strip().split(", ")
+    first = next((text for text in operands if not _PREDICATE.match(text)), "")
+    register = re.match(r"R(\d+)$", first)
+    return range(int(register[1]), int(register[1]) + _width(name)) if register else range(0)
+
+
+def _merged(*states):
+    """{register: (age, product)}: of each register the youngest product that reads it on any of the ways here."""
+    found = {}
+    for state in states:
+        for register, reader in state.items():
+            found[register] = min(found.get(register, reader), reader)
+    return found
+
+
+def _after(state, instruction):
+    """What is still read after an instruction, given what is before; ages count the groups that came later."""
+    left, wait, name = _LEFT.search(instruction), _WAIT.search(instruction), operation(instruction)
+    if not name.startswith(("HGMMA", "WARPGROUP.DEPBAR")):
+        return state
+    found = dict(state)
+    if left:
+        found |= {int(left[1]) + i: (_OPEN, instruction) for i in range(_LEFT_REGISTERS)}
+    if name.startswith("HGMMA") and _COMMIT.search(instruction):
+        found = {register: (min(age + 1, _OLDEST), product) for register, (age, product) in found.items()}
+    if wait:
+        found = {register: reader for register, reader in found.items() if reader[0] < int(wait[1], 16)}
+    return _merged(state, found) if instruction.startswith("@") else found
+
+
+def overwritten(sass):
+    """Each Overwritten of a kernel, over all ways through it."""
+    code = flow.blocks(sass)
+    starts, left, found = [None] * len(code), list(range(min(1, len(code)))), {}
+    starts[:1] = [{}] * len(left)
+    while left:
+        n = left.pop()
+        state = starts[n]
+        for instruction in code[n].code:
+            for register in written(instruction):
+                if register in state:
+                    found[instruction, register] = Overwritten(instruction, register, state[register][1])
+            state = _after(state, instruction)
+        for follower in code[n].after:
+            merged = state if starts[follower] is None else _merged(starts[follower], state)
+            if merged != starts[follower]:
+                starts[follower] = merged
+                left.append(follower)
+    return tuple(found.values())
+
+
+def overlapped(turn):
+    """(exponentials of a turn of a loop that run while a product does, all of them)."""
+    running, counted = 0, (0, 0)
+    for _ in range(2):  # the first finds what is running when a turn begins
+        under = total = 0
+        for instruction in turn:
+            name, wait = operation(instruction), _WAIT.search(instruction)
+            running += name.startswith("HGMMA") and bool(_COMMIT.search(instruction))
+            running = min(running, int(wait[1], 16)) if wait else running
+            if name == "MUFU.EX2":
+                total += 1
+                under += running > 0
+        counted = under, total
+    return counted
