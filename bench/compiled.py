@@ -28,6 +28,7 @@ SMALLEST = min(SHARED.values())
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "mma": r"\bmma\.sync",
+    "tcgen05": r"\btcgen05\.mma",
     "tma": r"\bcp\.async\.bulk\.tensor",
     "cp.async": r"\bcp\.async\.c[ag]",
 }

@@ -29,6 +29,7 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 EXTRA_SPILLS = 768
 # How far a loop of the kernel for Hopper may be from its line in the committed table, by either version of Triton.
 DRIFT = 0.05
+PRODUCTS = ("wgmma", "mma", "tcgen05")  # what multiplies on tensor cores: from 9.0, on all, from 10.0
 
 HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
@@ -47,7 +48,7 @@ def faults(row, report, committed=None):
         yield f"takes {report.shared} bytes of shared memory, of {limit} that sm_{row.capability} has"
     if index == count - 1 and report.shared > SMALLEST and not on_hopper:
         yield f"is the last of its row, and takes {report.shared} bytes of shared memory, of {SMALLEST} on small GPUs"
-    if row.tile.keys is not None and row.dtype != "ieee" and not report.counts["wgmma"] + report.counts["mma"]:
+    if row.tile.keys is not None and row.dtype != "ieee" and not any(map(report.counts.get, PRODUCTS)):
         yield "does not use the tensor cores"
     if report.serialized and row.variant != "everything":
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
@@ -91,10 +92,20 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", dim, "full", *first)
 
 
+def _small_table():
+    """Rows of the tiles that GPUs of little shared memory have of their own."""
+    for (kernel, capability, _, width), tiles in (configs.TABLE | configs.RICH).items():
+        if capability == 86:
+            for index, tile in enumerate(tiles):
+                yield Row(kernel, 86, "bf16", width, "full", tile, (index, len(tiles)))
+
+
 def table(capabilities=(80, 90)):
     """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
     if 90 in capabilities:
         yield from _hopper_table()
+    if 86 not in capabilities:
+        yield from _small_table()
     for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
         yield Row(kernel, capability, "bf16", 64, "everything", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel, capability, width in itertools.product(configs.INTERPRETED, capabilities, (64, 128, 256)):
@@ -134,6 +145,8 @@ def reported(row):
     """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
     if row.kernel == "hopper":
         return True
+    if row.capability == 86:
+        return False
     return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
 
 
