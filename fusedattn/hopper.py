@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from triton import cdiv
 
 from . import configs, views
@@ -16,7 +17,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .kernels.hopper.forward import forward as kernel
-except ImportError as error:
+except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
@@ -33,8 +34,13 @@ def _copied(tensor: Tensor) -> bool:
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies where the copy engine can find it; the compiler cannot ask, and is told so."""
-    return torch.compiler.is_compiling() or tensor.data_ptr() % 16 == 0
+    """Whether a tensor lies where the copy engine can find it; so is said of what has no address yet.
+
+    That is inside the compiler, under functorch's transforms, of fake tensors. The operator looks again.
+    """
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not torch._C._has_storage(tensor):
+        return True
+    return tensor.data_ptr() % 16 == 0
 
 
 def reasons(call: Call) -> list[str]:
@@ -68,7 +74,10 @@ def pipeline(call: Call) -> Pipeline:
 
 def readable(tensor: Tensor) -> Tensor:
     """A tensor, or a copy of it that the copy engine can read."""
-    return tensor if _copied(tensor) and _aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    if _copied(tensor) and _aligned(tensor):
+        return tensor
+    *shape, columns = tensor.shape
+    return tensor.new_empty(*shape, cdiv(columns, 8) * 8)[..., :columns].copy_(tensor)
 
 
 @cache

@@ -261,6 +261,7 @@ def _forward_on_hopper(out, lse, stats, call):
     """`forward` without weights, by the kernel for Hopper; it copies what the compiler passed on without asking."""
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     taken, device, target = hopper.pipeline(call), _device(call.query), hopper.readable(out)
+    assert target is out or _recorder() is None, "what is recorded are launches: a copy would be lost"
     arguments = hopper.arguments(call, target, taken) | dict(Lse=lse, Stats=stats)
     registers, *_ = configs.REGISTERS[taken.warpgroups]
     with surroundings(device):

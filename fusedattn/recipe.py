@@ -8,6 +8,7 @@ the addresses: to repeat a call is to put these into their places.
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from . import hopper, launch
@@ -80,6 +82,11 @@ class Recipe(NamedTuple):
             run(programs, stream, arguments)
 
 
+def _rebased(descriptor, tensor):
+    """A descriptor of another tensor."""
+    return dataclasses.replace(descriptor, base=tensor)
+
+
 class _Encoded:
     """What the driver makes of a descriptor, of tensors that differ in their address alone: it stays what it is."""
 
@@ -93,30 +100,34 @@ class _Encoded:
         address = tensor.data_ptr()
         found = self.known.get(address)
         if found is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
             if len(self.known) >= self.MOST:
                 self.known.clear()
-            found, *_ = make_tensordesc_arg(dataclasses.replace(self.descriptor, base=tensor), self.metadata)
+            found, *_ = nvidia.make_tensordesc_arg(_rebased(self.descriptor, tensor), self.metadata)
             self.known[address] = found
         return found
 
 
-def _run_encoded(run):
-    """A launcher of arguments in which descriptors are encoded already, less the function that encodes them."""
-    wrapped, plain = run.launch, copy.copy(run)
-    plain.launch = wrapped.__closure__[wrapped.__code__.co_freevars.index("launcher")].cell_contents
+def _without_encoding(kernel):
+    """The launcher of a compiled kernel less the function that encodes descriptors each time; None if it is not known.
+
+    That is how Triton 3.6 and 3.7 have it.
+    """
+    wrapped = getattr(kernel.run, "launch", None)
+    names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
+    known = "launcher" in names and hasattr(nvidia, "make_tensordesc_arg")
+    if not (known and getattr(kernel.metadata, "tensordesc_meta", None)):
+        return None
+    plain = copy.copy(kernel.run)
+    plain.launch = wrapped.__closure__[names.index("launcher")].cell_contents
     return plain
 
 
-def _compiled(kernel, encoded):
+def _compiled(kernel, run):
     """launch(programs, stream, arguments) of a compiled kernel, by its own `run`: what Triton's launch ends in.
 
     What that does before, 10 us of it, finds the kernel by the arguments. Hooks, such as a profiler's, are called.
     """
-    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
-    if encoded:
-        run = _run_encoded(run)
+    function, packed = kernel.function, kernel.packed_metadata
     hooks = knobs.runtime
 
     def launched(programs, stream, arguments):
@@ -192,23 +203,32 @@ class Recorder:
         views: list[tuple] = []
         others: list[tuple] = []
         compiled = None if launch.interpreting() else kernel.warmup(grid=(programs,), **arguments, **options)
-        encoded = any(map(hopper.is_descriptor, arguments.values()))
-        encodings = iter(compiled.metadata.tensordesc_meta if encoded else ())  # type: ignore[union-attr]
+        described = any(map(hopper.is_descriptor, arguments.values()))
+        plain = _without_encoding(compiled) if described else None
+        encodings = iter(() if plain is None else compiled.metadata.tensordesc_meta)  # type: ignore[union-attr]
         for value in (arguments[name] for name in kernel.arg_names):
             index = len(values)
             if isinstance(value, View):
                 views.append((index, self._number(value.base), value.strides))
                 values.append(None)
             elif hopper.is_descriptor(value):
-                encode, number = _Encoded(value, next(encodings)), self._number(value.base)
+                number = self._number(value.base)
+                if plain is None:
+                    encode: Callable = functools.partial(_rebased, value)
+                    values.append(None)
+                else:
+                    encode = _Encoded(value, next(encodings))
+                    values += [None, *value.shape, *value.strides]
                 others.append((index, lambda tensors, encode=encode, number=number: encode(tensors[number])))
-                values += [None, *value.shape, *value.strides]
             elif (place := self._place(value)) is not None:
                 others.append((index, place))
                 values.append(None)
             else:
                 values.append(value)
-        run = _interpreted(kernel, options, views) if compiled is None else _compiled(compiled, encoded)
+        if compiled is None:
+            run = _interpreted(kernel, options, views)
+        else:
+            run = _compiled(compiled, compiled.run if plain is None else plain)
         self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
 
     def _number(self, tensor):

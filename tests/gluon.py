@@ -342,6 +342,7 @@ class Emulator:
             float32=tl.float32,
             int64=tl.int64,
             static_range=range,
+            static_assert=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
             DotOperandLayout=lambda **_: None,
             SliceLayout=lambda *_: None,
@@ -362,9 +363,9 @@ class Emulator:
             mbarrier=types.SimpleNamespace(
                 init=init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None
             ),
-            tma=types.SimpleNamespace(
-                async_copy_global_to_shared=load, async_copy_shared_to_global=store, store_wait=store_wait
-            ),
+            async_copy_global_to_shared=load,
+            async_copy_shared_to_global=store,
+            store_wait=store_wait,
             fence_async_shared=fence,
             warpgroup_mma=warpgroup_mma,
             warpgroup_mma_wait=warpgroup_mma_wait,

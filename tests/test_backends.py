@@ -89,11 +89,19 @@ def test_without_triton_the_reason_says_so():
     assert "takes naive" in said and said.count("Triton is not installed") == 3
 
 
-def test_a_triton_without_gluon_has_the_other_kernels_and_no_warning(device):
+@pytest.mark.parametrize(
+    "other",
+    [
+        "import sys; sys.modules['triton.experimental.gluon.language.nvidia.hopper'] = None",
+        "import triton.experimental.gluon.language as gl; del gl.shared_memory_descriptor",
+    ],
+    ids=["a module", "a name"],
+)
+def test_a_triton_of_which_gluon_lacks_something_has_the_other_kernels_and_no_warning(other, device):
     if device != "cpu":
         pytest.skip("about what is imported")
     program = (
-        "import sys; sys.modules['triton.experimental.gluon.language.nvidia.hopper'] = None\n"
+        f"{other}\n"
         "import torch, fusedattn as fa\n"
         "x = torch.randn(1, 1, 3, 8, dtype=torch.bfloat16)\n"
         "print(fa.attention(x, x, x, backend='triton').shape, fa.explain(x, x, x, backend='triton'))\n"

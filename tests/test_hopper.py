@@ -1,12 +1,18 @@
 """The kernel for Hopper: on such a GPU, and elsewhere as `gluon` has it; when it is taken, and why it is not."""
 
 import importlib.util
+import itertools
 import sys
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
+
+import triton
+import triton.language as tl
+from fusedattn.kernels import schedule
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedattn as fa
 from fusedattn import backends, configs, hopper, launch, repeat
@@ -117,6 +123,53 @@ def test_it_compiles_whole(on):
     assert all(x.data_ptr() % 16 for x in odd)
     same(compiled(*inputs), want, atol=0)
     same(compiled(*odd), want, atol=0)
+
+
+def test_it_is_transformed(on):
+    """vmap, torch.func.grad and fake tensors ask for reasons where there are no addresses."""
+    inputs = draw(on, dtype=torch.bfloat16)
+    want = fa.attention(*inputs, backend="hopper")
+    many = [torch.stack([x, 2 * x], dim) for x, dim in zip(inputs, (0, 1, 3), strict=True)]
+    got = torch.vmap(lambda *x: fa.attention(*x, backend="hopper"), in_dims=(0, 1, 3))(*many)
+    same(got.float(), [want.float(), fa.attention(*[2 * x for x in inputs], backend="naive").float()], atol=0.02)
+    grads = [
+        torch.func.grad(lambda *x, name=name: fa.attention(*x, backend=name).float().sin().sum(), (0, 1, 2))(*inputs)
+        for name in ("hopper", "naive")
+    ]
+    same(*[[x.float() for x in each] for each in grads], atol=0.03)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in inputs]
+        assert fa.explain(*fakes, backend="hopper").backend == "hopper"
+        assert fa.attention(*fakes, backend="hopper").shape == want.shape
+
+
+def test_what_the_copy_engine_cannot_read_is_copied(on):
+    """Through the operator, which gets what the compiler and functorch pass on."""
+    wide = torch.randn(2, 2, 40, 16, device=on, dtype=torch.bfloat16)
+    odd = torch.randn(1 + 2 * 2 * 40 * 12, device=on, dtype=torch.bfloat16)[1:].view(2, 2, 40, 12)
+    for query in (wide[..., :12], wide[..., ::2], odd, wide.mT.contiguous().mT, wide[:1].expand(2, -1, -1, -1)):
+        dim = query.shape[3]
+        key, value = (torch.randn(2, 2, 33, size, device=on, dtype=torch.bfloat16) for size in (dim, 24))
+        call = fa.checks.checked(fa.call.Arguments(query, key, value))
+        same(
+            [fa.ops.run_on_hopper(call, False, False)[0].float()], [fa.attention(query, key, value).float()], atol=0.02
+        )
+
+
+@triton.jit
+def _deal(taken, blocks, planes, section):
+    order = schedule.Schedule(blocks, planes, section)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for n in range(schedule.share(order, program, programs)):
+        first, plane = schedule.take(order, n, program, programs, HEADS=2, BLOCK=10)
+        tl.atomic_add(taken + plane.index * blocks + first // 10, 1)
+
+
+def test_each_block_of_rows_is_taken_once(device):
+    for blocks, planes, section, programs in itertools.product((1, 5), (1, 2, 7), (1, 3, 7), (1, 4, 35, 50)):
+        taken = torch.zeros(planes, blocks, dtype=torch.int32, device=device)
+        _deal[(programs,)](taken, blocks, planes, min(section, planes))
+        assert taken.eq(1).all(), (blocks, planes, section, programs)
 
 
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.

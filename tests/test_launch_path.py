@@ -127,6 +127,12 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options):
 
 
 @compiled
+def test_descriptors_are_passed_on_where_it_is_not_known_how_triton_encodes_them(monkeypatch):
+    monkeypatch.setattr(recipe, "_without_encoding", lambda kernel: None)
+    test_the_kernel_for_hopper_is_launched_again_with_other_tensors({})
+
+
+@compiled
 def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(recipe._Encoded, "MOST", 3)
     seen = Launches()

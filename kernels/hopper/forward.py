@@ -11,9 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import (
+    async_copy_shared_to_global,
+    store_wait,
+    tensor_descriptor,
 )
 
 from .. import schedule, softmax, span, tiles
@@ -38,7 +42,7 @@ class Shared(NamedTuple):
 class Results(NamedTuple):
     """Where they go: Out is a descriptor; Lse and Stats, or None, are as those of the universal kernel."""
 
-    Out: tma.tensor_descriptor
+    Out: tensor_descriptor
     Lse: gl.tensor
     Stats: gl.tensor
 
@@ -172,8 +176,8 @@ def _consume(
         shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
         fence_async_shared()
         place = [plane.batch, plane.head, first + g * ROWS, 0]
-        tma.async_copy_shared_to_global(results.Out, place, shared.out.index(g))
-        tma.store_wait(0)
+        async_copy_shared_to_global(results.Out, place, shared.out.index(g))
+        store_wait(0)
         if SHARE:
             ring.release(shared.q, n * GROUPS + g)
 
@@ -207,6 +211,7 @@ def forward(
     Q, K, V and Out are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of Q and Out have 64
     rows, and there are GROUPS warpgroups. planes is B * Hq; section, how many of them are worked on together.
     """
+    gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(q_len, GROUPS * ROWS), planes, section)
