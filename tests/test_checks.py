@@ -127,7 +127,7 @@ WRONG = [
     (
         "backend",
         ValueError,
-        "None or one of 'triton', 'naive', got 'cuda'",
+        "None or one of 'hopper', 'triton', 'naive', got 'cuda'",
         dict(backend="cuda"),
         dict(backend="naive"),
     ),

@@ -159,11 +159,8 @@ def test_each_pipeline_is_compiled_once():
     for width, pipelines in configs.HOPPER.items():
         for pipeline in pipelines:
             same = pipeline._replace(persistent=True)
-            assert {row.variant for row in rows if row.dim == width and row.tile == same} == {
-                "full",
-                "causal",
-                "window",
-            }
+            variants = {row.variant for row in rows if row.dim == width and row.tile == same}
+            assert variants == ({"full", "causal", "window"} if same == pipelines[0] else {"causal"})
 
 
 def test_the_committed_table_has_the_tiles_that_there_are():

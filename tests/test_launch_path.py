@@ -226,11 +226,11 @@ def test_hooks_of_launches_are_called():
 
 
 @compiled
-@pytest.mark.parametrize("mask", [None, torch.ones(64, 64, dtype=torch.bool).tril()], ids=["no mask", "mask"])
+@pytest.mark.parametrize("mask", [None, torch.ones(128, 128, dtype=torch.bool).tril()], ids=["no mask", "mask"])
 def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
     monkeypatch.setattr(launch, "_too_large", {})
     seen, tried = Launches(), []
-    query = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)
+    query = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
 
     def load(kernel):
         if kernel.name == "forward":
