@@ -125,8 +125,9 @@ def table(capabilities=(80, 90)):
                 for index, tile in enumerate(rich):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
             if dtype == "bf16" and kernel != "weights":
-                yield Row(kernel, capability, dtype, width, "causal", *best)
-                if width <= 128:
+                if capability >= 90:  # elsewhere a band is the same code: its loops are those of a full call
+                    yield Row(kernel, capability, dtype, width, "causal", *best)
+                if capability >= 90 and width <= 128:
                     narrow = of(narrow=True)
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
