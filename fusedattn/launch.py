@@ -93,11 +93,9 @@ KERNELS = {
         blocks.list_blocks,
     )
 }
-_too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
-
-
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
+_too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
 
 
 def _kind(name, call):
@@ -285,7 +283,7 @@ def _forward(out, lse, stats, call):
     )
 
 
-def forward(out, lse, weights, stats, call: Call, on_hopper: bool = False):
+def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """Fill out and, unless None, lse, weights and stats; weights need stats.
 
     on_hopper: out, lse and stats by the kernel for Hopper, which must have no reason not to take the call.

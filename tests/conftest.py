@@ -106,6 +106,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """Where it is not asked how long a step takes."""
+    from fusedattn.bench import timing
+
+    def measure(step, *_):
+        step()
+        return timing.Times(1.0, 2.0, 3.0)
+
+    monkeypatch.setattr(timing, "measure", measure)
+
+
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """A test draws what it would draw alone, and repeats no call of another, which may have changed the tiles."""
