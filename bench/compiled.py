@@ -179,7 +179,10 @@ def _call(row, heads):
     out, _, weights, stats = ops._forward(*call, True, need_weights, True, row.kernel == "hopper")
     if row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
-        ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
+        if one_pass := row.kernel in ("one_pass", "convert"):
+            need[-2:] = False, False  # what is summed over whole rows is never among its gradients
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: not one_pass):
+            ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
 
 
 def compile_row(row, read=False, heads=None):

@@ -8,13 +8,17 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """What one program works on, and the bytes it may spill: more is an error of `make compile`. keys may be None."""
+    """What one program works on, and the bytes it may spill: more is an error of `make compile`. keys may be None.
+
+    bulk: whether tiles of dq are added in memory by the copy engine, which there is from 9.0 on, or by the threads.
+    """
 
     rows: int
     keys: int | None
     warps: int
     stages: int
     spills: int = 0
+    bulk: bool = False
 
 
 class Pipeline(NamedTuple):
@@ -62,6 +66,9 @@ HOPPER = {
 # The committed run in which the kernel passed the GPU tier of the tests. Until there is one it runs only when named.
 HOPPER_PROVEN: str | None = None
 
+# The widest heads whose backward may be one pass: dk and dv of wider ones leave no registers for a tile of dq.
+ONE_PASS = 128
+
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = {
     "forward": (Tile(32, 16, 4, 1),),
@@ -69,6 +76,8 @@ INTERPRETED = {
     "prepare": (Tile(32, None, 4, 1),),
     "dq": (Tile(32, 16, 4, 1),),
     "dkdv": (Tile(16, 32, 4, 1),),
+    "one_pass": (Tile(16, 32, 4, 1),),
+    "convert": (Tile(32, None, 4, 1),),
     "dbias": (Tile(32, 16, 4, 1),),
 }
 
@@ -106,6 +115,17 @@ TABLE = {
     ("dkdv", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+    # dkdv and dq in one. A tile of dq takes registers, and where threads add it so do its addresses.
+    ("one_pass", 80, 2, 64): (Tile(64, 128, 8, 2, spills=40), Tile(64, 64, 4, 2, spills=40)),
+    ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 2, bulk=True), Tile(64, 64, 4, 2, bulk=True)),
+    ("one_pass", 90, 2, 128): (
+        Tile(64, 128, 8, 2, spills=184, bulk=True),
+        Tile(64, 64, 8, 2, spills=8, bulk=True),  # the first that fits the tensor memory of 10.0
+        Tile(64, 64, 8, 1, spills=236, bulk=True),
+    ),
+    ("one_pass", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
+    ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: as many rows as keep every thread busy.
     ("prepare", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("prepare", 80, 2, 128): (Tile(32, None, 4, 1),),
@@ -113,6 +133,8 @@ TABLE = {
     # The rows that wgmma multiplies at once: delta is then summed as dp is.
     ("prepare", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("prepare", 90, 2, 256): (Tile(64, None, 4, 1),),
+    ("convert", 80, 2, 64): (Tile(64, None, 4, 1),),
+    ("convert", 80, 2, 128): (Tile(32, None, 4, 1),),
     ("weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),
@@ -133,6 +155,7 @@ TABLE = {
 # What calls take that would spill in the rows above: those with a mask of pairs, and those with more than that.
 MASKED = {
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),
+    ("one_pass", 80, 2, 64): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
 }
 RICH = {
     ("forward", 80, 2, 64): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
@@ -150,6 +173,14 @@ RICH = {
     ("dkdv", 90, 2, 64): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
     ("dkdv", 90, 2, 128): (Tile(64, 64, 8, 2, spills=160), Tile(32, 64, 4, 2, spills=92)),
     ("dkdv", 90, 2, 256): (Tile(16, 64, 8, 2, spills=252), Tile(16, 32, 4, 2)),
+    ("one_pass", 80, 2, 64): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2, spills=32), Tile(32, 64, 8, 2)),
+    # Half as many keys do not spill, and take twice as many instructions a pair.
+    ("one_pass", 90, 2, 128): (
+        Tile(64, 128, 8, 2, spills=264, bulk=True),
+        Tile(64, 64, 8, 2, spills=64, bulk=True),
+        Tile(64, 64, 8, 1, spills=324, bulk=True),
+    ),
 }
 
 

@@ -22,6 +22,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
 _LACKS = ("mask", "key_mask", "query_mask", "bias", "alibi_slopes", "sinks", "softcap")
+_DESCRIPTORS = (views.TensorDescriptor,) if kernel is None else (views.TensorDescriptor, TensorDescriptor)
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
 
 
@@ -95,8 +96,8 @@ def descriptor(tensor: Tensor, rows: int) -> "TensorDescriptor":
 
 
 def is_descriptor(value) -> bool:
-    """Whether an argument is one that `descriptor` made."""
-    return kernel is not None and isinstance(value, TensorDescriptor)
+    """Whether an argument is one that `descriptor`, here or in `views`, has made."""
+    return isinstance(value, _DESCRIPTORS)
 
 
 def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:

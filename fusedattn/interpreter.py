@@ -7,6 +7,7 @@ needs NumPy, as nothing else does: only what interprets imports this.
 
 import numpy
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 
 
@@ -27,7 +28,7 @@ def _narrow(handle):
 
 
 def repair():
-    """Patch the interpreter's product and cast, once; kernels stay as they are."""
+    """Patch the interpreter's product and cast, once, and lend it a sum by descriptor; kernels stay as they are."""
     builder = upstream.InterpreterBuilder
     if getattr(builder, "knows_bfloat16", False):
         return
@@ -43,7 +44,14 @@ def repair():
             return _narrow(source)
         return cast(self, _wide(source), kind)
 
+    def create_descriptor_reduce(self, kind, descriptor, value, offsets):
+        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
+        pointers, inside = descriptor.materialize_pointers(offsets)
+        add = ir.ATOMIC_OP.FADD, pointers, value, inside, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+        return self.create_atomic_rmw(*add)
+
     builder.create_dot, builder.cast_impl, builder.knows_bfloat16 = create_dot, cast_impl, True
+    builder.create_descriptor_reduce = create_descriptor_reduce
 
 
 def quiet():

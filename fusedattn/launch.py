@@ -10,8 +10,7 @@ from triton.runtime.errors import OutOfResources
 
 from . import configs, hopper, views
 from .call import Call
-from .kernels import backward as gradients
-from .kernels import blocks, dbias
+from .kernels import backward, blocks, dbias, dkdv, dq
 from .kernels import forward as attention
 from .kernels import weights as recomputed
 from .kernels.tiles import width
@@ -85,24 +84,30 @@ KERNELS = {
     for kernel in (
         attention.forward,
         recomputed.weights,
-        gradients.prepare,
-        gradients.dq,
-        gradients.dkdv,
+        backward.prepare,
+        backward.convert,
+        dq.dq,
+        dkdv.dkdv,
         dbias.dbias,
         blocks.mark,
         blocks.list_blocks,
     )
 }
+KERNELS["one_pass"] = dkdv.dkdv  # dq as well: larger tiles would not fit, so it has its own
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
 _too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
 
 
+def widest(call):
+    """Columns of the wider tiles of a call, of its queries and keys or of its values."""
+    return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
+
+
 def _kind(name, call):
-    query, value = call.query, call.value
+    query = call.query
     few = query.shape[2] <= configs.FEW_ROWS and name in ("forward", "dq")
-    widest, narrow = max(width.fn(query.shape[3]), width.fn(value.shape[3])), configs.narrow(call.left, call.right)
-    return name, _device(query), query.dtype, widest, _load(call), narrow or few
+    return name, _device(query), query.dtype, widest(call), _load(call), configs.narrow(call.left, call.right) or few
 
 
 def _load(call):
@@ -131,19 +136,19 @@ def surroundings(device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _launch(name, call, programs, arguments, lists=None):
+def run_tiled(name, call, programs, arguments, more=None):
     """Run a kernel with the first of its tiles that fits the device.
 
     Args:
-        programs: of a tile, how many there are to run. lists: of a tile, its `lists` argument, if the kernel has one.
+        programs: of a tile, how many there are to run. more: of a tile, what arguments there are besides.
     """
     tiles, recorder = candidates(name, call), _recorder()
     with surroundings(_device(call.query)):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
             before = None if recorder is None else recorder.position()
             sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-            if lists is not None:
-                sizes["lists"] = lists(tile)
+            if more is not None:
+                sizes |= more(tile)
             try:
                 _run(name, programs(tile), arguments | sizes, num_warps=tile.warps, num_stages=tile.stages)
                 return
@@ -222,7 +227,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
     return views.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
-def _marked(call):
+def marked(call):
     """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
     size = grain(_device(call.query))
     if call.marks is not None:
@@ -232,25 +237,14 @@ def _marked(call):
     return mark(call.mask, call.key_mask, call.query_mask, call.bias, size), size
 
 
-def _lists(call, marks, grain, by_keys=False):
-    """tile -> the `lists` of a kernel that takes it."""
-    return lambda tile: None if marks is None else list_blocks(call, marks, grain, tile, by_keys)
+def lists(call, marks, grain, tile, by_keys=False):
+    """The `lists` argument of a kernel that takes a tile."""
+    return dict(lists=None if marks is None else list_blocks(call, marks, grain, tile, by_keys))
 
 
-def _bias_sum(call):
-    """What the gradient of the bias is a sum by: where it is broadcast decides whose loops it is taken in."""
-    batch, heads, rows, keys = views.sizes(call)
-    if call.bias.shape[3] == 1:
-        return "rows"
-    if call.bias.shape[2] == 1:
-        return "keys"
-    return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
-
-
-def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
-    """{kernel: Tile or Pipeline} of what a call, with the backward of all its inputs, would launch."""
-    names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), "prepare", "dq", "dkdv"]
-    names += ["dbias"] if call.bias is not None and _bias_sum(call) == "planes" else []
+def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
+    """{kernel: Tile or Pipeline} of what a call would launch, with the kernels of its backward."""
+    names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), *backward]
     found = {"hopper": hopper.pipeline(call)} if on_hopper else {}
     return found | {name: candidates(name, call)[0] for name in names}
 
@@ -274,12 +268,13 @@ def _forward(out, lse, stats, call):
     if views.packs(call, out) and call.query.shape[0] * call.key.shape[1] >= multiprocessors(_device(call.query)):
         call, out = views.packed(call, out)
     batch, heads, rows, _ = views.sizes(call)
-    _launch(
+    marks = marked(call)
+    run_tiled(
         "forward",
         call,
         lambda tile: cdiv(rows, tile.rows) * batch * heads,
         views.common(call) | dict(Out=views.of(out), Lse=lse, Stats=stats),
-        lists=_lists(call, *_marked(call)),
+        lambda tile: lists(call, *marks, tile),
     )
 
 
@@ -292,77 +287,9 @@ def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     if weights is not None:
         (batch, heads, rows, keys), common = views.sizes(call), views.common(call)
         arguments = {name: common[name] for name in common if name not in ("V", "DV")}
-        _launch(
+        run_tiled(
             "weights",
             call,
             lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * batch * heads,
             arguments | dict(Weights=views.of(weights), Stats=stats),
         )
-
-
-def backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):
-    """Fill grads, of the first fields of a Call; None for what is not needed (key and value go together).
-
-    grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
-    """
-    batch, heads, rows, keys = views.sizes(call)
-    kv_heads, planes = call.key.shape[1], batch * heads
-    grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
-    common, (marks, grain) = views.common(call), _marked(call)
-    weights, grad_weights = (None if grad_weights is None else views.of(x) for x in (weights, grad_weights))
-
-    def table(columns, length=rows, new=stats.new_empty):
-        return new((batch, heads, length, columns))
-
-    rows_table = table(4)
-    prepare = dict(Out=views.of(out), GradOut=views.of(grad_out), GradLse=grad_lse, Weights=weights)
-    prepare |= dict(GradWeights=grad_weights, Stats=stats, Rows=rows_table)
-    prepare |= {name: common[name] for name in ("q_len", "k_len", "score", "HEADS", "DV", "PRECISION")}
-    _launch("prepare", call, lambda tile: cdiv(rows, tile.rows) * planes, prepare)
-    common |= dict(GradOut=views.of(grad_out), GradWeights=grad_weights, Rows=rows_table)
-
-    where = None if grad_bias is None else _bias_sum(call)
-    by_rows = table(1) if where == "rows" else None
-    by_keys = table(3, keys, stats.new_zeros) if where == "keys" else None
-    over_planes = views.of(grad_bias) if where == "planes" else None
-    whole = views.of(grad_bias.zero_()) if where == "pairs" else None
-    slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
-
-    if any(x is not None for x in (grad_query, whole, by_rows, slope_sums, sink_sums)):
-        own = dict(GradQ=None if grad_query is None else views.of(grad_query), GradBias=whole)
-        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums, GradLse=grad_lse)
-        _launch("dq", call, lambda tile: cdiv(rows, tile.rows) * planes, common | own, lists=_lists(call, marks, grain))
-    if grad_key is not None or by_keys is not None:
-        own = dict(
-            zip(("GradK", "GradV"), (None if x is None else views.of(x) for x in (grad_key, grad_value)), strict=True)
-        )
-        _launch(
-            "dkdv",
-            call,
-            lambda tile: cdiv(keys, tile.keys) * batch * kv_heads,
-            common | own | dict(BiasSums=by_keys),
-            lists=_lists(call, marks, grain, by_keys=True),
-        )
-    if over_planes is not None:
-        own_batch, own_heads = grad_bias.shape[:2]
-        met = marks & 1
-        met = met if own_batch == batch else met.amax(0, keepdim=True)
-        met = met if own_heads == heads else met.amax(1, keepdim=True)
-        met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
-        shared = dict(GradBias=over_planes, marks=views.of(met), GRAIN=grain)
-        shared |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads)
-        _launch(
-            "dbias",
-            call,
-            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
-            common | shared,
-        )
-
-    # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
-    if by_rows is not None:
-        grad_bias.copy_(by_rows.double().sum_to_size(grad_bias.shape))
-    if by_keys is not None:
-        grad_bias.copy_(by_keys.double().sum(3)[:, :, None, :].sum_to_size(grad_bias.shape))
-    for sums, grad in ((sink_sums, grad_sinks), (slope_sums, grad_slopes)):
-        if sums is not None:
-            grad.copy_(sums.double().sum((2, 3)).sum_to_size(grad.shape))

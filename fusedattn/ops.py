@@ -48,14 +48,10 @@ def new_forward(*arguments):
 
 
 def new_backward(*arguments):
-    """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed.
-
-    One kernel makes those of key and value, so if either is needed, both are there.
-    """
+    """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed."""
     inputs, need = arguments[_BEFORE : _BEFORE + DIFFERENTIABLE], arguments[-1]
-    needed = (need[0], need[1] or need[2], need[1] or need[2], *need[3:])
     return tuple(
-        dense(x, x.shape) if wanted else inputs[0].new_empty(0) for x, wanted in zip(inputs, needed, strict=True)
+        dense(x, x.shape) if needed else inputs[0].new_empty(0) for x, needed in zip(inputs, need, strict=True)
     )
 
 
@@ -76,7 +72,7 @@ def _backward(*arguments):
         for grad in grads:
             grad.zero_()
         return grads
-    from . import launch
+    from . import gradients
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
@@ -84,7 +80,7 @@ def _backward(*arguments):
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
     wanted = [grad if grad.numel() else None for grad in grads]
     call = Call(*arguments[_BEFORE:-1])
-    launch.backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
+    gradients.fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
     return grads
 
 
@@ -288,6 +284,7 @@ def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """{kernel: Tile or Pipeline} of what a call, its backward included, would launch."""
-    from . import launch
+    from . import gradients, launch
 
-    return launch.tiles(call, need_weights, on_hopper)
+    every = [x is not None for x in call[:DIFFERENTIABLE]]
+    return launch.tiles(call, need_weights, on_hopper, gradients.passes(call, every))

@@ -204,7 +204,7 @@ class Recorder:
         others: list[tuple] = []
         compiled = None if launch.interpreting() else kernel.warmup(grid=(programs,), **arguments, **options)
         described = any(map(hopper.is_descriptor, arguments.values()))
-        plain = _without_encoding(compiled) if described else None
+        plain = _without_encoding(compiled) if described and compiled is not None else None
         encodings = iter(() if plain is None else compiled.metadata.tensordesc_meta)  # type: ignore[union-attr]
         for value in (arguments[name] for name in kernel.arg_names):
             index = len(values)

@@ -253,7 +253,7 @@ class Repeated:
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
         facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
-        kind = need, _precision(out), facts
+        kind = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
         if kind not in self.backwards:
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
@@ -264,7 +264,7 @@ class Repeated:
 
     def _backward(self, given, need):
         """(Recipe of a backward, where its gradients are)."""
-        from . import launch
+        from . import gradients
         from .recipe import Recorder
 
         bare = _without_data(given)
@@ -273,7 +273,7 @@ class Repeated:
         with Recorder(self.device, bare) as recorder:
             grads = ops.new_backward(*incoming, out, weights, stats, *call, need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
-            launch.backward(made, *incoming, out, weights, stats, call)
+            gradients.fill(made, *incoming, out, weights, stats, call)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recipe(), places
 

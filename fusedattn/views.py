@@ -1,12 +1,13 @@
 """Arguments of kernels: a Call as the vocabulary has it, views of its tensors and numbers."""
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import configs
 from .kernels.dropout import noise
 from .kernels.masks import Masks
 from .kernels.scores import score
-from .kernels.tiles import View
+from .kernels.tiles import View, width
 
 
 def precision(dtype):
@@ -22,6 +23,11 @@ def of(tensor):
     return View(
         tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     )
+
+
+def descriptor(tensor, rows):
+    """A (B, H, S, D) tensor that the copy engine can reach, as so many rows of one head at a time."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width.fn(tensor.shape[3])])
 
 
 def _bytes(mask, *shape):

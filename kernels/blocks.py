@@ -76,7 +76,8 @@ def list_blocks(
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
         turns = tl.cdiv(q_len, BLOCK_M)
-        begin, full, rest, end = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
+        ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
+        begin, full, rest, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
     else:
         turns = tl.cdiv(k_len, BLOCK_N)
         begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)

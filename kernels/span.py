@@ -104,3 +104,13 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rest = tl.maximum(tl.minimum(first + b.high + 1, b.keys), 0) // BLOCK
     full = tl.minimum(tl.maximum(full, begin), end)
     return begin, full, tl.minimum(tl.maximum(rest, full), end), end
+
+
+@triton.jit
+def masked_past(ranges, n, length):
+    """The ranges of `blocks`, all of them masked if rows before n are not before `length` as well.
+
+    Keys past the end are zeros, and what they weigh is exp(-lse): it may be inf, and inf * 0 would reach dq.
+    """
+    begin, full, rest, end = ranges
+    return begin, full, tl.where(n <= length, rest, full), end

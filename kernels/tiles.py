@@ -70,6 +70,21 @@ def store(m, rows, n, tile, D: tl.constexpr):
 
 
 @triton.jit
+def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
+    """Add a tile of `rows`, from `first` on, to those of one head of a tensor that lie before n, while others do too.
+
+    sums is a View, or a descriptor of a (B, H, S, D) tensor: the copy engine then adds the tile while the program goes
+    on, and the threads need neither addresses nor masks.
+    """
+    if isinstance(sums, tl.tensor_descriptor):
+        sums.atomic_add([plane.batch, plane.head, first, 0], tile.reshape(sums.block_shape))
+    else:
+        r, c = rows[:, None], tl.arange(0, width(D))[None, :]
+        exists = r < n if width(D) == D else (r < n) & (c < D)
+        tl.atomic_add(pointers(matrix(sums, plane), r, c), tile, mask=exists, sem="relaxed")
+
+
+@triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
     """Elements (r, c) of a (rows, keys) matrix, r and c already broadcast either way round; zero past the end.
 

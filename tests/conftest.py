@@ -91,6 +91,19 @@ def poison(monkeypatch):
 
 
 @pytest.fixture
+def two_passes(monkeypatch):
+    """The backward that torch gets when it wants the same bits each time; for others, such as cuBLAS, it does not."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+
+
+@pytest.fixture
+def in_order(request):
+    """Where bits are compared: on a GPU dq has the same ones each time by two passes alone."""
+    if not INTERPRETED:
+        request.getfixturevalue("two_passes")
+
+
+@pytest.fixture
 def overflow(monkeypatch):
     """An index that does not fit in its type fails, in the interpreter; it takes two fifths of the time."""
     if INTERPRETED:

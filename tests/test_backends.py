@@ -36,7 +36,7 @@ def test_one_that_is_named_runs_or_says_why_not(device):
 
 def test_explain_names_tiles(device):
     said = fa.explain(*draw(device=device), causal=True, backend="triton")
-    assert set(said.tiles) == {"forward", "prepare", "dq", "dkdv"}
+    assert set(said.tiles) == {"forward", "prepare", "one_pass", "convert"}
     assert "forward: tiles of" in str(said)
 
 

@@ -26,13 +26,15 @@ CORE = {
     "hopper": {"call", "configs", "kernels", "views"},
     "launch": {"call", "configs", "hopper", "interpreter", "kernels", "views"},
     "recipe": {"hopper", "kernels", "launch"},
-    "ops": {"call", "launch", "layout", "reference"},
-    "repeat": {"call", "launch", "ops", "recipe"},
+    "gradients": {"call", "configs", "launch", "views"},
+    "ops": {"call", "gradients", "launch", "layout", "reference"},
+    "repeat": {"call", "gradients", "launch", "ops", "recipe"},
     "backends": {"call", "checks", "configs", "hopper", "launch", "ops", "reference"},
     "tolerance": set(),
     "compare": {"reference", "tolerance"},
 }
 KNOWS_TRITON = {
+    "gradients",
     "views",
     "hopper",
     "launch",

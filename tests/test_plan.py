@@ -11,6 +11,8 @@ from fusedattn.compare import with_gradients
 from .cases import Case
 from .close import assert_close
 
+pytestmark = pytest.mark.usefixtures("in_order")
+
 NONE, SOME, ALL = 0, 1, 3
 
 

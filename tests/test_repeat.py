@@ -13,6 +13,8 @@ from fusedattn import repeat
 
 from .inside import BACKENDS, OPTIONS, SK, SQ, draw, learned, same
 
+pytestmark = pytest.mark.usefixtures("in_order")
+
 
 class Seen(TorchDispatchMode):
     """Names of the operators that are run."""

@@ -11,6 +11,8 @@ from fusedattn.call import Call
 
 from .inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, learned, loss, same
 
+pytestmark = pytest.mark.usefixtures("in_order")
+
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, device):

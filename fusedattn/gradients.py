@@ -1,0 +1,116 @@
+"""Gradients, from tensors to kernels: which of these run, and what each is given."""
+
+import torch
+from triton import cdiv
+
+from . import configs, launch, views
+from .call import Call
+
+
+def _bias_sum(call):
+    """What the gradient of the bias is a sum by: where it is broadcast decides whose loops it is taken in."""
+    batch, heads, rows, keys = views.sizes(call)
+    if call.bias.shape[3] == 1:
+        return "rows"
+    if call.bias.shape[2] == 1:
+        return "keys"
+    return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
+
+
+def passes(call: Call, need) -> tuple[str, ...]:
+    """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
+
+    One pass over the pairs where dq may be summed in any order, and nothing else is summed over whole rows. Otherwise
+    one by rows and one by keys, whichever is needed: they give the same bits each time, as torch may be told to want.
+    """
+    query, key, value, bias, slopes, sinks = need
+    where = _bias_sum(call) if bias else None
+    by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
+    in_any_order = launch.widest(call) <= configs.ONE_PASS and not torch.are_deterministic_algorithms_enabled()
+    if query and by_keys and not by_rows and in_any_order:
+        found = ["prepare", "one_pass", "convert"]
+    else:
+        by_rows = query or by_rows or (where == "pairs" and not by_keys)
+        found = ["prepare", *["dq"] * bool(by_rows), *["dkdv"] * bool(by_keys)]
+    return (*found, *["dbias"] * (where == "planes"))
+
+
+def _view(tensor):
+    return None if tensor is None else views.of(tensor)
+
+
+def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):
+    """Fill grads, of the first fields of a Call; None for what is not needed.
+
+    grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
+    """
+    batch, heads, rows, keys = views.sizes(call)
+    planes, kv_planes = batch * heads, batch * call.key.shape[1]
+    grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
+    names = passes(call, [x is not None for x in grads])
+    common, (marks, grain) = views.common(call), launch.marked(call)
+    common |= dict(GradOut=views.of(grad_out), GradWeights=_view(grad_weights))
+
+    def table(columns, length=rows, new=stats.new_empty):
+        return new((batch, heads, length, columns))
+
+    def blocks_of_rows(tile):
+        return cdiv(rows, tile.rows) * planes
+
+    where = None if grad_bias is None else _bias_sum(call)
+    by_rows = table(1) if where == "rows" else None
+    by_keys = table(3, keys, stats.new_zeros) if where == "keys" else None
+    whole = views.of(grad_bias.zero_()) if where == "pairs" else None
+    slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
+    sums = None
+    if "one_pass" in names:
+        # In the dtype of sums: what the caller gets, where that is the same. Rows begin where the copy engine wants it.
+        width = call.query.shape[3]
+        sums = grad_query if grad_query.dtype == stats.dtype else table(cdiv(width, 4) * 4)[..., :width]
+
+    kept = table(4)
+    taken = "GradOut", "GradWeights", "q_len", "k_len", "score", "HEADS", "D", "DV", "PRECISION"
+    own = dict(Out=views.of(out), GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
+    own |= dict(Stats=stats, Rows=kept, GradQ=_view(sums))
+    launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
+    common |= dict(Rows=kept)
+    if "dq" in names:
+        own = dict(GradQ=_view(grad_query), GradBias=whole, GradLse=grad_lse)
+        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums)
+        launch.run_tiled("dq", call, blocks_of_rows, common | own, lambda tile: launch.lists(call, marks, grain, tile))
+        whole = None
+    for name in {"one_pass", "dkdv"}.intersection(names):
+        own = dict(GradK=_view(grad_key), GradV=_view(grad_value), GradBias=whole, BiasSums=by_keys)
+
+        def more(tile):
+            added = views.descriptor(sums, tile.rows) if tile.bulk else _view(sums)
+            return launch.lists(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
+
+        launch.run_tiled(name, call, lambda tile: cdiv(keys, tile.keys) * kv_planes, common | own, more)
+    if sums is not None:
+        own = dict(Sums=views.of(sums), GradQ=views.of(grad_query))
+        own |= {name: common[name] for name in ("q_len", "score", "HEADS", "D")}
+        launch.run_tiled("convert", call, blocks_of_rows, own)
+    if "dbias" in names:
+        own_batch, own_heads = grad_bias.shape[:2]
+        met = marks & 1
+        met = met if own_batch == batch else met.amax(0, keepdim=True)
+        met = met if own_heads == heads else met.amax(1, keepdim=True)
+        met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
+        own = dict(GradBias=views.of(grad_bias), marks=views.of(met), GRAIN=grain)
+        own |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads)
+        launch.run_tiled(
+            "dbias",
+            call,
+            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
+            common | own,
+        )
+
+    # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
+    if by_rows is not None:
+        grad_bias.copy_(by_rows.double().sum_to_size(grad_bias.shape))
+    if by_keys is not None:
+        grad_bias.copy_(by_keys.double().sum(3)[:, :, None, :].sum_to_size(grad_bias.shape))
+    for each, grad in ((sink_sums, grad_sinks), (slope_sums, grad_slopes)):
+        if each is not None:
+            grad.copy_(each.double().sum((2, 3)).sum_to_size(grad.shape))

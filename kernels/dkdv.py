@@ -1,0 +1,164 @@
+"""Gradients of keys and values, a block of keys a program; weights are recomputed.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+import triton
+import triton.language as tl
+
+from . import blocks, dropout, gradient, scores, span, tiles
+from . import masks as hidden
+
+
+@triton.jit
+def _walk_rows(
+    dk,
+    dv,
+    k,
+    v,
+    Q,
+    GradOut,
+    GradWeights,
+    GradQ,
+    GradK,
+    GradV,
+    GradBias,
+    BiasSums,
+    Rows,
+    cols,
+    band,
+    masks,
+    kv,
+    order,
+    begin,
+    end,
+    score,
+    noise,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHECK: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
+
+    What will not be stored in GradK or GradV, since they are None, stays as it is. Unless they are None, GradQ gets
+    added what they give to dq; GradBias gets the gradient of the scores; BiasSums (B, Hq, Sk, 3) gets its sums by key,
+    for each head in turn, in the column of this WALK.
+
+    One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
+    a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
+    """
+    following = blocks.first(order, begin)
+    member, block = begin * 0, begin
+    sums = tl.zeros(cols.shape, dk.dtype)
+    for n in tl.range(0, (end - begin) * GROUP if order is None else end):
+        if order is not None:
+            block, member, following = blocks.turn(order, n, following)
+        plane = span.member(kv, member, GROUP)
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
+        r, c = rows[None, :], cols[:, None]
+        q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
+        do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
+        row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
+        shown = hidden.shown(masks, band, plane, r, c, CHECK)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
+        x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK)
+        if GradV is not None:
+            w = dropout.after(noise, p).to(do.dtype)
+            dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
+        dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
+        if BiasSums is not None:
+            sums += tl.sum(ds, 1)
+            if order is None:
+                done = block + 1 == end
+            else:
+                done = (n + 1 == end) | ((following >> 32) != member)
+            table = tiles.table(BiasSums, plane, band.keys, 3)
+            tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=(cols < band.keys) & done)
+            sums = tl.where(done, 0.0, sums)
+        if GradBias is not None:
+            tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
+        if GradK is not None or GradQ is not None:
+            ds = scores.through(score, steepness, ds).to(q.dtype)
+        if GradK is not None:
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+        if GradQ is not None:
+            dq = tl.dot(ds.T, k, input_precision=PRECISION, out_dtype=dk.dtype)
+            tiles.add(GradQ, plane, rows, block * BLOCK_M, band.rows, dq, D)
+        if order is None:
+            block += 1
+            if GROUP > 1:
+                wrap = block == end
+                member += wrap.to(tl.int32)
+                block = tl.where(wrap, begin, block)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+def dkdv(
+    Q,
+    K,
+    V,
+    GradOut,
+    GradWeights,
+    Rows,
+    GradQ,
+    GradK,
+    GradV,
+    GradBias,
+    BiasSums,
+    masks,
+    lists,
+    noise,
+    q_len,
+    k_len,
+    left,
+    right,
+    score,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, DV): the sum over the query heads that share a kv head.
+
+    Each may be None, as may these. GradQ, a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the
+    gradient of q less what `scores.grad` does: the backward in one pass, with five products a tile instead of seven.
+    GradBias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen. BiasSums (B, Hq, Sk, 3), zeros before, has
+    columns that add up to the sums by key of the gradient of the scores.
+    """
+    block, kv = span.place(tl.program_id(0), k_len, HEADS // GROUP, BLOCK_N)
+    first = block * BLOCK_N
+    cols = first + tl.arange(0, BLOCK_N)
+    real = hidden.real_keys(masks, kv, cols, k_len)
+    k = tiles.load(tiles.matrix(K, kv), cols, real, D)
+    v = tiles.load(tiles.matrix(V, kv), cols, real, DV)
+    wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
+    dk = tl.zeros([BLOCK_N, tiles.width(D)], wide)
+    dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
+
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
+    if GradQ is not None:
+        ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
+    for n in tl.static_range(3 if lists is None else 2):
+        order = None if lists is None else blocks.order(lists, kv, block, n)
+        begin, end = blocks.extent(ranges, order, n)
+        dk, dv = _walk_rows(
+            dk, dv, k, v, Q, GradOut, GradWeights, GradQ, GradK, GradV, GradBias, BiasSums, Rows, cols, band, masks, kv,
+            order, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
+        )  # fmt: skip
+    if GradK is not None:
+        tiles.store(tiles.matrix(GradK, kv), cols, k_len, scores.grad(score, dk), D)
+    if GradV is not None:
+        tiles.store(tiles.matrix(GradV, kv), cols, k_len, dv, DV)

@@ -1,0 +1,142 @@
+"""Gradient of the queries, a block of rows a program; weights are recomputed.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a block of rows can do without atomics.
+"""
+
+import triton
+import triton.language as tl
+
+from . import blocks, dropout, gradient, row_sums, scores, softmax, span, tiles
+from . import masks as hidden
+
+
+@triton.jit
+def _walk_keys(
+    dq,
+    sums,
+    q,
+    do,
+    k,
+    v,
+    GradWeights,
+    GradQ,
+    GradBias,
+    BiasSums,
+    SlopeSums,
+    SinkSums,
+    row,
+    rows,
+    band,
+    masks,
+    plane,
+    order,
+    begin,
+    end,
+    score,
+    noise,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """Add to dq and to the sums by row what key blocks [begin, end) give.
+
+    What will not be stored, since GradQ or all of BiasSums, SlopeSums and SinkSums are None, stays as it is. GradBias,
+    unless None, gets the gradient of the scores.
+    """
+    following = blocks.first(order, begin)
+    for n in tl.range(begin, end):
+        j, member, following = blocks.turn(order, n, following)
+        cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        r, c = rows[:, None], cols[None, :]
+        k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
+        shown = hidden.shown(masks, band, plane, r, c, CHECK)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
+        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        known = gradient.down(row)
+        p, steepness = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, noise, CHECK)
+        dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, noise, GradWeights)
+        if GradBias is not None:
+            tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
+        if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
+            sums = row_sums.add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
+        if GradQ is not None:
+            ds = scores.through(score, steepness, ds).to(k_tile.dtype)
+            dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+    return dq, sums
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+def dq(
+    Q,
+    K,
+    V,
+    GradOut,
+    GradLse,
+    GradWeights,
+    Rows,
+    GradQ,
+    GradBias,
+    BiasSums,
+    SlopeSums,
+    SinkSums,
+    masks,
+    lists,
+    noise,
+    q_len,
+    k_len,
+    left,
+    right,
+    score,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """GradQ (B, Hq, Sq, D), from GradOut and the Rows that `prepare` made; what else is walked row by row with it.
+
+    Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
+    row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope, SinkSums of the sink's.
+    """
+    block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
+    first = span.latest_first(block, q_len, BLOCK_M)
+    rows = first + tl.arange(0, BLOCK_M)
+    real = hidden.real_rows(masks, plane, rows, q_len)
+    q = tiles.load(tiles.matrix(Q, plane), rows, real, D)
+    do = tiles.load(tiles.matrix(GradOut, plane), rows, real, DV)
+    row = gradient.load(Rows, plane, rows, q_len)
+    kv = span.shared(plane, GROUP)
+    k, v = tiles.matrix(K, kv), tiles.matrix(V, kv)
+
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
+    grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
+    zero = tl.zeros([BLOCK_M], wide)
+    sums = row_sums.Sums(zero, zero, zero, zero)
+    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    for n in tl.static_range(3 if lists is None else 2):
+        order = None if lists is None else blocks.order(lists, plane, first // BLOCK_M, n)
+        begin, end = blocks.extent(ranges, order, n)
+        grad, sums = _walk_keys(
+            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, SinkSums, row, rows, band,
+            masks, plane, order, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+        )  # fmt: skip
+    if GradQ is not None:
+        tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
+    if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
+        dlse = zero if GradLse is None else tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
+        sums, delta = row_sums.mend(sums, row.delta, dlse)
+    if BiasSums is not None:
+        tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, sums.ds)
+    if SlopeSums is not None:
+        tiles.store_column(tiles.table(SlopeSums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
+    if SinkSums is not None:
+        p = softmax.weights(scores.sink(score, plane, wide), row.softmax, score.unit)
+        tiles.store_column(tiles.table(SinkSums, plane, q_len, 1), rows, q_len, 0, -p * delta)
