@@ -188,20 +188,20 @@ def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
     assert_close(got, tensors, options)
 
 
-def test_torch_may_want_the_same_bits_now_and_not_then(device, launched):
+def test_torch_may_want_the_same_bits_now_and_not_then(device, shuffled):
     """The backward of a call that is repeated asks again."""
-    inputs = [torch.randn(1, 2, 20, 16, device=device, requires_grad=True) for _ in range(3)]
-    grad = torch.randn_like(inputs[0])
-    before = torch.are_deterministic_algorithms_enabled()
+    if device == "cuda":
+        pytest.skip("a GPU has orders of its own: test_gpu")
+    inputs = [torch.randn(1, 2, 101, 16, requires_grad=True) for _ in range(3)]
+    grad, before = torch.randn_like(inputs[0]), torch.are_deterministic_algorithms_enabled()
     try:
-        for _ in range(2):
-            for wanted, passes in ((False, ONE), (True, TWO)):
-                for _ in range(3):
-                    out = fa.attention(*inputs, backend="triton")
-                    launched.clear()
-                    torch.use_deterministic_algorithms(wanted)
-                    torch.autograd.grad(out, inputs, grad)
-                    torch.use_deterministic_algorithms(before)
-                    assert launched in ([], passes)  # none is launched by name once it is known
+        for wanted in (False, True, False, True):
+            torch.use_deterministic_algorithms(wanted)
+            found = []
+            for seed in range(3):
+                shuffled(seed)
+                out = fa.attention(*inputs, backend="triton")
+                found.append(torch.autograd.grad(out, inputs, grad)[0])
+            assert all(torch.equal(dq, found[0]) for dq in found) == wanted
     finally:
         torch.use_deterministic_algorithms(before)
