@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import accuracy, cases, ceilings, command, cost, providers, rows, table, timing
+from . import accuracy, cases, ceilings, command, cost, providers, rows, table, timing, variants
 
 MODES = ("forward", "backward", "forward_backward")
 # Modes that time the same steps by another clock.
@@ -56,7 +56,7 @@ QUESTION = Question(__doc__)
 
 def units(chosen, names, tier=tier):
     """(case, provider) in the order of importance: the fast providers through all cases, then the next."""
-    work = [(case, name) for case in chosen for name in names if providers.concerns(name, case)]
+    work = [(case, name) for case in chosen for name in names if variants.concerns(name, case)]
     return sorted(work, key=lambda unit: tier(*unit))
 
 
@@ -183,6 +183,7 @@ def _list(text):
 def main(arguments=None, question=QUESTION):
     words = command.parser(question.doc)
     known = [*providers.PROVIDERS, *providers.ASIDE, "fusedattn:BACKEND", "fusedattn:hopper/PIPELINE"]
+    known += ["fusedattn:backward/FORM"]
     words.add_argument(
         "--cases", choices=cases.TABLES, help=f"default: {question.on_gpu} on a GPU, {question.on_cpu} without"
     )

@@ -47,6 +47,8 @@ class Case(NamedTuple):
     def name(self) -> str:
         dims = f"d{self.D}" if self.D == self.Dv else f"d{self.D}-{self.Dv}"
         heads = "" if self.Hq == self.Hkv else f"-h{self.Hq}over{self.Hkv}"
+        if self.Hq == self.Hkv and self.B * self.Sq == TOKENS and self.Hq * self.D != WIDTH:
+            heads = f"-h{self.Hq}"
         length = f"s{self.Sq}" if self.Sq == self.Sk else f"s{self.Sq}x{self.Sk}"
         options = "".join(f"-{word}" for word in self.options.split())
         return f"b{self.B}-{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}{options}"
@@ -149,6 +151,15 @@ HOPPER = [
     for causal in (False, True)
 ]
 
+# What those of the backward speak of.
+BACKWARD = [
+    _long(length, dim, causal, "bfloat16")
+    for lengths in ((4096, 16384), (2048, 8192))
+    for dim in (128, 64, 256)
+    for length in lengths
+    for causal in (False, True)
+]
+
 # For a CPU, and to see that the benchmark itself works.
 TINY = [
     Case(1, 2, 2, 64, 64, 16, 16, False, "float32"),
@@ -189,6 +200,7 @@ SMALL = [
 MODULE = [
     *(_long(length, 128, causal, "bfloat16") for length in (2048, 512, 8192) for causal in (True, False)),
     _long(2048, 64, True, "bfloat16"),
+    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16") for causal in (False, True)),  # of width 1024
     _long(512, 128, False, "bfloat16")._replace(options="weights"),
 ]
 
@@ -219,6 +231,7 @@ TINY_OPTIONS = [
 TINY_HOPPER = [
     Case(1, 1, 1, 16, 16, dim, dim, causal, "bfloat16") for dim in (128, 64, 256) for causal in (False, True)
 ]
+TINY_BACKWARD = [Case(1, 2, 1, 40, 40, dim, dim, dim == 64, "bfloat16") for dim in (64, 128, 256)]
 TINY_SKIPPING = [
     Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
     for options in ("padding=0.5", "documents=3", "window=64,0")
@@ -236,6 +249,7 @@ TABLES = {
     "all": LONG + MORE,
     "options": OPTIONS,
     "hopper": HOPPER,
+    "backward": BACKWARD,
     "skipping": SKIPPING,
     "small": SMALL,
     "module": MODULE,
@@ -243,6 +257,7 @@ TABLES = {
     "tiny": TINY,
     "tiny-options": TINY_OPTIONS,
     "tiny-hopper": TINY_HOPPER,
+    "tiny-backward": TINY_BACKWARD,
     "tiny-skipping": TINY_SKIPPING,
     "tiny-small": TINY_SMALL,
     "tiny-module": TINY_MODULE,

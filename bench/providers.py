@@ -13,16 +13,16 @@ import operator
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedattn as fa
-from fusedattn import configs, repeat
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
+
+from . import variants
 
 
 class Unsupported(Exception):
@@ -110,45 +110,12 @@ def fusedattn(case, tensors, backend=None):
     return _with_bias(fa.attention, _arguments(case, tensors.masks) | dict(backend=backend))
 
 
-PIPELINE = "fusedattn:hopper/"  # before a pipeline, in the name of a provider
-
-
-def pipeline_name(taken):
-    """A Pipeline, as 128x64s4+pingpong: rows x keys of a block, stages; +grid is one block of rows a program."""
-    words = ("" if taken.persistent else "+grid") + ("+pingpong" if taken.ping_pong else "")
-    return f"{taken.rows}x{taken.keys}s{taken.stages}{words}"
-
-
-def pipelines(case=None):
-    """{name: Pipeline} of those that `configs` has for the width of a case, or of all."""
-    widths = sorted(configs.HOPPER)
-    if case is not None:
-        widths = [width for width in widths if max(case.D, case.Dv) <= width][:1]
-    return {pipeline_name(taken): taken for width in widths for taken in configs.HOPPER[width]}
-
-
-@contextlib.contextmanager
-def only(taken):
-    """The kernel for Hopper works by one pipeline, whatever the width."""
-    repeat.forget()
-    try:
-        with mock.patch.object(configs, "HOPPER", dict.fromkeys(configs.HOPPER, (taken,))):
-            yield
-    finally:
-        repeat.forget()
-
-
-def by_pipeline(name, case, tensors):
-    """Ours, by the kernel for Hopper and one of its pipelines."""
-    if name not in pipelines(case):
-        raise Unsupported("its pipeline is for another width")
-    call = fusedattn(case, tensors, backend="hopper")
-    return Call(call, inside=functools.partial(only, pipelines(case)[name]))
-
-
-def concerns(name, case):
-    """Whether a provider has anything to say of a case: a pipeline has not, if it is for another width."""
-    return not name.startswith(PIPELINE) or name.removeprefix(PIPELINE) in pipelines(case)
+def by_variant(name, case, tensors):
+    """Ours, by one form of one of its kernels."""
+    if not variants.concerns(name, case):
+        raise Unsupported("it is for another width")
+    call = fusedattn(case, tensors, backend=variants.backend(name))
+    return Call(call, inside=variants.inside(name))
 
 
 def planned(case, tensors):
@@ -377,13 +344,11 @@ def unchecked(case, name):
 
 
 def find(name):
-    """The provider of a name: one of PROVIDERS or ASIDE, or ours by fusedattn:BACKEND or fusedattn:hopper/PIPELINE."""
+    """The provider of a name: one of PROVIDERS or ASIDE, ours by fusedattn:BACKEND, or a variant."""
     if name in PROVIDERS | ASIDE:
         return (PROVIDERS | ASIDE)[name]
-    if name.startswith(PIPELINE):
-        if (taken := name.removeprefix(PIPELINE)) not in pipelines():
-            raise ValueError(f"provider: expected a pipeline of {', '.join(pipelines())}, got {taken}")
-        return functools.partial(by_pipeline, taken)
+    if variants.known(name):
+        return functools.partial(by_variant, name)
     if name.startswith("fusedattn:"):
         return functools.partial(fusedattn, backend=name.removeprefix("fusedattn:"))
     raise ValueError(f"provider: expected one of {', '.join(PROVIDERS | ASIDE)} or fusedattn:BACKEND, got {name}")

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     torch: str
     triton: str
     python: str
-    # forward, backward, forward_backward, wall, wall_forward_backward, graph, train, decode, host, plan, dq, dkdv
+    # forward, backward, forward_backward, wall, wall_forward_backward, graph, train, decode, host, plan, or a kernel
     mode: str
     provider: str  # fusedattn:KERNEL, fusedattn+plan:KERNEL, naive, sdpa:flash, sdpa:cudnn, sdpa:efficient, flex, ...
     dtype: str

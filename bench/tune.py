@@ -14,18 +14,18 @@ import math
 import sys
 import time
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from fusedattn import configs, launch, repeat
+from fusedattn import configs, launch
 from fusedattn.configs import Tile
 
-from . import accuracy, bounds, cases, compiled, cost, providers, rows, timing
+from . import accuracy, bounds, cases, compiled, cost, providers, rows, timing, variants
 
-PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}  # of matrices, that each computes
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "one_pass": 5}  # of matrices, that each computes
+WANTED = dict(forward=(), dq=("query",), dkdv=("key", "value"), one_pass=("query", "key", "value"))  # gradients
 DIMS = (64, 128, 256)
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "ieee"}
 LENGTH = 2048  # where the goals begin
@@ -46,7 +46,8 @@ class Found(NamedTuple):
 def grid(kernel, capability, itemsize, width, most):
     """Tiles worth trying, from those of `configs` to the least like them; most is the shared memory of a block."""
     own, sizes = configs.tiles(kernel, capability, itemsize, width), (16, 32, 64, 128, 256)
-    tiles = (Tile(*each) for each in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)))
+    shapes = itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4))
+    tiles = (Tile(*each, bulk=own[0].bulk) for each in shapes)
     known = {tile[:4] for tile in own}
     others = [
         tile for tile in tiles if tile[:4] not in known and _sensible(kernel, capability, itemsize, width, most, tile)
@@ -60,10 +61,12 @@ def _apart(tile, other):
 
 def _sensible(kernel, capability, itemsize, width, most, tile):
     pairs = tile.rows * tile.keys
-    kept, turned = (tile.keys, tile.rows) if kernel == "dkdv" else (tile.rows, tile.keys)
+    by_keys = kernel in ("dkdv", "one_pass")
+    kept, turned = (tile.keys, tile.rows) if by_keys else (tile.rows, tile.keys)
     threads = 32 * tile.warps
-    results = kept * width * (2 if kernel == "dkdv" else 1)  # dk and dv
+    results = kept * width * (2 if by_keys else 1)  # dk and dv
     floats = results + pairs * (1 if kernel == "forward" else 2)  # the scores, and their gradient
+    floats += turned * width if kernel == "one_pass" else 0  # a tile of dq
     buffers = 0 if tile.stages == 1 else tile.stages * turned * 2 * width * itemsize
     wgmma = configs.architecture(capability) == 90 and itemsize == 2
     return (
@@ -116,20 +119,6 @@ def ranked(row, report):
     return Found(row.tile._replace(spills=report.spills), report.shared, estimate(row, report))
 
 
-@contextlib.contextmanager
-def only(kernel, tile):
-    """Calls launch a kernel with this tile alone, and the others with theirs."""
-    given = launch.candidates
-    repeat.forget()
-    try:
-        with mock.patch.object(
-            launch, "candidates", lambda name, call: (tile,) if name == kernel else given(name, call)
-        ):
-            yield
-    finally:
-        repeat.forget()
-
-
 def typical(dim, dtype):
     """The full and the causal case that tiles are timed on."""
     found = [case for case in cases.LONG + cases.MORE if case.D == case.Dv == dim and case.Sq == case.Sk == LENGTH]
@@ -138,7 +127,7 @@ def typical(dim, dtype):
 
 
 class Bench:
-    """One kernel on one case: what it computes, and what of it is timed; `prepare` runs before dq and dkdv."""
+    """One kernel on one case: what it computes, and what of it is timed; what a backward needs besides runs with it."""
 
     def __init__(self, kernel, case, device):
         self.kernel, self.case, self.device = kernel, case, device
@@ -165,7 +154,7 @@ class Bench:
         found = dict(err_max=error, err_eager=eager, status="wrong" if wrong else "ok")
         if wrong:
             return found, wrong
-        step = self._step(("query",) if self.kernel == "dq" else ("key", "value"))
+        step = self._step(WANTED[self.kernel])
         times = timing.measure(step, self.device, budget_ms)
         flops = cost.flops(self.case, "forward") * PRODUCTS[self.kernel] / PRODUCTS["forward"]
         found |= dict(ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80, tflops=flops / times.p50 / 1e9)
@@ -180,7 +169,7 @@ def timed(row, report, benches, most, write):
     total = flops = 0.0
     for bench in benches:
         try:
-            with only(row.kernel, row.tile):
+            with variants.only(row.kernel, row.tile):
                 columns, why = bench.measure()
         except OutOfResources as error:
             columns, why = dict(status=f"unsupported: {error}"), str(error)
@@ -222,7 +211,7 @@ def _speed(found):
 
 def _text(tile):
     spills = f", spills={tile.spills}" if tile.spills else ""
-    return f"Tile({', '.join(map(str, tile[:4]))}{spills})"
+    return f"Tile({', '.join(map(str, tile[:4]))}{spills}{', bulk=True' if tile.bulk else ''})"
 
 
 def entry(key, found, said):
@@ -307,7 +296,8 @@ def main(arguments=None):
             parser.error("--csv: tiles are only ranked here, so there is nothing measured to write")
         if options.dtype == "float32":
             parser.error("--dtype float32: without tensor cores there is no bound to rank by; it takes a GPU")
-    work = list(itertools.product(options.kernel, options.dim))
+    every = itertools.product(options.kernel, options.dim)
+    work = [(kernel, dim) for kernel, dim in every if kernel != "one_pass" or dim <= configs.ONE_PASS]
     start = time.monotonic()
     with compiled.pool() as pool:
         for number, (kernel, dim) in enumerate(work):

@@ -26,7 +26,7 @@ def everything(on_gpu):
     """What `tasks` there are of all questions; FlexAttention is in none where calls are small, or in a model."""
     if not on_gpu:
         return tasks(cases.TINY + cases.TINY_OPTIONS, NAMES[:1])
-    chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER
+    chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
     inner = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"]
     return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1])))
 

@@ -1,7 +1,7 @@
 """The benchmark of the kernel for Hopper: its table, who wins, what its goals are, and what is not timed."""
 
 import pytest
-from fusedattn.bench import attention, cases, hopper, providers, table
+from fusedattn.bench import attention, cases, contest, hopper, providers, table, variants
 
 import fusedattn as fa
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def a_pipeline(case, name, ms, **columns):
-    return made(case, providers.PIPELINE + name, ms=ms, **columns)
+    return made(case, variants.PIPELINE + name, ms=ms, **columns)
 
 
 def cell_of(dim, length, causal=False):
@@ -33,17 +33,17 @@ def test_the_hopper_table_has_the_best_of_each_cell_beside_the_goals():
         made(short, "fusedattn:triton", ms=0.1, status="wrong"),  # fast and wrong is no ratio
         made(short, "sdpa:cudnn", ms=0.8),
     ]
-    found = hopper.cells(some)
+    found = contest.cells(some, hopper.CONTEST)
     assert [(cell.best, cell.peer.provider) for cell in found.values()] == [
         ("128x128s2+grid", "sdpa:cudnn"),
         ("128x128s2", "flex"),
         ("128x128s2", "sdpa:cudnn"),
     ]
-    assert found[full].ratio(found[full].universal) == 0.72 and found[short].universal is None
-    speeds, count = hopper.standings(found.values())
+    assert found[full].ratio(found[full].other) == 0.72 and found[short].other is None
+    speeds, count = contest.standings(found.values())
     assert count == 3 and list(speeds) == ["128x128s2", "128x128s2+grid"]
     assert speeds["128x128s2"] == pytest.approx(0.8 ** (1 / 3))  # 1.6 / 2.0, and twice the fastest
-    assert hopper.winners(some) == {128: "128x128s2"}
+    assert contest.winners(some, hopper.CONTEST) == {128: "128x128s2"}
     shown = hopper.text(some)
     assert f"{'d128 full s4096':<19}{'128x128s2+grid':<20}     600   1.12 (0.95)   0.72 (0.80)  sdpa:cudnn 1" in shown
     assert "d128: 128x128s2 0.928, 128x128s2+grid 0.874 of the fastest, in 3 cells" in shown
@@ -65,16 +65,19 @@ def test_a_pipeline_that_failed_anywhere_does_not_win():
         *(a_pipeline(cell, name, ms) for name, ms in ((fast, 1.0), (slow, 2.0))),
         *(a_pipeline(other, name, ms) for name, ms in ((fast, 1.0), (slow, 2.0))),
     ]
-    assert hopper.winners(some) == {64: fast}
+    assert contest.winners(some, hopper.CONTEST) == {64: fast}
     some[2] = some[2]._replace(status="wrong")
-    assert hopper.winners(some) == {64: slow} and hopper.failed(some) == {fast}
-    assert hopper.cells(some)[other].best == slow and hopper.cells(some)[cell].best == fast
+    assert contest.winners(some, hopper.CONTEST) == {64: slow} and contest.failed(some, hopper.CONTEST) == {fast}
+    assert (
+        contest.cells(some, hopper.CONTEST)[other].best == slow
+        and contest.cells(some, hopper.CONTEST)[cell].best == fast
+    )
     some[2] = some[2]._replace(status="unsupported: CUDA error: an illegal memory access", ms_p50="")
-    assert hopper.winners(some) == {64: slow}
+    assert contest.winners(some, hopper.CONTEST) == {64: slow}
     assert f"so out of the standings: {fast}\n" in hopper.text(some)
     del some[2]  # the time was over: it is compared where both were timed
-    assert hopper.standings(hopper.cells(some).values()) == ({fast: 1.0, slow: 0.5}, 1)
-    assert hopper.winners(some) == {64: fast}
+    assert contest.standings(contest.cells(some, hopper.CONTEST).values()) == ({fast: 1.0, slow: 0.5}, 1)
+    assert contest.winners(some, hopper.CONTEST) == {64: fast}
 
 
 def test_the_goals_of_the_forward_are_those_that_were_set():
@@ -96,8 +99,8 @@ def test_what_is_measured_of_the_hopper_kernel_without_a_gpu_is_why_it_cannot_be
     assert len({(row.provider, table.case_of(row)) for row in found}) == len(found)
     for case in cases.TINY_HOPPER:
         here = {row.provider: row.status for row in found if table.case_of(row) == case}
-        mine = {providers.PIPELINE + name for name in providers.pipelines(case)}
-        assert {name for name in here if name.startswith(providers.PIPELINE)} == mine and len(mine) >= 3
+        mine = {variants.PIPELINE + name for name in variants.pipelines(case)}
+        assert {name for name in here if name.startswith(variants.PIPELINE)} == mine and len(mine) >= 3
         reasons = "unsupported: the tensors are on the CPU", "unsupported: Gluon, the language of its kernel, has no"
         assert all(here[name].startswith(reasons) for name in mine) and here["sdpa:flash"] == "ok"
         assert {"fusedattn:triton", "sdpa:cudnn", "sdpa:efficient", "flex"} < here.keys()
@@ -111,7 +114,7 @@ def test_what_is_measured_of_the_hopper_kernel_without_a_gpu_is_why_it_cannot_be
 
 
 def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monkeypatch):
-    (good, bad, crashed, untested), path = providers.pipelines(cases.TINY_HOPPER[0]), tmp_path / "tests.xml"
+    (good, bad, crashed, untested), path = variants.pipelines(cases.TINY_HOPPER[0]), tmp_path / "tests.xml"
     assert not hopper.proven(path)  # pytest was killed before it wrote
     path.write_text(
         f"""<testsuites><testsuite>
@@ -126,7 +129,7 @@ def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monk
     asked = []
     hopper.main(["--device", "cpu", "--tests", str(path)])
     (names,) = asked
-    assert [name for name in names if name.startswith(providers.PIPELINE)] == [providers.PIPELINE + good]
+    assert [name for name in names if name.startswith(variants.PIPELINE)] == [variants.PIPELINE + good]
     assert "fusedattn:triton" in names and "sdpa:cudnn" in names
 
 
@@ -140,23 +143,23 @@ def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     monkeypatch.setattr(
         fa, "attention", lambda *_, **options: seen.append((configs.pipeline(case.D), options["backend"]))
     )
-    monkeypatch.setattr(providers.repeat, "forget", lambda: seen.append("forget"))
-    for name, taken in providers.pipelines(case).items():
-        providers.find(providers.PIPELINE + name)(case, tensors)(*tensors.inputs)
+    monkeypatch.setattr(variants.repeat, "forget", lambda: seen.append("forget"))
+    for name, taken in variants.pipelines(case).items():
+        providers.find(variants.PIPELINE + name)(case, tensors)(*tensors.inputs)
         assert seen == ["forget", (taken, "hopper"), "forget"] and configs.HOPPER is before
         seen.clear()
-    with pytest.raises(ValueError, match="provider: expected a pipeline of 128x128s3, .*, got 1x1s1"):
+    with pytest.raises(ValueError, match="provider: expected one of 128x128s3, .* after fusedattn:hopper/, got 1x1s1"):
         providers.find("fusedattn:hopper/1x1s1")
-    other = next(iter(providers.pipelines(cases.TINY_HOPPER[-1])))
-    with pytest.raises(providers.Unsupported, match="its pipeline is for another width"):
-        providers.find(providers.PIPELINE + other)(case, tensors)
+    other = next(iter(variants.pipelines(cases.TINY_HOPPER[-1])))
+    with pytest.raises(providers.Unsupported, match="it is for another width"):
+        providers.find(variants.PIPELINE + other)(case, tensors)
 
 
 def test_each_pipeline_has_a_name_of_its_own():
     from fusedattn import configs
 
     for width, some in configs.HOPPER.items():
-        assert len(set(map(providers.pipeline_name, some))) == len(some)
+        assert len(set(map(variants.pipeline_name, some))) == len(some)
         case = cases.TINY_HOPPER[0]._replace(D=width - 8, Dv=8)
-        assert tuple(providers.pipelines(case).values()) == some
-    assert set(providers.pipelines().values()) == {taken for some in configs.HOPPER.values() for taken in some}
+        assert tuple(variants.pipelines(case).values()) == some
+    assert set(variants.pipelines().values()) == {taken for some in configs.HOPPER.values() for taken in some}

@@ -10,14 +10,19 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import compiled, cost, rows, tune
+from fusedattn.bench import compiled, cost, rows, tune, variants
 from fusedattn.bench.cases import Case
 from triton.runtime.errors import OutOfResources
 
 from fusedattn import configs, launch, repeat
 from fusedattn.configs import Tile
 
-KEYS = [(*key, capability) for key in itertools.product(tune.PRODUCTS, (2, 4), tune.DIMS) for capability in (80, 90)]
+KEYS = [
+    (kernel, *key)
+    for kernel in tune.PRODUCTS
+    for key in itertools.product((2, 4), tune.DIMS, (80, 90))
+    if kernel != "one_pass" or key[1] <= configs.ONE_PASS
+]
 
 
 @pytest.mark.parametrize("kernel, itemsize, width, capability", KEYS)
@@ -31,7 +36,8 @@ def test_what_is_tried_is_sensible(kernel, itemsize, width, capability):
     assert len({tile[:4] for tile in tiles}) == len(tiles) > len(own) + 5
     for tile in tiles[len(own) :]:
         assert {tile.rows, tile.keys} <= {16, 32, 64, 128, 256} and tile.warps in (4, 8) and tile.stages in (1, 2, 3, 4)
-        turned = tile.rows if kernel == "dkdv" else tile.keys
+        turned = tile.rows if kernel in ("dkdv", "one_pass") else tile.keys
+        assert tile.bulk == own[0].bulk
         assert tile.stages == 1 or tile.stages * turned * 2 * width * itemsize <= most
     steps = [min(tune._apart(tile, each) for each in own) for tile in tiles]
     assert steps == sorted(steps) and 0 < steps[len(own)] <= 1  # a short sweep looks near what is known
@@ -166,7 +172,7 @@ def test_an_override_is_of_one_kernel_and_ends(monkeypatch):
     forgotten = []
     monkeypatch.setattr(repeat, "forget", lambda: forgotten.append(launch.candidates))
     monkeypatch.setattr(launch, "candidates", given := lambda name, call: f"tiles of {name}")
-    with pytest.raises(ZeroDivisionError), tune.only("dq", TILES[0]):
+    with pytest.raises(ZeroDivisionError), variants.only("dq", TILES[0]):
         assert launch.candidates("dq", None) == (TILES[0],) and launch.candidates("dkdv", None) == "tiles of dkdv"
         raise ZeroDivisionError
     assert launch.candidates is given and len(forgotten) == 2
@@ -223,7 +229,7 @@ def test_a_kernel_is_held_to_the_rule_and_timed_with_a_tile(kernel, monkeypatch)
     bench = tune.Bench(kernel, Case(1, 2, 2, 40, 40, 16, 16, True, "float32"), "cpu")
     asked = []
     monkeypatch.setattr(configs, "tiles", lambda name, *_: asked.append(name) or configs.INTERPRETED[name])
-    with tune.only(kernel, Tile(16, 16, 4, 1)):
+    with variants.only(kernel, Tile(16, 16, 4, 1)):
         columns, wrong = bench.measure(budget_ms=1.0)
     assert kernel not in asked and not wrong and columns["status"] == "ok" and columns["err_max"] > 0
     flops = 2 * 1 * 2 * 40 * 40 * 16 * tune.PRODUCTS[kernel] / 2
@@ -294,7 +300,9 @@ def test_the_time_is_shared_out(no_gpu, monkeypatch, capsys):
     monkeypatch.setattr(compiled, "pool", Pool)
     monkeypatch.setattr(tune.time, "monotonic", lambda: 1000.0)
     tune.main(["--dim", "64", "--seconds", "60"])
-    assert [(task[0], task[5]) for task in given] == [("forward", 1020.0), ("dq", 1030.0), ("dkdv", 1060.0)]
+    assert [(task[0], task[5]) for task in given] == [
+        *(("forward", 1015.0), ("dq", 1020.0), ("dkdv", 1030.0), ("one_pass", 1060.0))
+    ]
 
 
 def test_with_a_gpu_it_times_and_says_which(monkeypatch, tmp_path, capsys):
