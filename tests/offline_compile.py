@@ -122,12 +122,14 @@ def table(capabilities=(80, 90)):
                 variant = "biased" if kernel == "dbias" else "full"
                 yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
             best = plain[0], (0, len(plain))
+            # Where one pass takes the calls without sums over rows, what else these two do is seen in `everything`.
+            seldom = kernel in ("dq", "dkdv") and width <= configs.ONE_PASS
             if kernel in ("prepare", "convert", "dbias"):
                 continue
             if rich != plain:
                 for index, tile in enumerate(rich):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
-            if dtype == "bf16" and kernel != "weights":
+            if dtype == "bf16" and kernel != "weights" and not seldom:
                 if capability >= 90:  # elsewhere a band is the same code: its loops are those of a full call
                     yield Row(kernel, capability, dtype, width, "causal", *best)
                 if capability >= 90 and width <= 128:
@@ -137,7 +139,7 @@ def table(capabilities=(80, 90)):
                 yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
                 yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
-            if dtype == "bf16" and width == 64:
+            if dtype == "bf16" and width == 64 and not seldom:
                 yield Row(kernel, capability, "fp16", 64, "full", *best)
                 yield Row(kernel, capability, dtype, 32, "full", *best)
                 yield Row(kernel, capability, dtype, 16, "full", *best)

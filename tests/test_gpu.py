@@ -70,8 +70,10 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
             monkeypatch.setattr(configs, "tiles", one)
             monkeypatch.setattr(launch, "_too_large", {})
             repeat.forget()
-            check(case, cuda)
-            check(rich, cuda)
+            for same_each_time in (False, True):
+                monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda same=same_each_time: same)
+                check(case, cuda)
+                check(rich, cuda)
 
 
 # Each way that the gradient of a bias is summed; masks that leave whole blocks, some of them and none.
@@ -93,7 +95,7 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
     check(Case(name)._replace(**sizes, **LARGE[name]), cuda)
 
 
-def test_a_document_mask_with_a_plan(cuda):
+def test_a_document_mask_with_a_plan(cuda, two_passes):
     """Blocks of every kind, listed for tiles larger than their grain; what no tile lists may be NaN."""
     case = Case("documents", B=2, Hq=4, Hkv=2, Sq=1024, Sk=1024, D=64, Dv=64, dtype=torch.bfloat16)
     tensors, options = case.draw(cuda)
@@ -132,13 +134,25 @@ def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
 
 @pytest.mark.parametrize("options", [{}, dict(mask="batch", bias="heads", dropout=0.2)], ids=["plain", "rich"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_many_runs_give_the_same_bits(dim, options, cuda):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
+    """In two passes all of them; in one all but those of dq, whose error stays what the rule allows."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
     tensors, options = Case("races")._replace(**sizes, **options).draw(cuda)
     first = with_gradients(fa.attention, tensors, options, backend="triton")
+    largest = dict(first)
     for _ in range(200):
         again = with_gradients(fa.attention, tensors, options, backend="triton")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        differ = {name for name in first if not torch.equal(first[name], again[name])}
+        assert differ <= ({"query"} if passes == 1 else set())
+        if differ and (again["query"] - first["query"]).abs().max() > (largest["query"] - first["query"]).abs().max():
+            largest = again
+    one = slice(0, 1)  # the rule asks for float64, of one batch
+    options = {name: x[one] if name == "mask" else x for name, x in options.items()}
+    tensors = {name: x[one] for name, x in tensors.items()}
+    if "bias" not in options:  # whose gradient is of all batches
+        assert_close({name: x[one] for name, x in largest.items()}, tensors, options)
 
 
 def test_more_planes_than_a_grid_axis_holds(cuda):
@@ -160,7 +174,9 @@ def test_tensors_beyond_two_to_the_31(cuda):
     torch.testing.assert_close(out[:, -1:, -64:], want)
 
 
-def test_a_graph_replays_on_new_values(cuda):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_graph_replays_on_new_values(passes, cuda, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
     inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
 
@@ -178,8 +194,11 @@ def test_a_graph_replays_on_new_values(cuda):
     with torch.no_grad():
         for x in inputs:
             x.normal_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+    for _ in range(3):  # what is added to is zeroed by each
+        graph.replay()
+        out, dq, *others = zip(captured, step(), strict=True)
+        assert all(torch.equal(*both) for both in (out, *others, *([dq] if passes == 2 else [])))
+        torch.testing.assert_close(*dq)
 
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):
@@ -219,7 +238,10 @@ def test_float32_products_follow_torchs_setting(cuda):
     assert errors["ieee"] < 2e-5 < errors["tf32"] < 2e-2
 
 
-def test_memory_is_linear_in_the_sequence(cuda):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_memory_is_linear_in_the_sequence(passes, cuda, monkeypatch):
+    """In one pass dq is added up in float32, which is twice its size, and nothing else is there."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
     peaks = []
     for length in (4096, 8192):
         inputs = [torch.randn(1, 8, length, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
@@ -232,5 +254,6 @@ def test_memory_is_linear_in_the_sequence(cuda):
         peaks.append(torch.cuda.max_memory_allocated() - before)
         ideal = 4 * out.nbytes + lse.nbytes  # output, lse and three gradients
         held = 3 * out.nbytes
-        assert held + peaks[-1] <= 1.2 * (held + ideal)
+        sums = 2 * out.nbytes if passes == 1 else 0
+        assert held + peaks[-1] <= 1.2 * (held + ideal) + sums
     assert peaks[1] <= 2.1 * peaks[0]
