@@ -22,7 +22,7 @@ from . import attention, cases, providers, rows, table, timing
 
 GOAL = 1.1  # pairs computed over those that are visible
 GPU = 90  # whose tiles are counted
-KERNELS = {"forward": False, "dq": False, "dkdv": True}  # whether its lists are by keys
+KERNELS = {"forward": False, "dq": False, "dkdv": True, "one_pass": True}  # whether its lists are by keys
 PROVIDERS = ("fusedattn", "fusedattn+plan", "flex")
 
 
