@@ -27,8 +27,9 @@ file; another version of Triton gives other numbers.
 - `bound`: the largest of these, and what it comes to in TFLOP/s of an H200 (sm_90) or A100 (sm_80) at boost clock:
   `overlap` if all of it runs at once, `serial` if the tensor cores wait while the slowest of issue, exp2, fma and alu
   is at work; `hopper` is written so that they do not wait. It counts the operations of the kernel's own products: two
-  in the forward, three in dq, four in dk/dv (five of those seven are the backward's). It knows no latency, no memory,
-  no bank conflicts and no power, which holds plain products in bf16 to 0.8 of the peak.
+  in the forward, three in dq, four in dk/dv (five of those seven are the backward's), five in one_pass. It knows no
+  latency, no memory, nothing of what one_pass adds to it, no bank conflicts and no power, which holds plain products in
+  bf16 to 0.8 of the peak.
 - A dash: no loop over blocks, so nothing to count.
 """
 CLOCKS = ("tensor", "issue", "exp2", "fma", "alu", "shared", "l2")
