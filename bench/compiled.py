@@ -29,7 +29,7 @@ INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "mma": r"\bmma\.sync",
     "tcgen05": r"\btcgen05\.mma",
-    "tma": r"\bcp\.async\.bulk\.tensor",
+    "tma": r"\bcp\.(?:reduce\.)?async\.bulk\.tensor",
     "cp.async": r"\bcp\.async\.c[ag]",
 }
 

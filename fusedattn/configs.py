@@ -210,7 +210,7 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
-        kernel: "forward", "prepare", "dq" or "dkdv".
+        kernel: "forward", "weights", "prepare", "dq", "dkdv", "one_pass", "convert" or "dbias".
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.

@@ -64,13 +64,14 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
     sums = None
     if "one_pass" in names:
-        # In the dtype of sums: what the caller gets, where that is the same. Rows begin where the copy engine wants it.
-        width = call.query.shape[3]
-        sums = grad_query if grad_query.dtype == stats.dtype else table(cdiv(width, 4) * 4)[..., :width]
+        # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
+        width, bulk = call.query.shape[3], any(tile.bulk for tile in launch.candidates("one_pass", call))
+        sums = table(cdiv(width, 4) * 4)[..., :width] if bulk or grad_query.dtype != stats.dtype else grad_query
 
     kept = table(4)
     taken = "GradOut", "GradWeights", "q_len", "k_len", "score", "HEADS", "D", "DV", "PRECISION"
-    own = dict(Out=views.of(out), GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
+    own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
+    own |= dict(Out=None if names == ("prepare", "dkdv") and grad_key is by_keys is whole else views.of(out))
     own |= dict(Stats=stats, Rows=kept, GradQ=_view(sums))
     launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
     common |= dict(Rows=kept)

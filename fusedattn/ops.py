@@ -283,8 +283,8 @@ def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
-    """{kernel: Tile or Pipeline} of what a call, its backward included, would launch."""
+    """{kernel: Tile or Pipeline} of what a call would launch, its backward to query, key, value and what is learned."""
     from . import gradients, launch
 
-    every = [x is not None for x in call[:DIFFERENTIABLE]]
-    return launch.tiles(call, need_weights, on_hopper, gradients.passes(call, every))
+    need = [x is not None and (number < 3 or x.requires_grad) for number, x in enumerate(call[:DIFFERENTIABLE])]
+    return launch.tiles(call, need_weights, on_hopper, gradients.passes(call, need))

@@ -28,7 +28,8 @@ def prepare(
     """Rows (B, Hq, Sq, 4: shift, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
 
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
-    (B, Hq, Sq, Sk), or None. GradQ, unless None, is what `dkdv` will add to: it gets zeros.
+    (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
+    None, is what `dkdv` will add to: it gets zeros.
     """
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -38,23 +39,25 @@ def prepare(
     stats = tiles.table(Stats, plane, q_len, 2)
     rest = tiles.load_column(stats, rows, q_len, 1)
     row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest, score.unit)
-    out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
-    grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
-    # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
-    products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
-    line = tl.arange(0, BLOCK_M)
-    delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
-    if GradWeights is not None:
-        p, dp = tiles.matrix(Weights, plane), tiles.matrix(GradWeights, plane)
-        r = rows[:, None]
-        for start in tl.range(0, k_len, 64):
-            c = start + tl.arange(0, 64)[None, :]
-            p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
-            dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
-            delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
-    if GradLse is not None:
-        delta -= tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
-    delta = tl.where(rest == float("inf"), 0.0, delta)
+    delta = tl.zeros([BLOCK_M], rest.dtype)
+    if Out is not None:
+        out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
+        grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
+        # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
+        products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
+        line = tl.arange(0, BLOCK_M)
+        delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
+        if GradWeights is not None:
+            p, dp = tiles.matrix(Weights, plane), tiles.matrix(GradWeights, plane)
+            r = rows[:, None]
+            for start in tl.range(0, k_len, 64):
+                c = start + tl.arange(0, 64)[None, :]
+                p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
+                dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
+                delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
+        if GradLse is not None:
+            delta -= tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
+        delta = tl.where(rest == float("inf"), 0.0, delta)
     table = tiles.table(Rows, plane, q_len, 4)
     tiles.store_column(table, rows, q_len, 0, row.shift)
     tiles.store_column(table, rows, q_len, 1, row.rest)

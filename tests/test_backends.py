@@ -38,6 +38,11 @@ def test_explain_names_tiles(device):
     said = fa.explain(*draw(device=device), causal=True, backend="triton")
     assert set(said.tiles) == {"forward", "prepare", "one_pass", "convert"}
     assert "forward: tiles of" in str(said)
+    inputs = draw(device=device)
+    for learned in (False, True):  # what is summed over whole rows takes a pass by rows
+        sinks = torch.zeros(inputs[0].shape[1], device=device, requires_grad=learned)
+        said = fa.explain(*inputs, sinks=sinks, backend="triton")
+        assert ("one_pass" in said.tiles) != learned == ("dq" in said.tiles)
 
 
 def test_use_backend_is_for_the_thread_and_the_call_wins(device):
