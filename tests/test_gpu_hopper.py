@@ -24,7 +24,7 @@ from .cases import Case
 from .close import assert_close
 from .test_gpu import HALF, LENGTHS
 
-pytestmark = pytest.mark.gpu, pytest.mark.usefixtures("in_order")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_order")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
 DIMS = (*DIMS, (128, 128), (136, 160), (192, 128), (64, 256), (256, 8), (200, 256), (256, 256))
 PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
