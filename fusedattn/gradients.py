@@ -71,7 +71,8 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     kept = table(4)
     taken = "GradOut", "GradWeights", "q_len", "k_len", "score", "HEADS", "D", "DV", "PRECISION"
     own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
-    own |= dict(Out=None if names == ("prepare", "dkdv") and grad_key is by_keys is whole else views.of(out))
+    of_scores = any(x is not None for x in (grad_query, grad_key, grad_bias, grad_slopes, grad_sinks))
+    own |= dict(Out=views.of(out) if of_scores else None)
     own |= dict(Stats=stats, Rows=kept, GradQ=_view(sums))
     launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
     common |= dict(Rows=kept)

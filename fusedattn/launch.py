@@ -93,7 +93,7 @@ KERNELS = {
         blocks.list_blocks,
     )
 }
-KERNELS["one_pass"] = dkdv.dkdv  # dq as well: larger tiles would not fit, so it has its own
+KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
 _too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold

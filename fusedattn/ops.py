@@ -286,5 +286,6 @@ def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, its backward to query, key, value and what is learned."""
     from . import gradients, launch
 
-    need = [x is not None and (number < 3 or x.requires_grad) for number, x in enumerate(call[:DIFFERENTIABLE])]
+    learned = call.bias, call.alibi_slopes, call.sinks
+    need = True, True, True, *(x is not None and x.requires_grad for x in learned)
     return launch.tiles(call, need_weights, on_hopper, gradients.passes(call, need))
