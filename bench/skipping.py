@@ -141,7 +141,7 @@ def report(case, counts):
     for one in counts:
         met = "" if one.ratio <= GOAL else f", over the goal of {GOAL:g}"
         lines.append(
-            f"    {one.kernel:<8}{f'{one.rows} x {one.keys}':<10} computes {one.ratio:.3f} "
+            f"    {one.kernel:<9}{f'{one.rows} x {one.keys}':<10} computes {one.ratio:.3f} "
             f"of those{met}; saves {1 - one.computed / one.dense:.1%} of the tiles; "
             f"{one.masked / one.tiles:.1%} take a mask"
         )
