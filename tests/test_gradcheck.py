@@ -1,4 +1,4 @@
-"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, every other pair."""
+"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, some pairs."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from . import cases
 
 SMALL = dict(Sq=5, Sk=6, D=3, Dv=2)
 ALONE = [cases.Case(name)._replace(**fields) for name, fields in cases.FEATURES.items()]
-CASES = (*ALONE, *cases.OPTION_PAIRS[::2], *cases.TRIPLES)  # test_kernels has every pair
+CASES = (*ALONE, *cases.OPTION_PAIRS[::4], *cases.TRIPLES)  # test_kernels has every pair
 
 
 def small(case):
