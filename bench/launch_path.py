@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import fusedattn as fa
 from fusedattn import launch, repeat
-from fusedattn.call import TENSORS
+from fusedattn.repeat import TENSORS
 
 from . import absent, cases, command, rows
 from .timing import Times

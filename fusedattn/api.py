@@ -6,7 +6,8 @@ from torch import Tensor
 from . import backends, ops, repeat
 from .call import Arguments, Plan, rank4, rows
 from .checks import FLOATING, check_plan, checked, fail
-from .reference import results
+from .checks_varlen import Packed, checked_packed
+from .reference import packed_results, results
 
 
 def attention(
@@ -84,6 +85,68 @@ def attention(
         return again((*tensors[:9], call.seed, call.marks))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
     return results(query.dim(), out, lse if return_lse else None, weights)
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    mask: Tensor | Plan | None = None,
+    bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    backend: str | None = None,
+):
+    """`attention` within each of n sequences of any lengths, that lie one behind the other: nothing is padded.
+
+        >>> query = key = value = torch.randn(100, 8, 64)
+        >>> offsets = torch.tensor([0, 30, 30, 100], dtype=torch.int32)  # 30 rows, none, 70
+        >>> fusedattn.attention_varlen(query, key, value, offsets, offsets, causal=True).shape
+        torch.Size([100, 8, 64])
+
+    Rows and keys are counted from the start of their sequence, in causal, window, alibi_slopes, mask, bias and dropout.
+
+    Args:
+        query, key, value: (Tq, Hq, D), (Tk, Hkv, D), (Tk, Hkv, Dv), otherwise as in `attention`.
+        cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on query's device: sequence b has the rows cu_seqlens_q[b] to
+            cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1]. From 0 to Tq and Tk, never falling;
+            a sequence may have no rows, or no keys. On a GPU nobody looks: offsets that are wrong give results that
+            are, but nothing is read or written outside of the tensors.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or more. What needs them is mask, bias and return_weights, and
+            the naive path: without, the host then waits for the GPU to say.
+        mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan is of a mask alone.
+        key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token.
+        alibi_slopes: floating (Hq,) or (n, Hq).
+        causal, window, align, scale, softcap, sinks, dropout_p, seed, return_lse, return_weights: as in `attention`.
+        backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
+
+    Returns: output (Tq, Hq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
+        (output[, lse][, weights]): lse (Hq, Tq) float32 (float64 for float64); weights (Hq, Tq, max_seqlen_k) in
+        query's dtype, 0 past the end of a sequence; both differentiable.
+    Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
+    """
+    options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
+    options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
+    out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
+    return packed_results(out, lse if return_lse else None, weights)
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
-TENSORS = 11  # how many are tensors, or None
+TENSORS = 13  # how many are tensors, or None
 UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; larger ones would overflow
 
 
@@ -45,6 +45,20 @@ class Plan(NamedTuple):
     marks: Tensor | None
 
 
+class Lengths(NamedTuple):
+    """How long packed sequences are: offsets of so many rows and keys in all, and the longest, as a Call has them."""
+
+    offsets_q: Tensor | None
+    offsets_k: Tensor | None
+    rows: int
+    keys: int
+    most_q: int | None
+    most_k: int | None
+
+
+WHOLE = Lengths(None, None, 0, 0, None, None)  # of what is not packed
+
+
 class Call(NamedTuple):
     """The same call, checked and in one form: first the tensors, of which the first DIFFERENTIABLE have gradients.
 
@@ -52,6 +66,11 @@ class Call(NamedTuple):
     (B, Hq, Sq, Sk); alibi_slopes and sinks are (1 or B, Hq), key_mask (1 or B, Sk), query_mask (1 or B, Sq). seed is a
     tensor of one int64 where dropout_p is not 0, otherwise None. marks are those of a Plan. Row i sees keys
     shift + i - left .. shift + i + right; None is unbounded; shift is 0 if top_left, otherwise Sk - Sq.
+
+    With offsets, int32 (n + 1,), it is n calls at once: B is 1, and sequence b has rows offsets_q[b] up to
+    offsets_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
+    broadcast to (n, Hq, most_q, most_k), of the longest. They count from the start of each sequence, as rows and keys
+    do in all that is said above. most is None where nobody needs it.
     """
 
     query: Tensor
@@ -65,12 +84,24 @@ class Call(NamedTuple):
     query_mask: Tensor | None
     seed: Tensor | None
     marks: Tensor | None
+    offsets_q: Tensor | None
+    offsets_k: Tensor | None
     left: int | None
     right: int | None
     top_left: bool
     scale: float
     softcap: float | None
     dropout_p: float
+    most_q: int | None = None
+    most_k: int | None = None
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Those of packed sequences; None if they are not."""
+        if self.offsets_q is None or self.offsets_k is None:
+            return None
+        totals = self.query.shape[2], self.key.shape[2]
+        return Lengths(self.offsets_q, self.offsets_k, *totals, self.most_q, self.most_k)
 
     @property
     def shift(self) -> int:
@@ -147,6 +178,8 @@ def normalise(arguments: Arguments, marks: Tensor | None = None) -> Call:
         rows(a.query_mask),
         seed_tensor(a.seed, query.device) if a.dropout_p else None,
         marks,
+        None,
+        None,
         left,
         right,
         a.align == "top_left" and aligned,

@@ -1,6 +1,6 @@
 """Everything a caller can get wrong, a row each: the argument, what is wrong with it, what was expected and got."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,16 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Rule(NamedTuple):
-    """A mistake. `expected` may name what FACTS holds; `got` says what was found."""
+    """A mistake in an Arguments, or the like. `expected` may name what FACTS holds; `got` says what was found."""
 
     argument: str
     error: type[Exception]
-    wrong: Callable[[Arguments], bool]
+    wrong: Callable[[Any], bool]
     expected: str
-    got: Callable[[Arguments], Any]
+    got: Callable[[Any], Any]
 
 
-def _is_tensor(name: str) -> Rule:
+def is_tensor(name: str) -> Rule:
     return Rule(
         name,
         TypeError,
@@ -43,7 +43,7 @@ def _is_strided(name: str) -> Rule:
     )
 
 
-def _is_bool(name: str) -> Rule:
+def is_bool(name: str) -> Rule:
     return Rule(
         name,
         TypeError,
@@ -78,8 +78,8 @@ def _pairs(name: str) -> tuple[Rule, ...]:
     """What broadcasts to the scores: a mask or a bias."""
     rank, shape = "rank 2 or that of query, {rank}", "broadcastable to {scores}"
     return (
-        Rule(name, ValueError, lambda a: getattr(a, name).dim() not in (2, a.query.dim()), rank, _shape(name)),
-        Rule(name, ValueError, lambda a: not _broadcasts(getattr(a, name), _scores(a)), shape, _shape(name)),
+        Rule(name, ValueError, lambda a: getattr(a, name).dim() not in (2, a.query.dim()), rank, shape_of(name)),
+        Rule(name, ValueError, lambda a: not _broadcasts(getattr(a, name), _scores(a)), shape, shape_of(name)),
     )
 
 
@@ -93,7 +93,7 @@ def _on_device(name: str) -> Rule:
     )
 
 
-def _place(name: str) -> tuple[Rule, ...]:
+def place(name: str) -> tuple[Rule, ...]:
     """What holds for every tensor: how and where it is stored."""
     return (_is_strided(name), _on_device(name))
 
@@ -114,14 +114,14 @@ def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
         mask = getattr(a, name)
         return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not _broadcasts(mask, (_batch(a), size(a)))
 
-    return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", _shape(name))
+    return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", shape_of(name))
 
 
-def _shape(name: str) -> Callable[[Arguments], Any]:
+def shape_of(name: str) -> Callable[[Arguments], Any]:
     return lambda a: tuple(getattr(a, name).shape)
 
 
-def _dtype(name: str) -> Callable[[Arguments], Any]:
+def dtype_of(name: str) -> Callable[[Arguments], Any]:
     return lambda a: getattr(a, name).dtype
 
 
@@ -137,7 +137,7 @@ def _heads(a: Arguments) -> tuple[int, int]:
     return (a.query.shape[1], a.key.shape[1]) if a.query.dim() == 4 else (1, 1)
 
 
-def _divides(heads: int, kv_heads: int) -> bool:
+def divides(heads: int, kv_heads: int) -> bool:
     return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
 
 
@@ -147,63 +147,65 @@ def _is_side(side: Any) -> bool:
 
 # In the order in which they are looked for: a rule may rely on those above it.
 TENSORS = (
-    _is_tensor("query"),
-    _is_tensor("key"),
-    _is_tensor("value"),
+    is_tensor("query"),
+    is_tensor("key"),
+    is_tensor("value"),
     _is_strided("query"),
     _is_strided("key"),
     _is_strided("value"),
-    Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", _dtype("query")),
-    Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", _dtype("key")),
-    Rule("value", TypeError, lambda a: a.value.dtype != a.query.dtype, "the dtype of query, {dtype}", _dtype("value")),
+    Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", dtype_of("query")),
+    Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("key")),
+    Rule(
+        "value", TypeError, lambda a: a.value.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("value")
+    ),
     _on_device("key"),
     _on_device("value"),
-    Rule("query", ValueError, lambda a: a.query.dim() not in (2, 3, 4), "rank 2, 3 or 4", _shape("query")),
-    Rule("key", ValueError, lambda a: a.key.dim() != a.query.dim(), "the rank of query, {rank}", _shape("key")),
-    Rule("value", ValueError, lambda a: a.value.dim() != a.query.dim(), "the rank of query, {rank}", _shape("value")),
-    Rule("query", ValueError, lambda a: a.query.shape[-1] == 0, "a head dimension of 1 or more", _shape("query")),
-    Rule("value", ValueError, lambda a: a.value.shape[-1] == 0, "a head dimension of 1 or more", _shape("value")),
+    Rule("query", ValueError, lambda a: a.query.dim() not in (2, 3, 4), "rank 2, 3 or 4", shape_of("query")),
+    Rule("key", ValueError, lambda a: a.key.dim() != a.query.dim(), "the rank of query, {rank}", shape_of("key")),
+    Rule("value", ValueError, lambda a: a.value.dim() != a.query.dim(), "the rank of query, {rank}", shape_of("value")),
+    Rule("query", ValueError, lambda a: a.query.shape[-1] == 0, "a head dimension of 1 or more", shape_of("query")),
+    Rule("value", ValueError, lambda a: a.value.shape[-1] == 0, "a head dimension of 1 or more", shape_of("value")),
     Rule(
         "key",
         ValueError,
         lambda a: a.key.shape[-1] != a.query.shape[-1],
         "the head dimension of query, {D}",
-        _shape("key"),
+        shape_of("key"),
     ),
     Rule(
         "key",
         ValueError,
         lambda a: a.query.dim() > 2 and a.key.shape[0] != a.query.shape[0],
         "the batch size of query, {B}",
-        _shape("key"),
+        shape_of("key"),
     ),
     Rule(
         "value",
         ValueError,
         lambda a: a.value.shape[:-1] != a.key.shape[:-1],
         "all but the last dimension as in key, {key}",
-        _shape("value"),
+        shape_of("value"),
     ),
     Rule(
         "key",
         ValueError,
-        lambda a: not _divides(*_heads(a)),
+        lambda a: not divides(*_heads(a)),
         "a number of heads that divides the {Hq} of query",
         lambda a: f"{_heads(a)[1]} heads",
     ),
 )
 
 OPTIONS = {
-    "mask": (_is_bool("mask"), *_place("mask"), *_pairs("mask")),
-    "bias": (_is_floating("bias"), *_place("bias"), *_pairs("bias")),
+    "mask": (is_bool("mask"), *place("mask"), *_pairs("mask")),
+    "bias": (_is_floating("bias"), *place("bias"), *_pairs("bias")),
     "key_mask": (
-        _is_bool("key_mask"),
-        *_place("key_mask"),
+        is_bool("key_mask"),
+        *place("key_mask"),
         _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2]),
     ),
     "query_mask": (
-        _is_bool("query_mask"),
-        *_place("query_mask"),
+        is_bool("query_mask"),
+        *place("query_mask"),
         _tokens("query_mask", "{Sq}", lambda a: a.query.shape[-2]),
     ),
     "causal": (Rule("causal", TypeError, lambda a: not isinstance(a.causal, bool), "a bool", _given("causal")),),
@@ -263,19 +265,21 @@ OPTIONS = {
     ),
     "alibi_slopes": (
         _is_floating("alibi_slopes"),
-        *_place("alibi_slopes"),
+        *place("alibi_slopes"),
         Rule(
             "alibi_slopes",
             ValueError,
             lambda a: tuple(a.alibi_slopes.shape) not in ((_heads(a)[0],), (_batch(a), _heads(a)[0])),
             "shape ({Hq},) or ({B}, {Hq})",
-            _shape("alibi_slopes"),
+            shape_of("alibi_slopes"),
         ),
     ),
     "sinks": (
         _is_floating("sinks"),
-        *_place("sinks"),
-        Rule("sinks", ValueError, lambda a: tuple(a.sinks.shape) != (_heads(a)[0],), "shape ({Hq},)", _shape("sinks")),
+        *place("sinks"),
+        Rule(
+            "sinks", ValueError, lambda a: tuple(a.sinks.shape) != (_heads(a)[0],), "shape ({Hq},)", shape_of("sinks")
+        ),
     ),
     "dropout_p": (
         _is_number("dropout_p"),
@@ -332,20 +336,21 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any):
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
-def _apply(rules: tuple, arguments: Arguments) -> None:
+def apply(rules: tuple, arguments: Any, facts: Mapping[str, Callable] = FACTS) -> None:
+    """Raise for the first rule that arguments break; facts are what it may name."""
     for rule in rules:
         if rule.wrong(arguments):
-            facts = {name: fact(arguments) for name, fact in FACTS.items() if f"{{{name}}}" in rule.expected}
-            expected = rule.expected.format(**facts)
+            named = {name: fact(arguments) for name, fact in facts.items() if f"{{{name}}}" in rule.expected}
+            expected = rule.expected.format(**named)
             fail(rule.error, rule.argument, expected, rule.got(arguments))
 
 
 def check(arguments: Arguments) -> None:
     """Raise ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed."""
-    _apply(TENSORS, arguments)
+    apply(TENSORS, arguments)
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:
-            _apply(OPTIONS[name], arguments)
+            apply(OPTIONS[name], arguments)
 
 
 def check_options(**options) -> None:
@@ -353,7 +358,7 @@ def check_options(**options) -> None:
     arguments = Arguments(None, None, None, **options)
     for name, option in options.items():
         if option is not DEFAULTS[name]:
-            _apply(OPTIONS[name], arguments)
+            apply(OPTIONS[name], arguments)
 
 
 def checked(arguments: Arguments) -> Call:

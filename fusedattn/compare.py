@@ -42,16 +42,20 @@ def in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.double() for name, x in tensors.items()}
 
 
-def _sizes_of_terms(tensors, options, grads):
+def _sizes_of_terms(tensors, options, grads, apply, lengths):
     """{name: the root of the sum of squares of the terms that the gradient of an option sums up, the largest}."""
     if not any(name in options for name in LEARNED):
         return {}
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
     whole = (*tensors["query"].shape[:2], rows, keys)
     bias = options.get("bias", tensors["query"].new_zeros(1, 1)).double().expand(whole)
-    ds = with_gradients(reference.attention, in_float64(tensors), {**options, "bias": bias}, grads)["bias"]
+    oracle = apply(reference.attention)
+    ds = with_gradients(oracle, in_float64(tensors), {**options, "bias": bias}, grads)["bias"]
     i, j = torch.arange(rows, device=ds.device)[:, None], torch.arange(keys, device=ds.device)[None, :]
     shift = 0 if options.get("align") == "top_left" else keys - rows
+    if lengths is not None and options.get("align") != "top_left":
+        own_rows, own_keys = (torch.tensor(each, device=ds.device) for each in lengths)
+        shift = (own_keys - own_rows)[:, None, None, None]
     # What is added to all scores of a row, the sink's with them, changes its lse alone.
     dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else ds.new_zeros(())
     terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": (dlse - ds.sum(3))[..., None]}
@@ -60,9 +64,19 @@ def _sizes_of_terms(tensors, options, grads):
 
 
 def compare(
-    got: Mapping[str, Tensor], tensors: Mapping[str, Tensor], options: Mapping, grads: str = "out and lse"
+    got: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    options: Mapping,
+    grads: str = "out and lse",
+    apply: Callable = lambda function: function,
+    lengths: tuple | None = None,
 ) -> dict[str, Verdict]:
-    """Hold what `with_gradients` gave to the rule of `tolerance`."""
-    eager = with_gradients(reference.eager, tensors, options, grads)
-    oracle = with_gradients(reference.attention, in_float64(tensors), options, grads)
-    return verdicts(got, eager, oracle, _sizes_of_terms(tensors, options, grads))
+    """Hold what `with_gradients` gave to the rule of `tolerance`.
+
+    Args:
+        apply: makes of a function like `attention` what `got` is held to. lengths: (of rows, of keys) of each batch,
+            where not all of them are as long as the tensors.
+    """
+    eager = with_gradients(apply(reference.eager), tensors, options, grads)
+    oracle = with_gradients(apply(reference.attention), in_float64(tensors), options, grads)
+    return verdicts(got, eager, oracle, _sizes_of_terms(tensors, options, grads, apply, lengths))

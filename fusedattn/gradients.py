@@ -5,6 +5,7 @@ from triton import cdiv
 
 from . import configs, launch, views
 from .call import Call
+from .packing import packing
 
 
 def _bias_sum(call):
@@ -39,27 +40,43 @@ def _view(tensor):
     return None if tensor is None else views.of(tensor)
 
 
+def _spread(sums, offsets, most):
+    """(n, H, most, 1) of sums by row (1, H, T, 1) of packed sequences, padded with zeros; others as they are."""
+    if offsets is None:
+        return sums
+    return packing(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
+
+
+def _totals(sums, offsets, batch):
+    """(B, H) of sums by row (B, H, S, 1); of packed sequences (n, H), or, if a batch of 1 is enough, (1, H)."""
+    if offsets is None or batch == 1:
+        return sums.sum((2, 3))
+    # Offsets that fall name nothing that they have passed. A scatter would sum in any order.
+    offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
+    return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
+
+
 def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):
     """Fill grads, of the first fields of a Call; None for what is not needed.
 
     grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
     """
     batch, heads, rows, keys = views.sizes(call)
-    planes, kv_planes = batch * heads, batch * call.key.shape[1]
+    count, length = call.query.shape[0], call.query.shape[2]  # of packed sequences, all their rows are one batch's
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     names = passes(call, [x is not None for x in grads])
     common, (marks, grain) = views.common(call), launch.marked(call)
     common |= dict(GradOut=views.of(grad_out), GradWeights=_view(grad_weights))
 
-    def table(columns, length=rows, new=stats.new_empty):
-        return new((batch, heads, length, columns))
+    def table(columns, length=length, new=stats.new_empty):
+        return new((count, heads, length, columns))
 
     def blocks_of_rows(tile):
-        return cdiv(rows, tile.rows) * planes
+        return cdiv(length, tile.rows) * count * heads
 
     where = None if grad_bias is None else _bias_sum(call)
     by_rows = table(1) if where == "rows" else None
-    by_keys = table(3, keys, stats.new_zeros) if where == "keys" else None
+    by_keys = table(3, call.key.shape[2], stats.new_zeros) if where == "keys" else None
     whole = views.of(grad_bias.zero_()) if where == "pairs" else None
     slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
     sums = None
@@ -73,22 +90,31 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
     of_scores = any(x is not None for x in (grad_query, grad_key, grad_bias, grad_slopes, grad_sinks))
     own |= dict(Out=views.of(out) if of_scores else None)
-    own |= dict(Stats=stats, Rows=kept, GradQ=_view(sums))
+    own |= dict(Stats=stats, Rows=kept, GradQ=_view(sums), k_len=keys)
     launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
     common |= dict(Rows=kept)
     if "dq" in names:
         own = dict(GradQ=_view(grad_query), GradBias=whole, GradLse=grad_lse)
         own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums)
-        launch.run_tiled("dq", call, blocks_of_rows, common | own, lambda tile: launch.lists(call, marks, grain, tile))
+        launch.run_tiled(
+            "dq",
+            call,
+            lambda tile: launch.turns(call, tile.rows) * heads,
+            common | own,
+            lambda tile: launch.walks(call, marks, grain, tile),
+        )
         whole = None
     for name in {"one_pass", "dkdv"}.intersection(names):
         own = dict(GradK=_view(grad_key), GradV=_view(grad_value), GradBias=whole, BiasSums=by_keys)
 
         def more(tile):
             added = views.descriptor(sums, tile.rows) if tile.bulk else _view(sums)
-            return launch.lists(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
+            return launch.walks(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
 
-        launch.run_tiled(name, call, lambda tile: cdiv(keys, tile.keys) * kv_planes, common | own, more)
+        def blocks_of_keys(tile):
+            return launch.turns(call, tile.keys, by_keys=True) * call.key.shape[1]
+
+        launch.run_tiled(name, call, blocks_of_keys, common | own, more)
     if sums is not None:
         own = dict(Sums=views.of(sums), GradQ=views.of(grad_query))
         own |= {name: common[name] for name in ("q_len", "score", "HEADS", "D")}
@@ -100,19 +126,21 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
         met = met if own_heads == heads else met.amax(1, keepdim=True)
         met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
         own = dict(GradBias=views.of(grad_bias), marks=views.of(met), GRAIN=grain)
-        own |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads)
+        own |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads, most_q=rows, most_k=keys)
         launch.run_tiled(
             "dbias",
             call,
             lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
             common | own,
+            lambda tile: dict(sequences=launch.extents(call)),
         )
 
     # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
     if by_rows is not None:
-        grad_bias.copy_(by_rows.double().sum_to_size(grad_bias.shape))
+        grad_bias.copy_(_spread(by_rows.double(), call.offsets_q, rows).sum_to_size(grad_bias.shape))
     if by_keys is not None:
-        grad_bias.copy_(by_keys.double().sum(3)[:, :, None, :].sum_to_size(grad_bias.shape))
+        total = _spread(by_keys.double().sum(3, keepdim=True), call.offsets_k, keys)
+        grad_bias.copy_(total.mT.sum_to_size(grad_bias.shape))
     for each, grad in ((sink_sums, grad_sinks), (slope_sums, grad_slopes)):
         if each is not None:
-            grad.copy_(each.double().sum((2, 3)).sum_to_size(grad.shape))
+            grad.copy_(_totals(each.double(), call.offsets_q, grad.shape[0]).sum_to_size(grad.shape))

@@ -49,6 +49,8 @@ def reasons(call: Call) -> list[str]:
     if missing is not None:
         return [missing]
     found = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
+    if call.offsets_q is not None:
+        found.append("it knows no packed sequences")
     if call.seed is not None:
         found.append("it knows no dropout_p")
     if call.query.dtype not in _LAYOUTS:

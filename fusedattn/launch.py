@@ -10,9 +10,10 @@ from triton.runtime.errors import OutOfResources
 
 from . import configs, hopper, views
 from .call import Call
-from .kernels import backward, blocks, dbias, dkdv, dq
+from .kernels import backward, blocks, dbias, dkdv, dq, sequences
 from .kernels import forward as attention
 from .kernels import weights as recomputed
+from .kernels.span import Sequences
 from .kernels.tiles import width
 
 
@@ -91,6 +92,7 @@ KERNELS = {
         dbias.dbias,
         blocks.mark,
         blocks.list_blocks,
+        sequences.take_turns,
     )
 }
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
@@ -106,7 +108,7 @@ def widest(call):
 
 def _kind(name, call):
     query = call.query
-    few = query.shape[2] <= configs.FEW_ROWS and name in ("forward", "dq")
+    few = views.sizes(call)[2] <= configs.FEW_ROWS and name in ("forward", "dq")
     return name, _device(query), query.dtype, widest(call), _load(call), configs.narrow(call.left, call.right) or few
 
 
@@ -169,29 +171,44 @@ def _narrow(tensor):
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
-def new_marks(mask, key_mask, query_mask, bias, grain):
+def _narrowed(mask, key_mask, query_mask, bias, lengths):
+    """Masks and a bias, narrow where they lie in a grid of pairs: of packed rows each has its own place."""
+    tokens = (key_mask, query_mask) if lengths is not None else map(_narrow, (key_mask, query_mask))
+    return _narrow(mask), *tokens, _narrow(bias)
+
+
+def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
     """(uninitialised marks of grain x grain pairs, (rows, keys) that they are of).
 
-    The masks and the bias are those of a Call; any may be None, but not all. Sizes along which none differs are 1.
+    The masks, the bias and the lengths are those of a Call; any may be None, but not all of the first four. Sizes along
+    which none differs are 1.
     """
-    mask, key_mask, query_mask, bias = map(_narrow, (mask, key_mask, query_mask, bias))
-    given = [x for x in (mask, bias) if x is not None]
-    given += [] if key_mask is None else [key_mask[:, None, None, :]]
-    given += [] if query_mask is None else [query_mask[:, None, :, None]]
-    batch, heads, rows, keys = torch.broadcast_shapes(*(x.shape for x in given))
-    marks = given[0].new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
+    mask, key_mask, query_mask, bias = masks = _narrowed(mask, key_mask, query_mask, bias, lengths)
+    shapes = [x.shape for x in (mask, bias) if x is not None]
+    if lengths is None:
+        shapes += [] if key_mask is None else [key_mask[:, None, None, :].shape]
+        shapes += [] if query_mask is None else [query_mask[:, None, :, None].shape]
+    else:
+        count = lengths.offsets_q.shape[0] - 1
+        shapes += [] if key_mask is None else [(count, 1, 1, lengths.most_k)]
+        shapes += [] if query_mask is None else [(count, 1, lengths.most_q, 1)]
+    batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
+    given = next(x for x in masks if x is not None)
+    marks = given.new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
     return marks, (rows, keys)
 
 
-def mark(mask, key_mask, query_mask, bias, grain):
+def mark(mask, key_mask, query_mask, bias, lengths, grain):
     """The marks of blocks of grain x grain pairs: bytes, as `kernels.blocks.mark` has them."""
-    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, grain)
-    mask, key_mask, query_mask, bias = map(_narrow, (mask, key_mask, query_mask, bias))
+    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, lengths, grain)
+    mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
     batch, heads = marks.shape[:2]
     if marks.numel():
+        # What hides pairs alone, of one batch maybe, need not know that there are sequences.
+        packed = lengths is not None and not (key_mask is query_mask is None)
         arguments = dict(
             Marks=marks,
-            masks=views.masks(mask, key_mask, query_mask, batch, heads, rows, keys),
+            masks=views.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
             bias=None if bias is None else views.of(bias.expand(batch, heads, rows, keys)),
             rows=rows,
             keys=keys,
@@ -199,21 +216,67 @@ def mark(mask, key_mask, query_mask, bias, grain):
             GRAIN=grain,
         )
         with surroundings(_device(marks)):
+            arguments |= dict(sequences=_sequences(lengths, grain) if packed else None)
             _run("mark", marks.numel(), arguments, num_warps=4)
     return marks
 
 
-def list_blocks(call, marks, grain, tile, by_keys=False):
+def turns(call, block, by_keys=False):
+    """How many turns blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
+    batch, _, rows, keys = views.sizes(call)
+    lengths = call.lengths
+    if lengths is None:
+        return cdiv(keys if by_keys else rows, block) * batch
+    return (lengths.keys if by_keys else lengths.rows) // block + batch
+
+
+def _sequences(lengths, block, by_keys=False, count=0):
+    """The Sequences of Lengths, with `count` turns of blocks of so many rows, or keys; None of None."""
+    if lengths is None:
+        return None
+    batch, new = lengths.offsets_q.shape[0] - 1, lengths.offsets_q.new_full
+    found = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
+    arguments = dict(
+        Turns=found.turns,
+        Extents=found.extents,
+        OffsetsQ=lengths.offsets_q.contiguous(),
+        OffsetsK=lengths.offsets_k.contiguous(),
+        n=batch,
+        q_len=lengths.rows,
+        k_len=lengths.keys,
+        most_q=lengths.rows if lengths.most_q is None else lengths.most_q,
+        most_k=lengths.keys if lengths.most_k is None else lengths.most_k,
+        size=count,
+        BLOCK=block,
+        BY_KEYS=by_keys,
+        CHUNK=64 if interpreting() else 1024,
+    )
+    if batch:
+        _run("take_turns", batch, arguments, num_warps=4)
+    return found
+
+
+def extents(call):
+    """The Sequences of a call, without turns."""
+    return _sequences(call.lengths, 1)
+
+
+def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
     """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
     batch, heads, rows, keys = views.sizes(call)
     group = heads // call.key.shape[1]
+    if sequences is not None:
+        marks = marks.expand(batch, -1, -1, -1)  # their lengths differ where the masks do not
     planes, length, turns = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
         planes, length, turns = max(1, planes // group), turns, length * group
     lists = marks.new_empty((marks.shape[0], planes, length, 2, turns + 2), dtype=torch.int64)
     if lists.numel():
-        arguments = dict(
+        arguments = views.band(call) | dict(
             Lists=lists,
+            sequences=sequences,
+            q_len=rows,
+            k_len=keys,
             marks=views.of(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
             HEADS=planes,
             GROUP=group if by_keys else 1,
@@ -223,7 +286,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False):
             BY_KEYS=by_keys,
             CHUNK=256,
         )
-        _run("list_blocks", lists.shape[0] * planes * length, arguments | views.band(call), num_warps=4)
+        _run("list_blocks", lists.shape[0] * planes * length, arguments, num_warps=4)
     return views.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
@@ -234,12 +297,17 @@ def marked(call):
         return call.marks, size
     if all(x is None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
         return None, size
-    return mark(call.mask, call.key_mask, call.query_mask, call.bias, size), size
+    return mark(call.mask, call.key_mask, call.query_mask, call.bias, call.lengths, size), size
 
 
-def lists(call, marks, grain, tile, by_keys=False):
-    """The `lists` argument of a kernel that takes a tile."""
-    return dict(lists=None if marks is None else list_blocks(call, marks, grain, tile, by_keys))
+def walks(call, marks, grain, tile, by_keys=False):
+    """The arguments `sequences` and `lists` of a kernel with a program for each block of rows, or of keys."""
+    block = tile.keys if by_keys else tile.rows
+    found = _sequences(call.lengths, block, by_keys, turns(call, block, by_keys))
+    return dict(
+        sequences=found,
+        lists=None if marks is None else list_blocks(call, marks, grain, tile, by_keys, found),
+    )
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
@@ -267,14 +335,13 @@ def _forward(out, lse, stats, call):
     """`forward` without weights, by the kernel for every GPU."""
     if views.packs(call, out) and call.query.shape[0] * call.key.shape[1] >= multiprocessors(_device(call.query)):
         call, out = views.packed(call, out)
-    batch, heads, rows, _ = views.sizes(call)
     marks = marked(call)
     run_tiled(
         "forward",
         call,
-        lambda tile: cdiv(rows, tile.rows) * batch * heads,
+        lambda tile: turns(call, tile.rows) * call.query.shape[1],
         views.common(call) | dict(Out=views.of(out), Lse=lse, Stats=stats),
-        lambda tile: lists(call, *marks, tile),
+        lambda tile: walks(call, *marks, tile),
     )
 
 
@@ -285,11 +352,12 @@ def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
-        (batch, heads, rows, keys), common = views.sizes(call), views.common(call)
+        common, columns = views.common(call), weights.shape[3]
         arguments = {name: common[name] for name in common if name not in ("V", "DV")}
         run_tiled(
             "weights",
             call,
-            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * batch * heads,
-            arguments | dict(Weights=views.of(weights), Stats=stats),
+            lambda tile: turns(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
+            arguments | dict(Weights=views.of(weights), Stats=stats, columns=columns),
+            lambda tile: dict(sequences=_sequences(call.lengths, tile.rows, count=turns(call, tile.rows))),
         )

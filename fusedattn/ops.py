@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .call import DIFFERENTIABLE, TENSORS, Call
+from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths
 from .layout import dense
 
 _CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
-    "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p"
+    "Tensor? offsets_q, Tensor? offsets_k, "
+    "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
+    "SymInt? most_q, SymInt? most_k"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does
@@ -26,8 +28,10 @@ _LIBRARY.define(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
     f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})"
 )
-_LIBRARY.define("mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias) -> Tensor")
+_LENGTHS = "Tensor? offsets_q, Tensor? offsets_k, SymInt rows, SymInt keys, SymInt? most_q, SymInt? most_k"
+_LIBRARY.define(f"mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, {_LENGTHS}) -> Tensor")
 _AFTER = 4  # how many arguments of forward come after the fields of the Call
+_MASKS = 4  # how many arguments of mark come before the lengths
 _BEFORE = 6  # how many arguments of backward come before them
 
 
@@ -42,7 +46,8 @@ def new_forward(*arguments):
     rows = call.query.shape[:3]
     wide = torch.promote_types(call.query.dtype, torch.float32)
     lse = call.query.new_empty(rows if need_lse else (0,), dtype=wide)
-    weights = call.query.new_empty((*rows, call.key.shape[2]) if need_weights else (0,))
+    columns = call.key.shape[2] if call.offsets_q is None else call.most_k
+    weights = call.query.new_empty((*rows, columns) if need_weights else (0,))
     out = dense(call.query, (*rows, call.value.shape[3]))
     return out, lse, weights, lse.new_empty((*rows, 2) if save or need_weights else (0,))
 
@@ -90,16 +95,18 @@ def _grain(*masks):
     return launch.grain(next(mask.device for mask in masks if mask is not None))
 
 
-def _new_marks(*masks):
+def _new_marks(*arguments):
     from . import launch
 
-    return launch.new_marks(*masks, _grain(*masks))[0]
+    masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
+    return launch.new_marks(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))[0]
 
 
-def _mark(*masks):
+def _mark(*arguments):
     from . import launch
 
-    return launch.mark(*masks, _grain(*masks))
+    masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
+    return launch.mark(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))
 
 
 for _name, _run, _new in (
@@ -167,6 +174,8 @@ def _folded(size, dims, arguments, batch, first=0):
 
     first: where the fields of the Call begin.
     """
+    if arguments[first + Call._fields.index("offsets_q")] is not None:
+        raise NotImplementedError("cu_seqlens_q: packed sequences under torch.vmap need backend='naive'")
     seed = first + Call._fields.index("seed")
     if arguments[seed] is not None:
         raise NotImplementedError("dropout_p: expected 0 under torch.vmap of the fused kernels; backend='naive' has it")
@@ -260,7 +269,7 @@ def _attend(
         masks = call.mask, call.key_mask, call.query_mask, call.bias
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if call.marks is None and not transformed and any(x is not None for x in masks):
-            call = call._replace(marks=mark(*masks))
+            call = call._replace(marks=mark(*masks, lengths=call.lengths))
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
         out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, False, on_hopper)
@@ -277,9 +286,16 @@ def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, on_hopper=True)
 
 
-def mark(mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
+def mark(
+    mask: Tensor | None,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    bias: Tensor | None = None,
+    lengths: Lengths | None = None,
+) -> Tensor:
     """The marks of a Plan of these masks, in the form that a Call has them; a bias of -inf hides as well."""
-    return torch.ops.fusedattn.mark(mask, key_mask, query_mask, None if bias is None else bias.detach())
+    bias = None if bias is None else bias.detach()
+    return torch.ops.fusedattn.mark(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:

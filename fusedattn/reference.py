@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from . import philox
 from .call import DIFFERENTIABLE, Arguments, Call, autocasting, drop
 from .checks import checked
+from .checks_varlen import Packed, checked_packed
 from .layout import arrange
+from .packing import Packing, packing
 
 BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
 
@@ -75,9 +77,13 @@ def _rows_of(pairs: Tensor, first: int, last: int) -> Tensor:
 
 
 def _offsets(call: Call, first: int, last: int) -> Tensor:
-    """(last - first, Sk): how far to the right of its row's own position each key stands."""
+    """(last - first, Sk), of a padded call (n, 1, ..): how far right of its row's own position each key stands."""
     device = call.query.device
-    row = torch.arange(first, last, device=device)[:, None] + call.shift
+    row = torch.arange(first, last, device=device)[:, None]
+    if call.offsets_q is None or call.offsets_k is None or call.top_left:
+        row = row + call.shift
+    else:
+        row = row + (call.offsets_k.diff() - call.offsets_q.diff())[:, None, None, None]
     return torch.arange(call.key.shape[2], device=device)[None, :] - row
 
 
@@ -233,14 +239,67 @@ def _without_autocast(function):
     return run
 
 
+def _padded(call: Call) -> tuple[Call, Packing]:
+    """A packed call as one whose batches are the sequences, each padded to the longest, and where its rows lie.
+
+    Its offsets still say how long they are.
+    """
+    assert call.offsets_q is not None and call.offsets_k is not None
+    rows = packing(call.offsets_q, call.query.shape[2], call.most_q)
+    keys = packing(call.offsets_k, call.key.shape[2], call.most_k)
+
+    def pad(where, tensor):
+        return where.pad(tensor[0].transpose(0, 1)).transpose(1, 2)
+
+    def real(where, mask):
+        return where.exists if mask is None else where.exists & where.pad(mask[0])
+
+    padded = call._replace(
+        query=pad(rows, call.query),
+        key=pad(keys, call.key),
+        value=pad(keys, call.value),
+        query_mask=real(rows, call.query_mask),
+        key_mask=real(keys, call.key_mask),
+        offsets_q=rows.offsets,
+        offsets_k=keys.offsets,
+    )
+    return padded, rows
+
+
+def _packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
+    """Results of a padded call as those of the packed one."""
+
+    def unpad(tensor, nothing=0.0):
+        return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
+
+    return unpad(out), unpad(lse, float("-inf")), unpad(weights)
+
+
 @_without_autocast
 def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call: the backend "naive"."""
+    if call.offsets_q is None:
+        return _run(call, need_lse, need_weights)
+    padded, rows = _padded(call)
+    out, lse, weights = _packed(rows, *_run(padded, need_lse, need_weights))
+    return arrange(out, call.query), lse, weights
+
+
+def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
+    """`run` of a call that is not packed; it may be padded."""
     prepared = _prepared(call, _wide(call))
     out, lse = _blocks(prepared, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
     weights = _block(prepared, 0, call.query.shape[2], False, True)[2].to(call.query.dtype) if need_weights else None
     return arrange(out, call.query), lse, weights
+
+
+def _whole(call: Call, first: int, last: int) -> tuple:
+    """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
+    if call.offsets_q is None:
+        return _block(_prepared(call, _wide(call)), first, last, True, True)
+    padded, rows = _padded(call)
+    return _packed(rows, *_block(_prepared(padded, _wide(call)), 0, padded.query.shape[2], True, True))
 
 
 @_without_autocast
@@ -259,12 +318,12 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
     present = [number for number, grad in enumerate(incoming) if grad is not None]
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
     total: list[Tensor] = []
-    for span in _spans(call, copies=3):  # it holds three times what a first derivative does
+    # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
+    for span in _spans(call, copies=3) if call.offsets_q is None else [(0, call.query.shape[2])]:
 
         def grads(fields, given, span=span):
             def outputs(*fields):
-                block = _prepared(call._replace(**dict(zip(names, fields, strict=True))), _wide(call))
-                out, lse, weights = _block(block, *span, True, True)
+                out, lse, weights = _whole(call._replace(**dict(zip(names, fields, strict=True))), *span)
                 results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
                 return tuple(results[number] for number in present)
 
@@ -282,6 +341,12 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
 def results(rank: int, *results: Tensor | None):
     """What the caller of a function of ours gets of (out, lse, weights), None where not asked for: in query's rank."""
     got = [drop(x, rank) for x in results if x is not None]
+    return tuple(got) if len(got) > 1 else got[0]
+
+
+def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None):
+    """`results` of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, most)."""
+    got = [x for x in (out[0].transpose(0, 1), *(None if x is None else x[0] for x in (lse, weights))) if x is not None]
     return tuple(got) if len(got) > 1 else got[0]
 
 
@@ -324,3 +389,36 @@ def attention(
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     call = checked(Arguments(query, key, value, *options, dropout_p, seed))
     return results(query.dim(), *run(call, return_lse, return_weights))
+
+
+def attention_varlen(
+    query,
+    key,
+    value,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    *,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    mask=None,
+    bias=None,
+    key_mask=None,
+    query_mask=None,
+    causal=False,
+    window=None,
+    align="bottom_right",
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout_p=0.0,
+    seed=None,
+    return_lse=False,
+    return_weights=False,
+):
+    """`fusedattn.attention_varlen`, computed naively, with every sequence padded to the longest."""
+    options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
+    options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
+    return packed_results(*run(call, return_lse, return_weights))

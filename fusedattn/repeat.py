@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import ops
-from .call import DIFFERENTIABLE, TENSORS, Call, rank4, rows, seed_tensor
+from .call import DIFFERENTIABLE, Call, rank4, rows, seed_tensor
 
 MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
 MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
@@ -26,6 +26,7 @@ RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C+
 REPEATS = ops.run, ops.run_on_hopper
 _QUERY_KEY_VALUE = 3
 _SEED, _MARKS = Call._fields.index("seed"), Call._fields.index("marks")
+TENSORS = _MARKS + 1  # a packed call is of no kind
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float))
 
@@ -203,7 +204,7 @@ class Repeated:
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.marks is None and any(x is not None for x in masks):
-                bare = bare._replace(marks=launch.mark(*masks, launch.grain(self.device)))
+                bare = bare._replace(marks=launch.mark(*masks, None, launch.grain(self.device)))
             out, lse, weights, stats = made
             launch.forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)

@@ -35,13 +35,15 @@ def _bytes(mask, *shape):
     return None if mask is None else of(mask.view(torch.uint8).expand(shape))
 
 
-def masks(mask, key_mask, query_mask, batch, heads, rows, keys):
-    """The Masks of those of a Call, each of which may be None."""
-    return Masks(
-        pairs=_bytes(mask, batch, heads, rows, keys),
-        keys=_bytes(None if key_mask is None else key_mask[:, None, None, :], batch, 1, 1, keys),
-        rows=_bytes(None if query_mask is None else query_mask[:, None, :, None], batch, 1, rows, 1),
-    )
+def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
+    """The Masks of those of a Call, each of which may be None. Those of packed rows and keys are as long as these."""
+
+    def tokens(mask, length):
+        if mask is None:
+            return None
+        return _bytes(mask[:, None, :, None], *((1, 1, mask.shape[1], 1) if packed else (batch, 1, length, 1)))
+
+    return Masks(_bytes(mask, batch, heads, rows, keys), tokens(key_mask, keys), tokens(query_mask, rows))
 
 
 def _each_head(tensor, batch, heads):
@@ -55,8 +57,13 @@ def _side(side, rows, keys):
 
 
 def sizes(call):
-    """(B, Hq, Sq, Sk)"""
-    return (*call.query.shape[:3], call.key.shape[2])
+    """(B, Hq, Sq, Sk); of packed sequences how many, and the longest, or all together where nobody needs to know."""
+    batch, heads, rows, _ = call.query.shape
+    keys = call.key.shape[2]
+    if call.offsets_q is None:
+        return batch, heads, rows, keys
+    most_q, most_k = (given if most is None else most for most, given in ((call.most_q, rows), (call.most_k, keys)))
+    return call.offsets_q.shape[0] - 1, heads, most_q, most_k
 
 
 def scored(call):
@@ -81,7 +88,7 @@ def common(call):
         Q=of(query),
         K=of(key),
         V=of(value),
-        masks=masks(call.mask, call.key_mask, call.query_mask, *sizes(call)),
+        masks=masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.offsets_q is not None),
         noise=None if call.seed is None else noise(call.seed, call.dropout_p),
         score=scored(call),
         HEADS=query.shape[1],
@@ -101,7 +108,7 @@ def _merges(tensor):
 def packs(call, out):
     """Whether the query heads of a kv head can be rows of one head: few rows, that differ in nothing but the query."""
     (_, heads, rows, keys), kv_heads = sizes(call), call.key.shape[1]
-    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.marks
+    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.marks, call.offsets_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads

@@ -11,18 +11,21 @@ ALL = tl.constexpr(2)  # no pair of it is hidden
 
 
 @triton.jit(do_not_specialize=["rows", "keys"])
-def mark(Marks, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexpr):
+def mark(Marks, sequences, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexpr):
     """Marks (B, H, blocks of rows, blocks of keys), one byte for GRAIN x GRAIN pairs, contiguous. One program a block.
 
     Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others are 1. A row that
     masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what becomes of it.
+    With sequences sizes are those of the longest, and what is past the end of one is not there.
     """
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, GRAIN, GRAIN)
     r = down * GRAIN + tl.arange(0, GRAIN)[:, None]
     c = right * GRAIN + tl.arange(0, GRAIN)[None, :]
-    exists = (r < rows) & (c < keys)
-    real = hidden.real_rows(masks, plane, r, rows)
-    seen = exists & hidden.real_keys(masks, plane, c, keys)
+    plane, own_rows, own_keys = span.within(sequences, plane, rows, keys)
+    own_rows, own_keys = tl.minimum(own_rows, rows), tl.minimum(own_keys, keys)
+    exists = (r < own_rows) & (c < own_keys)
+    real = hidden.real_rows(masks, plane, r, own_rows)
+    seen = exists & hidden.real_keys(masks, plane, c, own_keys)
     if masks.pairs is not None:
         seen &= tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
     every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
@@ -51,6 +54,7 @@ def covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def list_blocks(
     Lists,
+    sequences,
     marks,
     q_len,
     k_len,
@@ -69,15 +73,17 @@ def list_blocks(
 
     First those that take a mask, then those that take none: how many, what they are, and one number that a loop may
     read ahead. Blocks are of rows and tiles of keys; BY_KEYS the other way round, for the rows of each of GROUP query
-    heads, and H counts kv heads. marks is the View that `mark` filled; the band counts as a mask.
+    heads, and H counts kv heads. marks is the View that `mark` filled; the band counts as a mask. With sequences q_len
+    and k_len are those of the longest.
     """
     length = k_len if BY_KEYS else q_len
     block, plane = span.place(tl.program_id(0), length, HEADS, BLOCK_N if BY_KEYS else BLOCK_M)
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    _, own_rows, own_keys = span.within(sequences, plane, q_len, k_len)
+    band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
     if BY_KEYS:
         turns = tl.cdiv(q_len, BLOCK_M)
         ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
-        begin, full, rest, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
+        begin, full, rest, end = span.masked_past(ranges, (block + 1) * BLOCK_N, own_keys)
     else:
         turns = tl.cdiv(k_len, BLOCK_N)
         begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)

@@ -7,7 +7,7 @@ from . import blocks, gradient, scores, span, tiles
 from . import masks as hidden
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "batches"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "most_q", "most_k", "left", "right", "batches"])
 def dbias(
     Q,
     K,
@@ -16,11 +16,14 @@ def dbias(
     GradWeights,
     Rows,
     GradBias,
+    sequences,
     masks,
     marks,
     noise,
     q_len,
     k_len,
+    most_q,
+    most_k,
     left,
     right,
     batches,
@@ -36,36 +39,42 @@ def dbias(
     GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradBias, a View of (1 or B, BIAS_HEADS, Sq, Sk): one program a tile sums over the planes that share it.
+    """GradBias, a View of (1 or B, BIAS_HEADS, most_q, most_k): one program a tile sums over the planes that share it.
 
     They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `blocks`, is a
-    View with the planes of GradBias: what any of those says that it sums over.
+    View with the planes of GradBias: what any of those says that it sums over. most are q_len and k_len, or, with
+    sequences, of the longest.
     """
-    block, tile, own = span.place_tile(tl.program_id(0), q_len, k_len, BIAS_HEADS, BLOCK_M, BLOCK_N)
+    block, tile, own = span.place_tile(tl.program_id(0), most_q, most_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     heads: tl.constexpr = HEADS // BIAS_HEADS
-    met = (tile >= begin) & (tile < end)
-    met, every = blocks.covered(marks, own, block, tile, q_len, k_len, met, BLOCK_M, BLOCK_N, GRAIN)
+    met = tile >= 0
+    if sequences is None:
+        begin, full, rest, end = span.blocks(
+            span.band(q_len, k_len, left, right, TOP_LEFT), block * BLOCK_M, BLOCK_M, BLOCK_N
+        )
+        met = (tile >= begin) & (tile < end)
+    met, every = blocks.covered(marks, own, block, tile, most_q, most_k, met, BLOCK_M, BLOCK_N, GRAIN)
     for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
-        plane = span.Plane(batch, head, batch * HEADS + head)
+        plane = span.Plane(batch, head, batch * HEADS + head, None)
+        plane, own_rows, own_keys = span.within(sequences, plane, q_len, k_len)
+        band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
         kv = span.shared(plane, GROUP)
-        real_rows = hidden.real_rows(masks, plane, rows, q_len)
-        real_keys = hidden.real_keys(masks, plane, cols, k_len)
-        q = tiles.load(tiles.matrix(Q, plane), rows, real_rows, D)
-        do = tiles.load(tiles.matrix(GradOut, plane), rows, real_rows, DV)
-        k = tiles.load(tiles.matrix(K, kv), cols, real_keys, D)
-        v = tiles.load(tiles.matrix(V, kv), cols, real_keys, DV)
-        row = gradient.down(gradient.load(Rows, plane, rows, q_len))
+        real_rows = hidden.real_rows(masks, plane, rows, own_rows)
+        real_keys = hidden.real_keys(masks, plane, cols, own_keys)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, real_rows, D)
+        do = tiles.load(tiles.of_rows(GradOut, plane), rows, real_rows, DV)
+        k = tiles.load(tiles.of_keys(K, kv), cols, real_keys, D)
+        v = tiles.load(tiles.of_keys(V, kv), cols, real_keys, DV)
+        row = gradient.down(gradient.load(Rows, plane, rows, own_rows))
         shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
         p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
         grad += gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
-    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, q_len, k_len, grad)
+    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, most_q, most_k, grad)

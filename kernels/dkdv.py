@@ -61,8 +61,8 @@ def _walk_rows(
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
         r, c = rows[None, :], cols[:, None]
-        q = tiles.load(tiles.matrix(Q, plane), rows, exists, D)
-        do = tiles.load(tiles.matrix(GradOut, plane), rows, exists, DV)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, exists, D)
+        do = tiles.load(tiles.of_rows(GradOut, plane), rows, exists, DV)
         row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
         shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
@@ -79,7 +79,7 @@ def _walk_rows(
                 done = block + 1 == end
             else:
                 done = (n + 1 == end) | ((following >> 32) != member)
-            table = tiles.table(BiasSums, plane, band.keys, 3)
+            table = tiles.table_of_keys(BiasSums, plane, band.keys, 3)
             tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=(cols < band.keys) & done)
             sums = tl.where(done, 0.0, sums)
         if GradBias is not None:
@@ -113,6 +113,7 @@ def dkdv(
     GradV,
     GradBias,
     BiasSums,
+    sequences,
     masks,
     lists,
     noise,
@@ -137,12 +138,13 @@ def dkdv(
     GradBias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen. BiasSums (B, Hq, Sk, 3), zeros before, has
     columns that add up to the sums by key of the gradient of the scores.
     """
-    block, kv = span.place(tl.program_id(0), k_len, HEADS // GROUP, BLOCK_N)
+    pid = tl.program_id(0)
+    block, kv, q_len, k_len = span.place_in(sequences, pid, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = hidden.real_keys(masks, kv, cols, k_len)
-    k = tiles.load(tiles.matrix(K, kv), cols, real, D)
-    v = tiles.load(tiles.matrix(V, kv), cols, real, DV)
+    k = tiles.load(tiles.of_keys(K, kv), cols, real, D)
+    v = tiles.load(tiles.of_keys(V, kv), cols, real, DV)
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
     dk = tl.zeros([BLOCK_N, tiles.width(D)], wide)
     dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
@@ -159,6 +161,6 @@ def dkdv(
             order, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     if GradK is not None:
-        tiles.store(tiles.matrix(GradK, kv), cols, k_len, scores.grad(score, dk), D)
+        tiles.store(tiles.of_keys(GradK, kv), cols, k_len, scores.grad(score, dk), D)
     if GradV is not None:
-        tiles.store(tiles.matrix(GradV, kv), cols, k_len, dv, DV)
+        tiles.store(tiles.of_keys(GradV, kv), cols, k_len, dv, DV)

@@ -83,6 +83,7 @@ def dq(
     BiasSums,
     SlopeSums,
     SinkSums,
+    sequences,
     masks,
     lists,
     noise,
@@ -105,15 +106,15 @@ def dq(
     Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
     row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope, SinkSums of the sink's.
     """
-    block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
+    block, plane, q_len, k_len = span.place_in(sequences, tl.program_id(0), q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = hidden.real_rows(masks, plane, rows, q_len)
-    q = tiles.load(tiles.matrix(Q, plane), rows, real, D)
-    do = tiles.load(tiles.matrix(GradOut, plane), rows, real, DV)
+    q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
+    do = tiles.load(tiles.of_rows(GradOut, plane), rows, real, DV)
     row = gradient.load(Rows, plane, rows, q_len)
     kv = span.shared(plane, GROUP)
-    k, v = tiles.matrix(K, kv), tiles.matrix(V, kv)
+    k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
@@ -129,7 +130,7 @@ def dq(
             masks, plane, order, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
     if GradQ is not None:
-        tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
+        tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
     if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
         dlse = zero if GradLse is None else tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
         sums, delta = row_sums.mend(sums, row.delta, dlse)

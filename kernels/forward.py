@@ -61,6 +61,7 @@ def forward(
     Out,
     Lse,
     Stats,
+    sequences,
     masks,
     lists,
     noise,
@@ -81,14 +82,15 @@ def forward(
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, 2: top, rest of the softmax).
 
     Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `blocks`, is None if nothing but a band hides.
+    With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
-    block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
+    block, plane, q_len, k_len = span.place_in(sequences, tl.program_id(0), q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = hidden.real_rows(masks, plane, rows, q_len)
-    q = tiles.load(tiles.matrix(Q, plane), rows, real, D)
+    q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
     kv = span.shared(plane, GROUP)
-    k, v = tiles.matrix(K, kv), tiles.matrix(V, kv)
+    k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
@@ -108,7 +110,7 @@ def forward(
         out = tl.where(real[:, None], out, 0.0)
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
         remainder = tl.where(real, remainder, float("inf"))
-    tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
+    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:

@@ -59,5 +59,5 @@ def of_scores(marked, dp, row, r, c, band, masks, plane, noise, GradWeights):
     if GradWeights is not None:
         # Incoming gradients may be anything where a row or a key is hidden.
         exists = hidden.real_rows(masks, plane, r, band.rows) & hidden.real_keys(masks, plane, c, band.keys)
-        dp += tl.load(tiles.pointers(tiles.matrix(GradWeights, plane), r, c), mask=exists, other=0.0)
+        dp += tl.load(tiles.pointers(tiles.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
     return dropout.before(noise, marked) * (dropout.grad(noise, marked, dp) - row.delta)

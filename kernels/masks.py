@@ -11,7 +11,7 @@ from . import span, tiles
 class Masks(NamedTuple):
     """Views of 8-bit tensors, nonzero = may be seen; None is absent.
 
-    pairs is (B, H, Sq, Sk), and what it hides is finite. keys is (B, 1, 1, Sk) and rows (B, 1, Sq, 1): what they hide
+    pairs is (B, H, Sq, Sk), and what it hides is finite. keys is (B, 1, Sk, 1) and rows (B, 1, Sq, 1): what they hide
     may be NaN, so it is never loaded.
     """
 
@@ -25,7 +25,7 @@ def real_keys(masks, plane, c, n):
     """Which of the keys c exist; c of any shape."""
     exists = c < n
     if masks.keys is not None:
-        exists &= tl.load(tiles.pointers(tiles.matrix(masks.keys, plane), c * 0, c), mask=exists, other=0) != 0
+        exists &= tl.load(tiles.pointers(tiles.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0) != 0
     return exists
 
 
@@ -34,7 +34,7 @@ def real_rows(masks, plane, r, n):
     """Which of the rows r exist; r of any shape."""
     exists = r < n
     if masks.rows is not None:
-        exists &= tl.load(tiles.pointers(tiles.matrix(masks.rows, plane), r, r * 0), mask=exists, other=0) != 0
+        exists &= tl.load(tiles.pointers(tiles.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0) != 0
     return exists
 
 

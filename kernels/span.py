@@ -6,12 +6,29 @@ import triton
 import triton.language as tl
 
 
+class Sequences(NamedTuple):
+    """Packed sequences, each a batch of its own: the Turns and Extents of `sequences.take_turns`."""
+
+    turns: tl.tensor
+    extents: tl.tensor
+
+
+class Packed(NamedTuple):
+    """Where a packed sequence begins: its first row and its first key, of so many of all sequences together."""
+
+    row: tl.tensor
+    key: tl.tensor
+    rows: tl.tensor
+    keys: tl.tensor
+
+
 class Plane(NamedTuple):
-    """One head of one batch, and its place in the stack of all (batch, head) planes."""
+    """One head of one batch, and its place in the stack of all (batch, head) planes; packed is None if it is not."""
 
     batch: tl.tensor
     head: tl.tensor
     index: tl.tensor
+    packed: Packed
 
 
 class Band(NamedTuple):
@@ -29,7 +46,37 @@ def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """(block of rows, Plane) of one program of a one-dimensional grid, the only kind without a limit of 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
-    return pid % blocks, Plane(index // HEADS, index % HEADS, index)
+    return pid % blocks, Plane(index // HEADS, index % HEADS, index, None)
+
+
+@triton.jit
+def within(sequences, plane, q_len, k_len):
+    """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or in all sequences together."""
+    if sequences is None:
+        return plane, q_len, k_len
+    else:
+        extent = sequences.extents + tl.cast(plane.batch, tl.int64) * 4
+        packed = Packed(tl.load(extent), tl.load(extent + 2), q_len, k_len)
+        return Plane(plane.batch, plane.head, plane.index, packed), tl.load(extent + 1), tl.load(extent + 3)
+
+
+@triton.jit
+def place_in(sequences, pid, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+    """(block of rows, or keys, its Plane, rows and keys there) of one program of a one-dimensional grid.
+
+    With sequences it is their turns that are counted, of all heads each. A program without a turn has no rows or keys.
+    """
+    if sequences is None:
+        block, plane = place(pid, k_len if BY_KEYS else q_len, HEADS, BLOCK)
+        return block, plane, q_len, k_len
+    else:
+        turn = sequences.turns + (pid // HEADS).to(tl.int64) * 2
+        batch, block = tl.load(turn), tl.load(turn + 1)
+        none, batch, block = block < 0, tl.maximum(batch, 0), tl.maximum(block, 0)
+        head = pid % HEADS
+        plane = Plane(batch, head, batch * HEADS + head, None)
+        plane, rows, keys = within(sequences, plane, q_len, k_len)
+        return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
 
 
 @triton.jit
@@ -43,19 +90,19 @@ def place_tile(pid, rows, keys, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
     """First row of a block counted from the end: under a causal band the longest programs then start first."""
-    return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
+    return tl.maximum(tl.cdiv(length, BLOCK) - 1 - block, 0) * BLOCK  # where there are no rows block is 0 as well
 
 
 @triton.jit
 def member(plane, i, GROUP: tl.constexpr):
     """The Plane of query head i of the GROUP that share the kv head of `plane`."""
-    return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i)
+    return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i, plane.packed)
 
 
 @triton.jit
 def shared(plane, GROUP: tl.constexpr):
     """The Plane of the kv head that the query head of `plane` reads."""
-    return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP)
+    return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP, plane.packed)
 
 
 @triton.jit

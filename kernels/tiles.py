@@ -34,16 +34,47 @@ def matrix(view, plane):
 
 
 @triton.jit
-def table(base, plane, n, COLUMNS: tl.constexpr):
-    """The (n, COLUMNS) matrix of a plane in a buffer of our own, contiguous (planes, n, COLUMNS)."""
-    return View(base + tl.cast(plane.index, tl.int64) * n * COLUMNS, (COLUMNS, 1))
-
-
-@triton.jit
 def pointers(m, r, c):
     """Addresses of elements (r, c), already broadcast."""
     # int64 an element: 1% (forward) to 8% (dk/dv) more code in the loop than int32 within a tile, in 30 registers less.
     return m.base + r.to(tl.int64) * m.strides[0] + c.to(tl.int64) * m.strides[1]
+
+
+@triton.jit
+def of_rows(view, plane):
+    """`matrix` of what has a row for each query: of those of all packed sequences, the plane's own."""
+    m = matrix(view, plane)
+    return m if plane.packed is None else View(pointers(m, plane.packed.row, plane.packed.row * 0), m.strides)
+
+
+@triton.jit
+def of_keys(view, plane):
+    """`matrix` of what has a row for each key."""
+    m = matrix(view, plane)
+    return m if plane.packed is None else View(pointers(m, plane.packed.key, plane.packed.key * 0), m.strides)
+
+
+@triton.jit
+def table(base, plane, n, COLUMNS: tl.constexpr):
+    """The (n, COLUMNS) matrix of a plane in a buffer of our own, contiguous (planes, n, COLUMNS), with a row a query.
+
+    Packed sequences share one of (heads, all rows, COLUMNS).
+    """
+    if plane.packed is None:
+        first = tl.cast(plane.index, tl.int64) * n
+    else:
+        first = tl.cast(plane.head, tl.int64) * plane.packed.rows + plane.packed.row
+    return View(base + first * COLUMNS, (COLUMNS, 1))
+
+
+@triton.jit
+def table_of_keys(base, plane, n, COLUMNS: tl.constexpr):
+    """`table` of a buffer with a row a key."""
+    if plane.packed is None:
+        first = tl.cast(plane.index, tl.int64) * n
+    else:
+        first = tl.cast(plane.head, tl.int64) * plane.packed.keys + plane.packed.key
+    return View(base + first * COLUMNS, (COLUMNS, 1))
 
 
 @triton.jit
@@ -77,11 +108,14 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
     on, and the threads need neither addresses nor masks.
     """
     if isinstance(sums, tl.tensor_descriptor):
-        sums.atomic_add([plane.batch, plane.head, first, 0], tile.reshape(sums.block_shape))
+        place = [plane.batch, plane.head, first, 0]
+        if plane.packed is not None:  # rows past the end of a sequence are the next one's: they get zeros
+            place = [plane.batch * 0, plane.head, first + plane.packed.row, 0]
+        sums.atomic_add(place, tile.reshape(sums.block_shape))
     else:
         r, c = rows[:, None], tl.arange(0, width(D))[None, :]
         exists = r < n if width(D) == D else (r < n) & (c < D)
-        tl.atomic_add(pointers(matrix(sums, plane), r, c), tile, mask=exists, sem="relaxed")
+        tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")
 
 
 @triton.jit

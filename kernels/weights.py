@@ -7,16 +7,18 @@ from . import dropout, scores, softmax, span, tiles
 from . import masks as hidden
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "columns", "left", "right"])
 def weights(
     Q,
     K,
     Weights,
     Stats,
+    sequences,
     masks,
     noise,
     q_len,
     k_len,
+    columns,
     left,
     right,
     score,
@@ -28,8 +30,13 @@ def weights(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Weights, a View of (B, Hq, Sq, Sk), after dropout, from the Stats of the forward."""
-    block, tile, plane = span.place_tile(tl.program_id(0), q_len, k_len, HEADS, BLOCK_M, BLOCK_N)
+    """Weights, a View of (B, Hq, Sq, columns), after dropout, from the Stats of the forward.
+
+    There are as many columns as keys, or, with sequences, as the longest has: the others get zeros.
+    """
+    across = tl.cdiv(columns, BLOCK_N)
+    pid, tile = tl.program_id(0) // across, tl.program_id(0) % across
+    block, plane, q_len, k_len = span.place_in(sequences, pid, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
@@ -37,8 +44,8 @@ def weights(
     begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     if (tile >= begin) & (tile < end):
-        q = tiles.load(tiles.matrix(Q, plane), rows, hidden.real_rows(masks, plane, rows, q_len), D)
-        kv = tiles.matrix(K, span.shared(plane, GROUP))
+        q = tiles.load(tiles.of_rows(Q, plane), rows, hidden.real_rows(masks, plane, rows, q_len), D)
+        kv = tiles.of_keys(K, span.shared(plane, GROUP))
         k = tiles.load(kv, cols, hidden.real_keys(masks, plane, cols, k_len), D)
         stats = tiles.table(Stats, plane, q_len, 2)
         top, remainder = tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1)
@@ -50,4 +57,4 @@ def weights(
         s, steepness = scores.apply(score, x, bias, band, plane, r, c)
         p = tl.where(hidden.visible(masks, shown, band, plane, r, c), softmax.weights(s, row, score.unit), 0.0)
         p = dropout.drop(noise, p, plane, r, c)
-    tiles.store_pairs(tiles.matrix(Weights, plane), r, c, q_len, k_len, p)
+    tiles.store_pairs(tiles.of_rows(Weights, plane), r, c, q_len, columns, p)

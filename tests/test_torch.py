@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn.call import Call
+from fusedattn.call import WHOLE, Call
 
 from .inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, learned, loss, same
 
@@ -127,7 +127,7 @@ def test_operators_pass_opcheck(grads, permuted, rich, device):
             (None, given[1], None, [False, True, False, False, False, rich]),
         ):
             torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
-    torch.library.opcheck(torch.ops.fusedattn.mark, (None, options["key_mask"], None, call[3]))
+    torch.library.opcheck(torch.ops.fusedattn.mark, (None, options["key_mask"], None, call[3], *WHOLE))
 
 
 @pytest.mark.filterwarnings("ignore")

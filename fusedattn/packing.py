@@ -1,0 +1,55 @@
+"""Sequences of unequal lengths one behind the other in one tensor, and each in a row of its own, padded."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Packing(NamedTuple):
+    """Where sequences lie in a packed tensor of `total` rows: starts and lengths (n,), and the most rows of any."""
+
+    starts: Tensor
+    lengths: Tensor
+    total: int
+    most: int
+
+    @property
+    def exists(self) -> Tensor:
+        """(n, most): which rows of the padded form are real."""
+        return torch.arange(self.most, device=self.starts.device) < self.lengths[:, None]
+
+    @property
+    def offsets(self) -> Tensor:
+        """(n + 1,): those of the same sequences without gaps."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """(total, ...) as (n, most, ...), zero past the end of each sequence."""
+        place = self.starts[:, None] + torch.arange(self.most, device=self.starts.device)
+        place = torch.where(self.exists, place, self.total)
+        return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[place]
+
+    def unpad(self, padded: Tensor, nothing: float = 0.0) -> Tensor:
+        """(n, most, ...) as (total, ...); `nothing` in rows of no sequence, as wrong offsets may leave them."""
+        if 0 in padded.shape[:2]:
+            return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
+        row = torch.arange(self.total, device=self.starts.device)
+        sequence = torch.searchsorted(self.starts + self.lengths, row, right=True).clamp(max=len(self.starts) - 1)
+        place = row - self.starts[sequence]
+        real = (place >= 0) & (place < self.lengths[sequence])
+        found = padded[sequence, torch.where(real, place, 0)]
+        return torch.where(real.view(-1, *[1] * (found.dim() - 1)), found, nothing)
+
+
+def longest(offsets: Tensor) -> int:
+    """The most rows of any sequence: of offsets on a GPU the host has to wait for it."""
+    return max(0, int(offsets.diff().max())) if len(offsets) > 1 else 0
+
+
+def packing(offsets: Tensor, total: int, most: int | None) -> Packing:
+    """The Packing of offsets (n + 1,); of those that nobody could check, as much as lies inside."""
+    offsets = offsets.long().clamp(0, total)
+    lengths = offsets.diff().clamp(min=0)
+    most = longest(offsets) if most is None else most
+    return Packing(offsets[:-1], lengths.clamp(max=most), total, most)

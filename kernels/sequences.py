@@ -1,0 +1,85 @@
+"""Packed sequences: where each lies, and in which turn its blocks are worked on."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _extent(offsets, i, exists, total, most):
+    """(start, length) of sequences i: of offsets that nobody has checked, as much as lies inside."""
+    start = tl.minimum(tl.maximum(tl.load(offsets + i, mask=exists, other=0), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(offsets + i + 1, mask=exists, other=0), 0), total)
+    return start, tl.minimum(tl.maximum(end - start, 0), most)
+
+
+@triton.jit
+def _assign(
+    Turns,
+    OffsetsQ,
+    OffsetsK,
+    own,
+    rows,
+    keys,
+    n,
+    q_len,
+    k_len,
+    most_q,
+    most_k,
+    size,
+    BLOCK: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the turns of sequence `own`, which come after those of all sequences with more to do."""
+    walk = rows if BY_KEYS else keys
+    before = own * 0
+    for start in tl.range(0, n, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        exists = i < n
+        _, other_rows = _extent(OffsetsQ, i, exists, q_len, most_q)
+        _, other_keys = _extent(OffsetsK, i, exists, k_len, most_k)
+        longer = other_rows if BY_KEYS else other_keys
+        count = tl.cdiv(other_keys if BY_KEYS else other_rows, BLOCK)
+        before += tl.sum(tl.where(exists & ((longer > walk) | ((longer == walk) & (i < own))), count, 0))
+    count = tl.cdiv(keys if BY_KEYS else rows, BLOCK)
+    for start in tl.range(0, count, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        turn = Turns + (before + block).to(tl.int64) * 2
+        exists = (block < count) & (before + block < size)  # offsets that fall may name more rows than there are
+        tl.store(turn, block * 0 + own, mask=exists)
+        tl.store(turn + 1, block, mask=exists)
+
+
+@triton.jit(do_not_specialize=["n", "q_len", "k_len", "most_q", "most_k", "size"])
+def take_turns(
+    Turns,
+    Extents,
+    OffsetsQ,
+    OffsetsK,
+    n,
+    q_len,
+    k_len,
+    most_q,
+    most_k,
+    size,
+    BLOCK: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Extents (n, 4: first row, rows, first key, keys) and Turns (size, 2: sequence, block) of int32.
+
+    Turns may be None. Offsets are those of a Call, of sequences in q_len rows and k_len keys. Blocks are of BLOCK rows,
+    or keys; those with most to do come first, so that none is begun when all others are done. Turns that nobody takes
+    stay as they are. One program a sequence, each of which looks at all others.
+    """
+    own = tl.program_id(0)
+    row, rows = _extent(OffsetsQ, own, True, q_len, most_q)
+    key, keys = _extent(OffsetsK, own, True, k_len, most_k)
+    tl.store(Extents + own * 4, row)
+    tl.store(Extents + own * 4 + 1, rows)
+    tl.store(Extents + own * 4 + 2, key)
+    tl.store(Extents + own * 4 + 3, keys)
+    if Turns is not None:
+        _assign(
+            Turns, OffsetsQ, OffsetsK, own, rows, keys, n, q_len, k_len, most_q, most_k, size, BLOCK, BY_KEYS, CHUNK
+        )

@@ -1,0 +1,99 @@
+"""Sequences of unequal lengths as padded tensors, and two functions of them: one call each, and one call packed.
+
+Both take padded tensors and the options of `attention`, and return padded results, so that whatever can be asked of
+`attention` can be asked of them.
+"""
+
+import torch
+
+import fusedattn as fa
+
+AXES = {"mask": (2, 3), "bias": (2, 3), "key_mask": (None, 1), "query_mask": (1, None)}
+
+
+def offsets(lengths, device="cpu"):
+    """cu_seqlens of lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def _sliced(option, axes, b, rows, keys):
+    """What broadcasts to a batch of sequences, for one of them."""
+    if option.dim() == 2 and axes == (2, 3):
+        option = option[None, None]
+    if option.dim() == 1:
+        option = option[None]
+    option = option[b : b + 1] if option.shape[0] > 1 else option
+    for axis, length in zip(axes, (rows, keys), strict=True):
+        if axis is not None and option.shape[axis] > 1:
+            option = option.narrow(axis, 0, length)
+    return option
+
+
+def _padded(results, rows, keys):
+    """(out, lse, weights) of one sequence up to the longest rows and keys: 0, -inf and 0 past its end."""
+    out, *rest = results
+    pad = torch.nn.functional.pad
+    more = rows - out.shape[1]
+    found = [pad(out, (0, 0, 0, more))]
+    if rest:
+        found.append(pad(rest[0], (0, more), value=float("-inf")))
+    if len(rest) > 1:
+        found.append(pad(rest[1], (0, keys - rest[1].shape[2], 0, more)))
+    return found
+
+
+def by_sequence(function, rows, keys):
+    """A function like `attention`: `function` of each sequence of so many rows and keys, in a call of its own."""
+
+    def attend(query, key, value, **options):
+        found = []
+        for b, (i, j) in enumerate(zip(rows, keys, strict=True)):
+            own = {name: _sliced(x, AXES[name], b, i, j) if name in AXES else x for name, x in options.items()}
+            # Dropout depends on the batch: let this be the one of its number in a batch of the same.
+            batch = [
+                x[b : b + 1, :, :length].expand(len(rows), -1, -1, -1)
+                for x, length in ((query, i), (key, j), (value, j))
+            ]
+            results = function(*batch, **own)
+            results = results if isinstance(results, tuple) else (results,)
+            found.append(_padded([x[b] for x in results], query.shape[2], key.shape[2]))
+        return tuple(torch.stack(each) for each in zip(*found, strict=True))
+
+    return attend
+
+
+def packed(function, rows, keys, **call):
+    """A function like `attention`: `function`, like `attention_varlen`, of all sequences behind each other."""
+
+    def attend(query, key, value, **options):
+        def pack(tensor, lengths):
+            return torch.cat([tensor[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+
+        for name, lengths in (("key_mask", keys), ("query_mask", rows)):
+            if name in options:
+                mask = options[name].expand(len(rows), -1)
+                options[name] = torch.cat([mask[b, :n] for b, n in enumerate(lengths)])
+        most = dict(max_seqlen_q=query.shape[2], max_seqlen_k=key.shape[2])
+        results = function(
+            pack(query, rows),
+            pack(key, keys),
+            pack(value, keys),
+            offsets(rows, query.device),
+            offsets(keys, query.device),
+            **most,
+            **options,
+            **call,
+        )
+        results = results if isinstance(results, tuple) else (results,)
+        out, *rest = results
+        each = [out.transpose(0, 1), *rest]  # heads first, all of them
+        split = zip(*(x.split(list(rows), 1) for x in each), strict=True)
+        found = [_padded(parts, query.shape[2], key.shape[2]) for parts in split]
+        return tuple(torch.stack(each) for each in zip(*found, strict=True))
+
+    return attend
+
+
+def attention_varlen(rows, keys, backend=None):
+    """`fa.attention_varlen` as `packed` has it."""
+    return packed(fa.attention_varlen, rows, keys, backend=backend)
