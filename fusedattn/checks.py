@@ -18,9 +18,9 @@ class Rule(NamedTuple):
 
     argument: str
     error: type[Exception]
-    wrong: Callable[[Arguments], bool]
+    wrong: Callable[[Any], bool]  # of an Arguments, or of what else a function checks
     expected: str
-    got: Callable[[Arguments], Any]
+    got: Callable[[Any], Any]
 
 
 def _is_tensor(name: str) -> Rule:
