@@ -1,7 +1,7 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
 from . import compat, layers, plot, reference
-from .api import attention, attention_varlen, merge, plan
+from .api import attention, attention_decode, attention_varlen, merge, plan
 from .backends import Explanation, explain, use_backend
 from .call import Plan
 from .modules import MultiHeadAttention, SelfAttention
@@ -12,6 +12,7 @@ __all__ = [
     "Plan",
     "SelfAttention",
     "attention",
+    "attention_decode",
     "attention_varlen",
     "compat",
     "explain",

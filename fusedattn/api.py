@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from . import backends, ops, repeat
+from . import backends, decode_call, ops, repeat
 from .call import Arguments, Plan, rank4, rows
 from .checks import FLOATING, check_plan, checked, fail
 from .checks_varlen import Packed, checked_packed
+from .decode_call import CacheArguments
 from .reference import packed_results, results
 
 
@@ -147,6 +148,83 @@ def attention_varlen(
     call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
     out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)
+
+
+def attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    backend: str | None = None,
+):
+    """Attention of new queries to caches of keys and values, which may first be extended in place.
+
+        >>> cache, length = torch.zeros(2, 2, 8, 128, 64), torch.zeros(2, dtype=torch.int32)
+        >>> query, key, value = torch.randn(2, 8, 1, 64), torch.randn(2, 8, 1, 64), torch.randn(2, 8, 1, 64)
+        >>> fusedattn.attention_decode(query, *cache, cache_seqlens=length, new_key=key, new_value=value).shape
+        torch.Size([2, 8, 1, 64])
+        >>> length += 1
+
+    Options that are not named here are those of `attention`, which sees as many keys as the capacity: C of a cache, or
+    as many as the pages of a sequence hold. What lies beyond a length may hold anything, NaN included. There are no
+    gradients.
+
+    Args:
+        query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Under autocast it is cast, as torch's SDPA
+            casts it; caches and what is new have its dtype then.
+        key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
+            strides. Written to in place, where something is new, and nowhere but there.
+        cache_seqlens: int32 (B,), how many keys each sequence has, before the new ones; it is not changed.
+        block_table: int32 (B, n), the pages of each sequence, in order. What stands beyond a length is not used.
+        new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches. Sn may differ from Sq.
+        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of query and new_key
+            are turned, in float32: a new key by its place in the cache, a query by the place that it is level with. A
+            turned key is what the cache keeps.
+        rotary_interleaved: whether columns 2n and 2n + 1 are a pair that is turned, or n and n + rotary_dim / 2.
+        mask, bias: broadcast to (B, Hq, Sq, capacity). key_mask: (B, capacity).
+        causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last
+            key, the new ones included, with "top_left" the first with the first.
+        return_weights: also return the weights (B, Hq, Sq, capacity). They are computed naively, from a copy of caches
+            in pages.
+        backend: "triton" or "naive".
+
+    Values of cache_seqlens and block_table on a CPU are checked before anything is written. On a GPU, and in code that
+    is compiled, they are not fetched: lengths are taken to lie between 0 and the capacity, pages that are not in the
+    pool for pages that are; a new key past the capacity or in no page is dropped; a position past the angles takes the
+    last of them.
+
+    Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
+        (output[, lse][, weights]), as `attention` has them.
+    Raises: TypeError, ValueError for wrong arguments, also for one that requires a gradient in grad mode;
+        NotImplementedError if the backend named cannot take the call.
+    Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
+    """
+    caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
+    arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
+    options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
+    decode = decode_call.checked(arguments, Arguments(None, None, None, *options))
+    out, lse, weights = backends.choose(decode, backend, backends.DECODERS).run(decode, return_lse, return_weights)
+    return results(4, out, lse if return_lse else None, weights)
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:

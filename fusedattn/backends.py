@@ -6,13 +6,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import configs, ops, reference
 from .call import Arguments, Call
 from .checks import checked, fail
+from .decode_call import Decode
 
 
 @functools.cache
@@ -48,8 +49,8 @@ def machine_reasons(device: torch.device) -> tuple[str, ...]:
 machine_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    """Why this call cannot take the universal kernels; empty if it can."""
+def _kernel_reasons(call: Call) -> list[str]:
+    """Why no kernel takes tensors as those of a call, whatever it does with them."""
     device, dtype = call.query.device, call.query.dtype
     reasons = list(machine_reasons(device))
     if dtype == torch.float64 and device.type == "cuda":
@@ -57,6 +58,12 @@ def _triton_reasons(call: Call) -> list[str]:
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
+    return reasons
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    """Why this call cannot take the universal kernels; empty if it can."""
+    reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     if batch * heads * (max(rows, call.key.shape[2]) + 15) // 16 >= 2**31:  # no tile has fewer than 16 rows or keys
         reasons.append("the grid would pass 2**31 programs")
@@ -93,8 +100,8 @@ class Backend(NamedTuple):
     """
 
     name: str
-    reasons: Callable[[Call], list[str]]
-    run: Callable[[Call, bool, bool], tuple]
+    reasons: Callable[[Any], list[str]]
+    run: Callable[[Any, bool, bool], tuple]
     waits: str | None = None
 
 
@@ -105,6 +112,18 @@ BACKENDS = {
     ),
     "triton": Backend("triton", _triton_reasons, ops.run),
     "naive": Backend("naive", lambda call: [], reference.run),
+}
+
+
+def _no_kernel_for_caches(decode: Decode) -> list[str]:
+    return ["it has no kernel for caches"]
+
+
+# The same of calls of `attention_decode`: reasons and run take a Decode.
+DECODERS = {
+    "hopper": Backend("hopper", _no_kernel_for_caches, reference.run_decode),
+    "triton": Backend("triton", _no_kernel_for_caches, reference.run_decode),
+    "naive": Backend("naive", lambda decode: [], reference.run_decode),
 }
 
 
@@ -144,23 +163,23 @@ def named(name: str | None) -> str | None:
     return name if name is not None else _chosen.name
 
 
-def choose(call: Call, name: str | None = None) -> Backend:
+def choose(call: Call | Decode, name: str | None = None, among: dict[str, Backend] = BACKENDS) -> Backend:
     """The backend that takes a call: the one named, or else the first that has no reason not to."""
     check_name(name)
     taken = named(name)
     if taken is not None:
-        if reasons := BACKENDS[taken].reasons(call):
+        if reasons := among[taken].reasons(call):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
-        return BACKENDS[taken]
+        return among[taken]
     if call.query.device.type != "cuda":
-        return BACKENDS["naive"]
-    taken = next(name for name, known in BACKENDS.items() if known.waits is None and not known.reasons(call))
+        return among["naive"]
+    taken = next(name for name, known in among.items() if known.waits is None and not known.reasons(call))
     if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
-        for reason in BACKENDS["triton"].reasons(call):
+        for reason in among["triton"].reasons(call):
             if reason not in _warned:
                 _warned.add(reason)
                 warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=3)
-    return BACKENDS[taken]
+    return among[taken]
 
 
 class Explanation(NamedTuple):

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import philox
+from . import decode_call, decode_naive, philox
 from .call import DIFFERENTIABLE, Arguments, Call, autocasting, drop
 from .checks import checked
 from .checks_varlen import Packed, checked_packed
+from .decode_call import CacheArguments, Decode
 from .layout import arrange
 from .packing import Packing, packing
 
@@ -422,3 +423,46 @@ def attention_varlen(
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
     return packed_results(*run(call, return_lse, return_weights))
+
+
+def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
+    """(output, lse or None, weights or None) of a checked call to a cache, written to first: the backend "naive"."""
+    decode_naive.append(decode)
+    return run(decode_naive.dense(decode), need_lse, need_weights)
+
+
+def attention_decode(
+    query,
+    key_cache,
+    value_cache,
+    *,
+    cache_seqlens,
+    block_table=None,
+    new_key=None,
+    new_value=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    rotary_interleaved=False,
+    mask=None,
+    bias=None,
+    key_mask=None,
+    query_mask=None,
+    causal=False,
+    window=None,
+    align="bottom_right",
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    return_lse=False,
+    return_weights=False,
+):
+    """`fusedattn.attention_decode`, computed naively: same arguments, same answers, any device.
+
+    The caches, as far as they have room, are read as one padded call, a copy of them where they are in pages.
+    """
+    caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
+    arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
+    options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
+    decode = decode_call.checked(arguments, Arguments(None, None, None, *options))
+    return results(4, *run_decode(decode, return_lse, return_weights))

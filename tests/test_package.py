@@ -21,7 +21,11 @@ CORE = {
     "checks_varlen": {"call", "checks", "packing"},
     "layout": set(),
     "philox": set(),
-    "reference": {"call", "checks", "checks_varlen", "layout", "packing", "philox"},
+    "decode_call": {"call", "checks"},
+    "decode_naive": {"call", "decode_call", "layout"},
+    "reference": {
+        *("call", "checks", "checks_varlen", "decode_call", "decode_naive", "layout", "packing", "philox"),
+    },
     "configs": set(),
     "interpreter": set(),
     "views": {"configs", "kernels"},
@@ -31,7 +35,7 @@ CORE = {
     "gradients": {"call", "configs", "launch", "packing", "views"},
     "ops": {"call", "gradients", "launch", "layout", "reference"},
     "repeat": {"call", "gradients", "launch", "ops", "recipe"},
-    "backends": {"call", "checks", "configs", "hopper", "launch", "ops", "reference"},
+    "backends": {"call", "checks", "configs", "decode_call", "hopper", "launch", "ops", "reference"},
     "tolerance": set(),
     "compare": {"reference", "tolerance"},
 }

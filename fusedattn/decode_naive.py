@@ -1,0 +1,106 @@
+"""Attention to a cache as one dense call: lengths, pages and positions said by what `attention` already has."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .decode_call import Decode
+from .layout import arrange
+
+
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """(B, H, S, D) with its first columns turned in pairs, by the angles of positions (B or 1, S), in x's dtype.
+
+    Pairs are columns 2n and 2n + 1 if interleaved, otherwise n and n + half. A position past the angles takes the last.
+    Source: RoFormer, arXiv:2104.09864, section 3.2.
+    """
+    half, wide = cos.shape[1], torch.promote_types(x.dtype, torch.float32)
+    positions = positions.clamp(0, cos.shape[0] - 1)
+    c, s = (angles[positions][:, None].to(wide) for angles in (cos, sin))  # (B or 1, 1, S, half)
+    turned = x[..., : 2 * half].to(wide)
+    pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).mT
+    first, second = pairs.unbind(-1)
+    pairs = torch.stack([first * c - second * s, first * s + second * c], -1)
+    turned = (pairs if interleaved else pairs.mT).flatten(-2)
+    return arrange(torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1), x)
+
+
+def _append(cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, room: int) -> None:
+    """Write new (B, H, S, D) at the positions (B, S) of each sequence; what has no place in the cache is dropped."""
+    pages, _, page, _ = cache.shape
+    if 0 in (*cache.shape, *new.shape):
+        return
+    if table is None:
+        number = torch.arange(pages, device=cache.device)[:, None].expand_as(position)
+    else:
+        number = table.long().gather(1, (position // page).clamp(max=table.shape[1] - 1))
+    kept = ((position < room) & (number >= 0) & (number < pages)).flatten()
+    number, slot = (torch.where(kept, x.flatten(), 0) for x in (number, position % page))
+    rows = new.transpose(1, 2).flatten(0, 1)
+    # No two may write different things to one place: what is dropped writes what the first one holds in the end.
+    first = kept & (number == 0) & (slot == 0)
+    held = torch.where(first.any(), rows[first.int().argmax()], cache[0, :, 0])
+    cache[number, :, slot] = torch.where(kept[:, None, None], rows, held)
+
+
+def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
+    """(B, H, capacity, D) of a cache in pages. Numbers outside of the pool are no keys; which page they get is open."""
+    if table is None:
+        return cache
+    pages, heads, page, dim = cache.shape
+    if not pages:
+        return cache.new_zeros(table.shape[0], heads, table.shape[1] * page, dim)
+    return cache[table.long().clamp(0, pages - 1)].transpose(1, 2).flatten(2, 3)
+
+
+def _levelled(call: Call, shift: Tensor) -> Call:
+    """A call in which row i of batch b is level with key i + shift[b]: by a mask and a bias, where that counts."""
+    if call.top_left or (call.left is None and call.right is None and call.alibi_slopes is None):
+        return call
+    device = shift.device
+    level = torch.arange(call.query.shape[2], device=device)[:, None] + shift[:, None, None, None]
+    offset = torch.arange(call.key.shape[2], device=device) - level  # (B, 1, Sq, capacity)
+    conditions = [] if call.mask is None else [call.mask]
+    conditions += [] if call.left is None else [offset >= -call.left]
+    conditions += [] if call.right is None else [offset <= call.right]
+    mask = functools.reduce(Tensor.logical_and, conditions) if conditions else None
+    bias = call.bias
+    if call.alibi_slopes is not None:
+        wide = torch.promote_types(call.query.dtype, torch.float32)
+        far = -call.alibi_slopes.to(wide)[:, :, None, None] * offset.abs()
+        bias = far if bias is None else far + bias
+    return call._replace(mask=mask, bias=bias, left=None, right=None, alibi_slopes=None)
+
+
+def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
+    """(before, after) what is new, (B,)."""
+    before = decode.lengths.long().clamp(0, decode.room)
+    return before, (before + decode.added).clamp(max=decode.room)
+
+
+def append(decode: Decode) -> None:
+    """Write what is new into the caches."""
+    if decode.new_key is None or decode.new_value is None:
+        return
+    before, _ = _lengths(decode)
+    position, new_key = before[:, None] + torch.arange(decode.added, device=before.device), decode.new_key
+    if decode.cos is not None and decode.sin is not None:
+        new_key = rotated(new_key, position, decode.cos, decode.sin, decode.interleaved)
+    _append(decode.key_cache, new_key, position, decode.table, decode.room)
+    _append(decode.value_cache, decode.new_value, position, decode.table, decode.room)
+
+
+def dense(decode: Decode) -> Call:
+    """The call of `attention` that it comes to, on caches that what is new has been appended to."""
+    call, (_, after) = decode.call, _lengths(decode)
+    shift, device = after - call.query.shape[2], after.device
+    if decode.cos is not None and decode.sin is not None:
+        position = torch.arange(call.query.shape[2], device=device)[None]
+        position = position if call.top_left else position + shift[:, None]
+        call = call._replace(query=rotated(call.query, position, decode.cos, decode.sin, decode.interleaved))
+    real = torch.arange(call.key.shape[2], device=device) < after[:, None]
+    real = real if call.key_mask is None else real & call.key_mask
+    key, value = _gathered(decode.key_cache, decode.table), _gathered(decode.value_cache, decode.table)
+    return _levelled(call, shift)._replace(key=key, value=value, key_mask=real)

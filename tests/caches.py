@@ -1,0 +1,266 @@
+"""Calls of `attention_decode` with names: what to draw, and the same by a loop over the sequences, by `attention`."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from .cases import among_nan
+
+OPTIONS = ("causal", "window", "align", "scale", "softcap")  # as they come
+SLOPES = ("alibi_slopes", "sinks")
+
+
+class Cached(NamedTuple):
+    """Shapes, dtype, layout and options of one call. lengths: before the new keys, one for each of the batch."""
+
+    name: str
+    Hq: int = 4
+    Hkv: int = 2
+    Sq: int = 1
+    C: int = 48
+    D: int = 16
+    Dv: int = 16
+    lengths: tuple = (0, 17, 44)
+    new: int = 0
+    page: int | None = None  # keys of a page; they are shuffled, and what a length does not reach is no page
+    dtype: torch.dtype = torch.float32
+    strided: bool = False  # caches, query, what is new, lengths and table among others in a larger buffer
+    half: int = 0  # pairs that are turned
+    interleaved: bool = False
+    mask: bool = False
+    bias: bool = False  # -inf here and there
+    key_mask: str | None = None  # "own" or "shared"
+    query_mask: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    causal: bool = False
+    window: tuple | None = None
+    align: str = "bottom_right"
+    scale: float | None = None
+    softcap: float | None = None
+
+    def draw(self, device="cpu", seed=0):
+        """The arguments; whatever nobody may read is NaN."""
+        generator = torch.Generator(device).manual_seed(seed)
+        batch = len(self.lengths)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device=device).to(self.dtype)
+
+        def visible(*shape):
+            return torch.rand(shape, generator=generator, device=device) < 0.7
+
+        query = normal(batch, self.Hq, self.Sq, self.D)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        page = self.page or self.C
+        each = -(-self.C // page)
+        pages = batch * each + 2 if self.page else batch
+        caches = [torch.full((pages, self.Hkv, page, d), float("nan"), device=device) for d in (self.D, self.Dv)]
+        caches = [cache.to(self.dtype) for cache in caches]
+        table = None
+        if self.page:
+            numbers = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[: batch * each]
+            table = numbers.view(batch, each).to(device, torch.int32)
+            for row, length in zip(table, self.lengths, strict=True):
+                reached = -(-(length + self.new) // page)
+                row[reached:] = torch.tensor([-1, 10**9] * each, device=device)[: each - reached]
+        if self.strided:
+            caches = [among_nan(cache, order) for cache, order in zip(caches, ("bshd", "sbhd"), strict=True)]
+            query = among_nan(query, "bhds")
+            lengths = torch.stack([lengths, lengths * 0 - 7], 1)[:, 0]
+            table = None if table is None else torch.stack([table.mT, table.mT * 0 - 7], 1)[:, 0].mT
+        names = numbered(table, batch, device)
+        for cache in caches:
+            for b, length in enumerate(self.lengths):
+                for position in range(length):
+                    cache[names[b][position // page], :, position % page] = normal(self.Hkv, cache.shape[3])
+        arguments = dict(query=query, key_cache=caches[0], value_cache=caches[1], cache_seqlens=lengths)
+        if table is not None:
+            arguments["block_table"] = table
+        if self.new:
+            arguments["new_key"] = normal(batch, self.Hkv, self.new, self.D)
+            arguments["new_value"] = normal(batch, self.Hkv, self.new, self.Dv)
+            if self.strided:
+                for name, order in (("new_key", "bhds"), ("new_value", "sbhd")):
+                    arguments[name] = among_nan(arguments[name], order)
+        if self.half:
+            places = max(self.lengths) + self.new + (self.Sq if self.align == "top_left" else 0)
+            angles = torch.outer(
+                torch.arange(places, device=device).float(), 0.7 ** torch.arange(1, self.half + 1, device=device)
+            )
+            wide = torch.promote_types(self.dtype, torch.float32)
+            arguments |= dict(rotary_cos=angles.cos().to(wide), rotary_sin=angles.sin().to(wide))
+            arguments["rotary_interleaved"] = self.interleaved
+            if self.strided:
+                arguments["rotary_sin"] = arguments["rotary_sin"].mT.contiguous().mT
+        capacity = page * each
+        if self.mask:
+            arguments["mask"] = visible(batch, 1, self.Sq, capacity)
+        if self.bias:
+            arguments["bias"] = normal(1, self.Hq, self.Sq, capacity).masked_fill(~visible(capacity), float("-inf"))
+        if self.key_mask:
+            arguments["key_mask"] = visible(batch if self.key_mask == "own" else 1, capacity)
+            for b, length in enumerate(self.lengths):
+                for position in range(length):
+                    if not arguments["key_mask"].expand(batch, -1)[b, position]:
+                        for cache in caches:
+                            cache[names[b][position // page], :, position % page] = float("nan")
+        if self.query_mask:
+            arguments["query_mask"] = torch.arange(self.Sq, device=device) < torch.arange(batch, device=device)[:, None]
+            hidden = ~arguments["query_mask"][:, None, :, None]
+            query.copy_(torch.where(hidden, float("nan"), query))
+        if self.alibi:
+            arguments["alibi_slopes"] = torch.rand(batch, self.Hq, generator=generator, device=device).double()
+        if self.sinks:
+            arguments["sinks"] = normal(self.Hq)
+        given = {name: getattr(self, name) for name in OPTIONS}
+        return arguments | {name: x for name, x in given.items() if x != self._field_defaults[name]}
+
+
+def numbered(table, batch, device):
+    """The numbers of the pages of each sequence."""
+    return torch.arange(batch, device=device)[:, None].tolist() if table is None else table.tolist()
+
+
+def turned(x, positions, cos, sin, interleaved):
+    """(H, S, D) with its pairs turned, as complex numbers, in float32 or wider."""
+    half = cos.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first, second = (
+        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else x[..., : 2 * half].chunk(2, -1)
+    )
+    angle = torch.complex(cos[positions].to(wide), sin[positions].to(wide))
+    product = torch.complex(first.to(wide), second.to(wide)) * angle
+    parts = product.real, product.imag
+    pairs = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([pairs.to(x.dtype), x[..., 2 * half :]], -1)
+
+
+def in_float64(arguments):
+    return {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
+
+
+def one_by_one(attend, arguments):
+    """({"out", "lse", "weights"}, what the caches then hold) of a call, sequence by sequence, each from its keys."""
+    a = dict(arguments)
+    query, caches = a.pop("query"), [a.pop("key_cache").clone(), a.pop("value_cache").clone()]
+    lengths, table = a.pop("cache_seqlens").tolist(), a.pop("block_table", None)
+    new = a.pop("new_key", None), a.pop("new_value", None)
+    cos, sin, interleaved = (a.pop(f"rotary_{name}", None) for name in ("cos", "sin", "interleaved"))
+    batch, heads, rows, _ = query.shape
+    page = caches[0].shape[2]
+    names = numbered(table, batch, query.device)
+    capacity = page * len(names[0])
+    results = []
+    for b, length in enumerate(lengths):
+        after = length + (0 if new[0] is None else new[0].shape[2])
+        level = 0 if a.get("align") == "top_left" else after - rows
+        q = query[b]
+        if cos is not None:
+            q = turned(q, (torch.arange(rows, device=q.device) + level).clamp(min=0), cos, sin, interleaved)
+        for cache, added in zip(caches, new, strict=True):
+            for i, position in enumerate(range(length, after)):
+                row = added[b, :, i : i + 1]
+                if cos is not None and cache is caches[0]:
+                    row = turned(row, torch.tensor([position], device=q.device), cos, sin, interleaved)
+                cache[names[b][position // page], :, position % page] = row[:, 0]
+        keys = [
+            torch.stack([cache[names[b][j // page], :, j % page] for j in range(after)], 1)
+            if after
+            else cache.new_zeros(cache.shape[1], 0, cache.shape[3])
+            for cache in caches
+        ]
+        own = {
+            name: x for name, x in a.items() if name not in ("mask", "bias", "key_mask", "query_mask", "alibi_slopes")
+        }
+        for name, shape in (("mask", (batch, 1, rows, capacity)), ("bias", (batch, heads, rows, capacity))):
+            if name in a:
+                own[name] = a[name].expand(shape)[b : b + 1, :, :, :after]
+        for name, shape in (
+            ("key_mask", (batch, capacity)),
+            ("query_mask", (batch, rows)),
+            ("alibi_slopes", (batch, heads)),
+        ):
+            if name in a:
+                own[name] = a[name].expand(shape)[b : b + 1, : after if name == "key_mask" else None]
+        out, lse, weights = attend(q[None], *(x[None] for x in keys), **own, return_lse=True, return_weights=True)
+        results.append((out, lse, torch.nn.functional.pad(weights, (0, capacity - after))))
+    return dict(zip(("out", "lse", "weights"), map(torch.cat, zip(*results, strict=True)), strict=True)), caches
+
+
+def bits(tensor):
+    """All of a tensor's memory, as whole numbers: NaN are then equal or not, too."""
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return flat.view(kind)
+
+
+def touched(cache, arguments):
+    """bool, of all of a cache's memory: what the new keys may change."""
+    mark = torch.zeros_like(bits(cache), dtype=torch.bool)
+    view = mark.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+    batch, page = arguments["query"].shape[0], cache.shape[2]
+    new = arguments.get("new_key")
+    names = numbered(arguments.get("block_table"), batch, cache.device)
+    for b, length in enumerate(arguments["cache_seqlens"].tolist()):
+        for position in range(length, length + (0 if new is None else new.shape[2])):
+            view[names[b][position // page], :, position % page] = True
+    return mark
+
+
+BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 17, 44))  # what comes in is what asks
+# Each alone, and in pairs.
+FEATURES = {
+    "pages": dict(page=16),
+    "small pages": dict(page=4),
+    "odd pages": dict(page=7, C=49),
+    "new": BOTH,
+    "fewer queries than new": dict(new=4, Sq=2),
+    "more queries than new": dict(new=1, Sq=5, causal=True),
+    "turned": dict(half=5, Sq=1, lengths=(1, 17, 44)),
+    "turned in neighbours": dict(half=8, interleaved=True, new=2, causal=True, Sq=2),
+    "many rows": dict(Sq=40, causal=True),
+    "one head": dict(Hq=3, Hkv=1),
+    "heads of their own": dict(Hq=2, Hkv=2),
+    "groups": dict(Hq=8, Hkv=1),
+    "odd head dims": dict(D=10, Dv=24),
+    "strided": dict(strided=True),
+    "mask": dict(mask=True, Sq=2),
+    "bias": dict(bias=True, Sq=2),
+    "key mask": dict(key_mask="own"),
+    "shared key mask": dict(key_mask="shared"),
+    "query mask": dict(query_mask=True, Sq=2),
+    "window": dict(window=(9, 0), Sq=2),
+    "two-sided window": dict(window=(20, 4), Sq=6),
+    "top left": dict(align="top_left", window=(None, 2), Sq=6),
+    "scale": dict(scale=-0.4),
+    "softcap": dict(softcap=1.5),
+    "slopes": dict(alibi=True, Sq=2),
+    "sinks": dict(sinks=True),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SINGLE = [
+    Cached(name, dtype=DTYPES[number % 3])._replace(**options)
+    for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
+]
+# Every seventh: each feature is in seven of them or so. A later one wins where both say something.
+PAIRS = [
+    Cached(f"{a}, {b}", dtype=DTYPES[number % 4])._replace(
+        **FEATURES[a], **{k: v for k, v in FEATURES[b].items() if k not in FEATURES[a]}
+    )
+    for number, (a, b) in enumerate(itertools.combinations(FEATURES, 2))
+    if number % 7 == 3
+]
+EVERYTHING = Cached(
+    "everything", page=16, strided=True, half=5, mask=True, bias=True, key_mask="own", query_mask=True, alibi=True
+)
+EVERYTHING = EVERYTHING._replace(sinks=True, window=(30, 4), scale=0.3, softcap=2.0, new=3, Sq=3, D=10, Dv=24)
+EDGES = [
+    Cached("edges of pages", page=16, lengths=(15, 16, 17, 31, 32, 33, 48)),
+    Cached("edges of blocks", lengths=(0, 1, 15, 16, 17, 47, 48), C=48),
+    Cached("new at the edges of pages", page=16, lengths=(0, 14, 15, 16, 46), new=2, Sq=2, causal=True),
+    Cached("D 1", D=1, Dv=1),
+    Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
+    Cached("empty", lengths=(0, 0)),
+]
