@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import backends, decode_call, ops, repeat
+from . import backends, decode_call, jagged, ops, repeat
 from .call import Arguments, Plan, rank4, rows
 from .checks import FLOATING, check_plan, checked, fail
 from .checks_varlen import Packed, checked_packed
@@ -42,7 +42,10 @@ def attention(
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), of float16, bfloat16, float32 or float64,
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
-            head, rank 2 (S, D) one head of one batch. Under autocast they are cast as torch's SDPA casts them.
+            head, rank 2 (S, D) one head of one batch. Under autocast they are cast as torch's SDPA casts them. Or
+            nested tensors of torch.jagged, (B, ragged, H, D) transposed to (B, H, ragged, D), key and value of the same
+            offsets: `attention_varlen` then says what the options are, key_mask and query_mask are nested (B, ragged),
+            and what is returned is nested.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). What it hides is finite.
             Or what `fusedattn.plan` made of masks. Blocks of pairs that masks hide, or -inf, cost no time.
         bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
@@ -79,7 +82,11 @@ def attention(
     if again is not None:
         return again(tensors)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    call = checked(Arguments(query, key, value, *options, dropout_p, seed))
+    arguments = Arguments(query, key, value, *options, dropout_p, seed)
+    if jagged.is_jagged(query):
+        more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
+        return jagged.attend(attention_varlen, arguments, **more)
+    call = checked(arguments)
     chosen = backends.choose(call, named)
     again = repeat.learn(tensors, numbers, call, chosen.run) if chosen.run in repeat.REPEATS else None
     if again is not None:

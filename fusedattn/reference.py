@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import decode_call, decode_naive, philox
+from . import decode_call, decode_naive, jagged, philox
 from .call import DIFFERENTIABLE, Arguments, Call, autocasting, drop
 from .checks import checked
 from .checks_varlen import Packed, checked_packed
@@ -388,7 +388,10 @@ def attention(
     is compiled, where all rows are taken at once, and under torch.func, where blocks are not computed again.
     """
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    call = checked(Arguments(query, key, value, *options, dropout_p, seed))
+    arguments = Arguments(query, key, value, *options, dropout_p, seed)
+    if jagged.is_jagged(query):
+        return jagged.attend(attention_varlen, arguments, return_lse=return_lse, return_weights=return_weights)
+    call = checked(arguments)
     return results(query.dim(), *run(call, return_lse, return_weights))
 
 

@@ -1,0 +1,87 @@
+"""Nested tensors of torch.jagged as packed sequences, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Arguments
+from .checks import BOOL, fail
+
+SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
+
+
+def is_jagged(query: Any) -> bool:
+    """Whether a call is one of nested tensors, as its query says."""
+    return isinstance(query, Tensor) and query.is_nested
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """(B, H, ragged, D) as (B, ragged, H, D) without holes."""
+    return tensor.transpose(1, 2).contiguous()
+
+
+def _check(query, key, value):
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            fail(TypeError, name, "a tensor", type(tensor).__name__)
+        if not tensor.is_nested or tensor.layout != torch.jagged:
+            fail(TypeError, name, "a nested tensor of torch.jagged, as query is", tensor.layout)
+        # What is ragged has a size that equals nothing but itself.
+        if (
+            tensor.dim() != 4
+            or isinstance(tensor.shape[1], torch.SymInt)
+            or not isinstance(tensor.shape[2], torch.SymInt)
+        ):
+            fail(ValueError, name, SHAPE, tuple(tensor.shape))
+        if tensor.shape[0] != query.shape[0]:
+            fail(ValueError, name, f"the batch size of query, {query.shape[0]}", tuple(tensor.shape))
+    if value.shape[2] != key.shape[2]:
+        fail(ValueError, "value", f"the lengths of key, {key.shape[2]}, made from the same offsets", value.shape[2])
+
+
+def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
+    """A jagged (B, ragged) mask of the rows of (B, ragged, H, D), packed."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        fail(TypeError, name, BOOL, getattr(mask, "dtype", type(mask).__name__))
+    if not mask.is_nested or mask.dim() != 2 or mask.shape[1] != like.shape[1]:
+        fail(ValueError, name, f"a nested (B, {like.shape[1]}), made from the same offsets", tuple(mask.shape))
+    return mask.contiguous().values()
+
+
+def attend(function: Callable, arguments: Arguments, **more):
+    """What `attention` returns of nested tensors, from a function like `attention_varlen`: nested tensors.
+
+    Args:
+        arguments: query, key and value of torch.jagged, (B, Hq, ragged, D), (B, Hkv, ragged, D), (B, Hkv, ragged, Dv),
+            transposed from (B, ragged, H, D). key and value are made from the same offsets; those of query may be
+            others. key_mask and query_mask are nested bool (B, ragged), or None. more: what else the function takes.
+    """
+    query, key, value, *_ = arguments
+    options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
+    key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
+    _check(query, key, value)
+    query, key, value = (_packed(x) for x in (query, key, value))
+    offsets = query.offsets()
+    results = function(
+        query.values(),
+        key.values(),
+        value.values(),
+        offsets.int(),
+        key.offsets().int(),
+        key_mask=_tokens("key_mask", key_mask, key),
+        query_mask=_tokens("query_mask", query_mask, query),
+        **options,
+        **more,
+    )
+
+    def nested(packed: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(packed, offsets).transpose(1, 2)
+
+    if not isinstance(results, tuple):
+        return nested(results)
+    out, *others = results
+    return (nested(out), *(nested(x.transpose(0, 1)) for x in others))
