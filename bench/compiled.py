@@ -61,6 +61,15 @@ VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Cal
         seed=_meta(1, dtype=torch.int64),
     ),
 }
+_OFFSETS = dict(offsets_q=_meta(9, dtype=torch.int32), offsets_k=_meta(9, dtype=torch.int32))
+VARIANTS |= {
+    "packed": _OFFSETS,
+    "packed all": _OFFSETS
+    | VARIANTS["everything"]
+    | dict(mask=_meta(8, 1, LENGTH, LENGTH), bias=_meta(8, 1, LENGTH, LENGTH, dtype=torch.bfloat16))
+    | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), most_q=LENGTH, most_k=LENGTH),
+}
+ALL = ("everything", "packed all")  # variants with every option
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 
 
@@ -166,15 +175,15 @@ def _everything_but_a_gpu(kernels, row, keep):
 
 def _call(row, heads):
     """Run the operator of a kernel on tensors without data: what launches the kernel is what launches it on a GPU."""
-    group = 4 if row.variant == "everything" else 1
+    everything, batch = row.variant in ALL, 1 if "packed" in row.variant else BATCH
+    group = 4 if everything else 1
 
     def tensor(heads):
-        return torch.empty(BATCH, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
+        return torch.empty(batch, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
     tensors = dict(query=tensor(heads), key=tensor(heads // group), value=tensor(heads // group))
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
     call = Call(**plain | tensors | VARIANTS[row.variant])
-    everything = row.variant == "everything"
     need_weights = row.kernel == "weights" or everything
     out, _, weights, stats = ops._forward(*call, True, need_weights, True, row.kernel == "hopper")
     if row.kernel not in ("forward", "weights", "hopper"):

@@ -65,13 +65,13 @@ def attend(function: Callable, arguments: Arguments, **more):
     key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
     _check(query, key, value)
     query, key, value = (_packed(x) for x in (query, key, value))
-    offsets = query.offsets()
+    offsets = query.offsets()  # type: ignore[attr-defined]
     results = function(
         query.values(),
         key.values(),
         value.values(),
         offsets.int(),
-        key.offsets().int(),
+        key.offsets().int(),  # type: ignore[attr-defined]
         key_mask=_tokens("key_mask", key_mask, key),
         query_mask=_tokens("query_mask", query_mask, query),
         **options,

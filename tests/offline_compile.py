@@ -17,7 +17,7 @@ import time
 import triton
 from fusedattn.bench import hazards
 from fusedattn.bench import report as kernels
-from fusedattn.bench.compiled import DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
+from fusedattn.bench.compiled import ALL, DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
 
 from fusedattn import configs, launch
 
@@ -26,8 +26,8 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn, and one pass, which has all that the two have, spill more.
-EXTRA_SPILLS = {"masked": 768, "everything": 768}
-EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320}
+EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 8, "packed all": 768}
+EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 8, "packed all": 1320}
 # How far a loop of the kernel for Hopper may be from its line in the committed table, by either version of Triton.
 DRIFT = 0.05
 PRODUCTS = ("wgmma", "mma", "tcgen05")  # what multiplies on tensor cores: from 9.0, on all, from 10.0
@@ -54,7 +54,7 @@ def faults(row, report, committed=None):
         yield "does not use the tensor cores"
     if row.kernel == "one_pass" and (report.counts["tma"] > 0) != row.tile.bulk:
         yield f"{'does not add' if row.tile.bulk else 'adds'} dq by the copy engine"
-    if report.serialized and row.variant != "everything":
+    if report.serialized and row.variant not in ALL:
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
     yield from map(str, report.overwritten)
     if on_hopper:
@@ -96,6 +96,26 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", dim, "full", *first)
 
 
+def _packed_table(capability):
+    """Rows of packed sequences: their loops are those of the others, what comes before is not."""
+    yield Row("take_turns", capability, "bf16", 64, "packed", configs.Tile(64, None, 4, 1), (0, 1))
+    for kernel, width in (
+        ("forward", 64),
+        ("forward", 128),
+        ("one_pass", 64),
+        ("one_pass", 128),
+        ("dq", 256),
+        ("dkdv", 256),
+    ):
+        tiles = configs.tiles(kernel, capability, 2, width)
+        yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
+    for kernel in ("mark", "list_blocks"):
+        yield Row(kernel, capability, "bf16", 64, "packed all", configs.Tile(64, None, 4, 1), (0, 1))
+    for kernel in ("forward", "weights", "dq", "dkdv", "dbias"):
+        tiles = configs.tiles(kernel, capability, 2, 64, "rich")
+        yield Row(kernel, capability, "bf16", 64, "packed all", tiles[0], (0, len(tiles)))
+
+
 def _small_table():
     """Rows of the tiles that GPUs of little shared memory have of their own."""
     for (kernel, capability, _, width), tiles in (configs.TABLE | configs.RICH).items():
@@ -110,6 +130,7 @@ def table(capabilities=(80, 90)):
         yield from _hopper_table()
     if 86 not in capabilities:
         yield from _small_table()
+    yield from _packed_table(capabilities[-1])
     for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
         yield Row(kernel, capability, "bf16", 64, "everything", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel, capability, width in itertools.product(configs.INTERPRETED, capabilities, (64, 128, 256)):

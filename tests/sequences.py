@@ -8,7 +8,13 @@ import torch
 
 import fusedattn as fa
 
-AXES = {"mask": (2, 3), "bias": (2, 3), "key_mask": (None, 1), "query_mask": (1, None)}
+AXES = {
+    "mask": (2, 3),
+    "bias": (2, 3),
+    "key_mask": (None, 1),
+    "query_mask": (1, None),
+    "alibi_slopes": (None, None),
+}
 
 
 def offsets(lengths, device="cpu"):
@@ -50,13 +56,12 @@ def by_sequence(function, rows, keys):
         for b, (i, j) in enumerate(zip(rows, keys, strict=True)):
             own = {name: _sliced(x, AXES[name], b, i, j) if name in AXES else x for name, x in options.items()}
             # Dropout depends on the batch: let this be the one of its number in a batch of the same.
-            batch = [
-                x[b : b + 1, :, :length].expand(len(rows), -1, -1, -1)
-                for x, length in ((query, i), (key, j), (value, j))
-            ]
+            batch = [x[b : b + 1, :, :length] for x, length in ((query, i), (key, j), (value, j))]
+            if options.get("dropout_p"):
+                batch = [x.expand(b + 1, -1, -1, -1) for x in batch]
             results = function(*batch, **own)
             results = results if isinstance(results, tuple) else (results,)
-            found.append(_padded([x[b] for x in results], query.shape[2], key.shape[2]))
+            found.append(_padded([x[-1] for x in results], query.shape[2], key.shape[2]))
         return tuple(torch.stack(each) for each in zip(*found, strict=True))
 
     return attend

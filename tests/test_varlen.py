@@ -1,0 +1,345 @@
+"""Packed sequences: what each would be in a call of its own, and nothing of what its neighbours are."""
+
+import random
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.checks_varlen import Packed, checked_packed
+from fusedattn.compare import with_gradients
+
+from . import cases
+from .cases import Case
+from .close import assert_close
+from .sequences import attention_varlen, by_sequence, offsets
+
+# (of rows, of keys): tiles of the interpreter are 32 by 16.
+PACKINGS = [
+    ((7, 0, 37, 5), (45, 4, 13, 0)),
+    ((32, 1, 16), (32, 1, 16)),
+    ((40,), (33,)),
+    ((3, 33, 0, 0, 64), (17, 16, 0, 1, 48)),
+]
+# A packed call has shapes of its own for what these vary.
+ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
+TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
+
+
+def draw(case, number, device):
+    """(rows, keys, tensors, options) of a case with the lengths of a packing."""
+    rows, keys = PACKINGS[number % len(PACKINGS)]
+    tensors, options = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys)).draw(device)
+    return rows, keys, tensors, options
+
+
+def run(case, number, device, backend):
+    rows, keys, tensors, options = draw(case, number, device)
+    got = with_gradients(attention_varlen(rows, keys, backend), tensors, options, case.grads)
+    of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
+    assert_close(got, tensors, options, case.grads, **of)
+
+
+def named(names):
+    return [pytest.param(number, name, id=name) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(("number", "name"), named(["plain", *ALONE]))
+def test_an_option_alone(number, name, device, poison):
+    dtype = cases.DTYPES[number % (4 if device == "cpu" else 3)]
+    run(Case(name, dtype=dtype)._replace(**ALONE.get(name, {})), number, device, "triton")
+
+
+@pytest.mark.parametrize(("number", "name"), named(["plain", *ALONE]))
+def test_an_option_alone_naively(number, name):
+    run(Case(name, dtype=torch.float32)._replace(**ALONE.get(name, {})), number + 1, "cpu", "naive")
+
+
+@pytest.mark.parametrize("number", range(0, len(TOGETHER), 3), ids=lambda number: TOGETHER[number].name)
+def test_options_together(number, device, poison):
+    case = TOGETHER[number]
+    if case.dtype == torch.float64 and device == "cuda":
+        case = case._replace(dtype=torch.float16)
+    run(case, number, device, "triton")
+
+
+@pytest.mark.parametrize("number", range(1, len(TOGETHER), 9), ids=lambda number: TOGETHER[number].name)
+def test_options_together_naively(number):
+    run(TOGETHER[number]._replace(dtype=torch.float32), number, "cpu", "naive")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lengths(seed, device, poison):
+    generator = random.Random(seed)
+    count = generator.randint(1, 6)
+    rows, keys = ([generator.choice((0, 1, generator.randint(2, 70))) for _ in range(count)] for _ in range(2))
+    case = Case("", Hq=4, Hkv=2, causal=bool(seed % 2), dropout=0.2 * (seed % 3), bias="heads" if seed > 3 else None)
+    tensors, options = case._replace(B=count, Sq=max(1, *rows), Sk=max(1, *keys)).draw(device, seed)
+    got = with_gradients(attention_varlen(rows, keys, "triton"), tensors, options)
+    assert_close(got, tensors, options, apply=lambda f: by_sequence(f, rows, keys), lengths=(rows, keys))
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torch.float32):
+    """query, key, value and the gradient of the output."""
+    generator = torch.Generator(device).manual_seed(5)
+    shapes = (sum(rows), heads[0], dims[0]), (sum(keys), heads[1], dims[0]), (sum(keys), heads[1], dims[1])
+    drawn = (
+        torch.randn(shape, generator=generator, device=device).to(dtype)
+        for shape in (*shapes, (sum(rows), heads[0], dims[1]))
+    )
+    *inputs, grad = drawn
+    return *leaves(*inputs), grad
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(5, 3)), dict(dropout_p=0.3, seed=3)], ids=str)
+def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
+    rows = keys = (40,) * 3
+    query, key, value, grad = packed(rows, keys, device)
+    cu = offsets(rows, device)
+    results = fa.attention_varlen(query, key, value, cu, cu, return_lse=True, backend="triton", **options)
+    grads = torch.autograd.grad(results[0], (query, key, value), grad)
+    batch = [x.detach().unflatten(0, (3, 40)).transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    out, lse = fa.attention(*batch, return_lse=True, backend="triton", **options)
+    whole = torch.autograd.grad(out, batch, grad.unflatten(0, (3, 40)).transpose(1, 2))
+    for got, want in zip((results[0], *grads), (out, *whole), strict=True):
+        assert torch.equal(got, want.transpose(1, 2).flatten(0, 1))
+    assert torch.equal(results[1], lse.transpose(0, 1).flatten(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_a_sequence_does_not_see_its_neighbours(backend, device, two_passes):
+    rows, keys = (20, 33, 9), (17, 40, 16)
+    query, key, value, grad = packed(rows, keys, device)
+    cu = offsets(rows, device), offsets(keys, device)
+
+    def middle(*inputs):
+        inputs = leaves(*inputs)
+        kept = slice(20, 53), slice(17, 57)
+        results = fa.attention_varlen(*inputs, *cu, causal=True, return_lse=True, return_weights=True, backend=backend)
+        dq, dk, dv = torch.autograd.grad(results[0], inputs, grad)
+        out, lse, weights = results
+        return [out[kept[0]], lse[:, kept[0]], weights[:, kept[0]], dq[kept[0]], dk[kept[1]], dv[kept[1]]]
+
+    want = middle(query, key, value)
+    spoiled = [x.detach().clone() for x in (query, key, value)]
+    for x, lengths in zip(spoiled, (rows, keys, keys), strict=True):
+        x[: lengths[0]] = float("nan")
+        x[lengths[0] + lengths[1] :] = float("inf")
+    assert all(torch.equal(got, before) for got, before in zip(middle(*spoiled), want, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_the_longest_may_be_said_or_not(backend, device):
+    rows, keys = (5, 0, 20), (9, 3, 12)
+    query, key, value, _ = packed(rows, keys, device)
+    cu = offsets(rows, device), offsets(keys, device)
+    call = dict(return_lse=True, return_weights=True, causal=True, backend=backend)
+    want = fa.attention_varlen(query, key, value, *cu, **call)
+    assert want[2].shape == (4, 25, 12)
+    got = fa.attention_varlen(query, key, value, *cu, max_seqlen_q=50, max_seqlen_k=60, **call)
+    for a, b in zip((*got[:2], got[2][..., :12]), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not got[2][..., 12:].any()
+    for first, last, length in ((0, 5, 9), (5, 5, 3), (5, 25, 12)):
+        assert not want[2][:, first:last, length:].any()
+        seen = want[1][:, first:last] > float("-inf")
+        torch.testing.assert_close(want[2][:, first:last].sum(-1), seen.float())
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+@pytest.mark.parametrize(
+    ("rows", "keys"), [((), ()), ((0, 0), (0, 0)), ((0, 0), (3, 0)), ((3, 2), (0, 0)), ((0,), (0,))], ids=str
+)
+def test_nothing(rows, keys, backend, device, poison):
+    query, key, value, grad = packed(rows, keys, device)
+    results = fa.attention_varlen(
+        *(query, key, value, offsets(rows, device), offsets(keys, device)),
+        return_lse=True,
+        return_weights=True,
+        backend=backend,
+    )
+    out, lse, weights = results
+    assert (
+        out.shape == grad.shape
+        and lse.shape == (4, sum(rows))
+        and weights.shape == (4, sum(rows), max(keys, default=0))
+    )
+    assert not out.any() and (lse == float("-inf")).all()
+    for x, found in zip((query, key, value), torch.autograd.grad(out, (query, key, value), grad), strict=True):
+        assert found.shape == x.shape and not found.any()
+
+
+def test_results_lie_as_the_query_does(device):
+    rows = (5, 20)
+    query, key, value, _ = packed(rows, rows, device)
+    cu = offsets(rows, device)
+    for made in (query, query.detach().transpose(0, 1).contiguous().transpose(0, 1)):
+        out = {name: fa.attention_varlen(made, key, value, cu, cu, backend=name) for name in ("triton", "naive")}
+        assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
+
+
+def test_a_plan_of_pairs(device):
+    rows, keys = (40, 33), (50, 20)
+    query, key, value, grad = packed(rows, keys, device)
+    mask = torch.rand(40, 50, device=device) < 0.3
+    mask[:, 16:32] = False
+    tensors = query, key, value, offsets(rows, device), offsets(keys, device)
+    for options in (dict(causal=True), dict(key_mask=torch.rand(70, device=device) < 0.8)):
+        want = fa.attention_varlen(*tensors, mask=mask, backend="triton", **options)
+        got = fa.attention_varlen(*tensors, mask=fa.plan(mask), backend="triton", **options)
+        assert torch.equal(got, want)
+        for a, b in zip(*(torch.autograd.grad(x, tensors[:3], grad) for x in (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="mask: expected a plan without a key_mask"):
+        fa.attention_varlen(*tensors, mask=fa.plan(mask, key_mask=torch.ones(50, dtype=torch.bool, device=device)))
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
+    from fusedattn import launch
+
+    generator = random.Random(1)
+    for count in (1, 3, 70):
+        rows, keys = ([generator.choice((0, 1, generator.randint(2, 200))) for _ in range(count)] for _ in range(2))
+        query, key, value, _ = packed(rows, keys, device, (1, 1), (1, 1))
+        call = checked_packed(Packed(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False)
+        size = launch.turns(call, 32, by_keys)
+        turns, extents = launch._sequences(call.lengths, 32, by_keys, size)
+        starts = [offsets(lengths)[:-1].tolist() for lengths in (rows, keys)]
+        assert extents.tolist() == [list(each) for each in zip(starts[0], rows, starts[1], keys, strict=True)]
+        taken = [tuple(turn) for turn in turns.tolist() if turn != [-1, -1]]
+        own, walked = (keys, rows) if by_keys else (rows, keys)
+        assert sorted(taken) == [(b, block) for b, length in enumerate(own) for block in range(-(-length // 32))]
+        lengths = [walked[b] for b, _ in taken]
+        assert lengths == sorted(lengths, reverse=True)
+        assert size == len(turns) >= len(taken)
+
+
+WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 20), (40, 30, 20, 0), (0, 40, 0, 40)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_wrong_offsets_write_nothing_outside(wrong, device, monkeypatch):
+    """Offsets on a GPU are not looked at: here those on a CPU are not either."""
+    from fusedattn import checks_varlen, gradients, launch
+
+    monkeypatch.setattr(checks_varlen, "apply", lambda *arguments: None)
+    rows = keys = (20, 20)
+    query, key, value, grad = (x.detach() for x in packed(rows, keys, device))
+    cu = torch.tensor(wrong, dtype=torch.int32, device=device)
+    options = dict(mask=torch.rand(3, 1, 17, 19, device=device) < 0.5, causal=True)
+    call = checked_packed(Packed(query, key, value, cu, cu.flip(0), 17, 19), options, True)
+
+    def guarded(*shape):
+        whole = torch.full((3, *shape), 7.0, device=device)
+        return whole, whole[1]
+
+    heads, total = query.shape[1], query.shape[0]
+    shapes = (1, heads, total, 8), (1, heads, total), (1, heads, total, 19), (1, heads, total, 2)
+    made = [guarded(*shape) for shape in (*shapes, *(x.shape for x in call[:3]))]
+    out, lse, weights, stats, *grads = (inside for _, inside in made)
+    launch.forward(out, lse, weights, stats, call, False)
+    incoming = grad.transpose(0, 1)[None], lse.clone(), weights.clone()
+    gradients.fill([*grads, None, None, None], *incoming, out, weights, stats, call)
+    for whole, _ in made:
+        assert (whole[0] == 7).all() and (whole[2] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_compiled_code_knows_no_lengths(backend, device):
+    torch._dynamo.reset()
+
+    def attend(query, key, value, cu_q, cu_k):
+        return fa.attention_varlen(
+            *(query, key, value, cu_q, cu_k), max_seqlen_q=64, max_seqlen_k=64, causal=True, backend=backend
+        )
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    counter = torch._dynamo.utils.counters["stats"]
+    for rows, keys in (((5, 20), (9, 30)), ((33, 4), (5, 6)), ((1, 40), (64, 2))):
+        query, key, value, grad = packed(rows, keys, device)
+        tensors = query, key, value, offsets(rows, device), offsets(keys, device)
+        got, want = (torch.autograd.grad(f(*tensors), (query, key, value), grad) for f in (compiled, attend))
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter["unique_graphs"] == 1
+    counter.clear()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators_pass_opcheck(device):
+    rows, keys = (5, 0, 8), (9, 3, 4)
+    query, key, value, grad = packed(rows, keys, device)
+    bias = torch.randn(3, 1, 8, 9, device=device, requires_grad=True)
+    options = dict(bias=bias, causal=True, softcap=2.0)
+    tokens = dict(key_mask=torch.rand(16, device=device) < 0.8, query_mask=torch.rand(13, device=device) < 0.8)
+    call = checked_packed(
+        Packed(query, key, value, offsets(rows, device), offsets(keys, device), **tokens), options, True
+    )
+    torch.library.opcheck(torch.ops.fusedattn.forward, (*call, True, True, True, False))
+    call = call._make(x.detach() if isinstance(x, torch.Tensor) else x for x in call)
+    out, lse, weights, stats = torch.ops.fusedattn.forward(*call, True, True, True, False)
+    incoming = torch.randn_like(out), torch.randn_like(lse).nan_to_num(0), torch.randn_like(weights)
+    need = [True, True, True, True, False, False]
+    torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
+    torch.library.opcheck(torch.ops.fusedattn.mark, (None, call.key_mask, call.query_mask, call.bias, *call.lengths))
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_second_derivatives(backend, device):
+    rows, keys = (2, 0, 3), (3, 2, 2)
+    case = Case("", B=3, Sq=3, Sk=3, causal=True, softcap=1.5, bias="pairs", sinks=True, dtype=torch.float32)
+    tensors, options = case.draw(device)
+    inputs = [*(tensors[name] for name in ("query", "key", "value")), options.pop("bias"), options.pop("sinks")]
+
+    def derive(attend):
+        made = leaves(*inputs)
+        query, key, value, bias, sinks = made
+        out, lse, weights = attend(
+            query, key, value, bias=bias, sinks=sinks, return_lse=True, return_weights=True, **options
+        )
+        total = (out * tensors["out"]).sum() + lse[lse > -1e9].square().sum() + weights.pow(3).sum()
+        first = torch.autograd.grad(total, made, create_graph=True)
+        return torch.autograd.grad(sum(x[x.isfinite()].square().sum() for x in first), made)
+
+    got = derive(attention_varlen(rows, keys, backend))
+    for a, b in zip(got, derive(by_sequence(fa.reference.attention, rows, keys)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_vmap_is_refused_by_the_kernels(device):
+    query, key, value, _ = packed((5, 3), (4, 4), device)
+    cu = offsets((5, 3), device), offsets((4, 4), device)
+
+    def attend(query, backend):
+        return fa.attention_varlen(query, key, value, *cu, max_seqlen_q=5, max_seqlen_k=4, backend=backend)
+
+    several = torch.stack([query.detach(), query.detach() + 1])
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
+        torch.vmap(lambda x: attend(x, "triton"))(several)
+    got = torch.vmap(lambda x: attend(x, "naive"))(several)
+    torch.testing.assert_close(got, torch.stack([attend(x, "naive") for x in several]))
+
+
+def test_a_backend_that_has_no_packed_sequences_says_so():
+    query, key, value, _ = packed((5, 3), (4, 4))
+    with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
+        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)), backend="hopper")
+    with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
+        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype):
+    query, key, value, _ = packed((5, 3), (4, 4))
+    cu = offsets((5, 3)), offsets((4, 4))
+    with torch.autocast("cpu", dtype):
+        got = fa.attention_varlen(query, key, value, *cu)
+    want = fa.attention_varlen(*(x.to(dtype) for x in (query, key, value)), *cu)
+    assert got.dtype == dtype and torch.equal(got, want)
