@@ -33,7 +33,7 @@ def is_tensor(name: str) -> Rule:
     )
 
 
-def _is_strided(name: str) -> Rule:
+def is_strided(name: str) -> Rule:
     return Rule(
         name,
         TypeError,
@@ -95,7 +95,7 @@ def _on_device(name: str) -> Rule:
 
 def place(name: str) -> tuple[Rule, ...]:
     """What holds for every tensor: how and where it is stored."""
-    return (_is_strided(name), _on_device(name))
+    return (is_strided(name), _on_device(name))
 
 
 def _broadcasts(tensor: Tensor, shape: tuple) -> bool:
@@ -150,9 +150,9 @@ TENSORS = (
     is_tensor("query"),
     is_tensor("key"),
     is_tensor("value"),
-    _is_strided("query"),
-    _is_strided("key"),
-    _is_strided("value"),
+    is_strided("query"),
+    is_strided("key"),
+    is_strided("value"),
     Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", dtype_of("query")),
     Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("key")),
     Rule(

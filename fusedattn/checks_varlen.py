@@ -5,7 +5,20 @@ from typing import Any, NamedTuple
 import torch
 
 from .call import Arguments, Call, Plan, autocast, normalise
-from .checks import FLOATING, Rule, apply, check, divides, dtype_of, fail, is_bool, is_tensor, place, shape_of
+from .checks import (
+    FLOATING,
+    Rule,
+    apply,
+    check,
+    divides,
+    dtype_of,
+    fail,
+    is_bool,
+    is_strided,
+    is_tensor,
+    place,
+    shape_of,
+)
 from .packing import longest
 
 
@@ -62,13 +75,6 @@ def _offsets(name: str, tensor: str) -> tuple[Rule, ...]:
         Rule(
             name,
             ValueError,
-            lambda a: len(getattr(a, name)) != len(a.cu_seqlens_q),
-            "as many as cu_seqlens_q has, {offsets}",
-            shape_of(name),
-        ),
-        Rule(
-            name,
-            ValueError,
             lambda a: len(getattr(a, name)) == 1 and rows(a) != 0,
             f"a sequence, for there are rows in {tensor}",
             shape_of(name),
@@ -120,7 +126,9 @@ def _tokens(name: str, tensor: str) -> tuple[Rule, ...]:
 # In the order in which they are looked for, as in `checks`.
 TENSORS = (
     *(is_tensor(name) for name in ("query", "key", "value")),
-    *(rule for name in ("query", "key", "value") for rule in place(name)),
+    is_strided("query"),
+    *place("key"),
+    *place("value"),
     Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", dtype_of("query")),
     Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("key")),
     Rule(
@@ -152,6 +160,13 @@ TENSORS = (
     ),
     *_offsets("cu_seqlens_q", "query"),
     *_offsets("cu_seqlens_k", "key"),
+    Rule(
+        "cu_seqlens_k",
+        ValueError,
+        lambda a: len(a.cu_seqlens_k) != len(a.cu_seqlens_q),
+        "as many as cu_seqlens_q has, {offsets}",
+        shape_of("cu_seqlens_k"),
+    ),
 )
 OPTIONS = {
     "max_seqlen_q": _most("max_seqlen_q", "cu_seqlens_q"),

@@ -1,0 +1,115 @@
+"""Nested tensors of torch.jagged: what `attention_varlen` makes of their values, nested again."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+OFFSETS_Q, OFFSETS_K = torch.tensor([0, 3, 3, 10]), torch.tensor([0, 5, 6, 9])
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def nested(values, offsets):
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def draw():
+    """Packed query, key and value."""
+    return [torch.randn(shape, requires_grad=True) for shape in ((10, 4, 8), (9, 2, 8), (9, 2, 6))]
+
+
+def jagged(query, key, value):
+    pairs = (query, OFFSETS_Q), (key, OFFSETS_K), (value, OFFSETS_K)
+    return [nested(x, offsets).transpose(1, 2) for x, offsets in pairs]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "bias": dict(bias=torch.randn(3, 1, 7, 5), softcap=2.0),
+    "dropout": dict(dropout_p=0.4, seed=3, window=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("function", [fa.attention, fa.reference.attention], ids=["attention", "reference"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(name, function):
+    tensors = draw()
+    grad = torch.randn(10, 4, 6)
+    out = function(*jagged(*tensors), **OPTIONS[name])
+    want = fa.attention_varlen(*tensors, OFFSETS_Q.int(), OFFSETS_K.int(), **OPTIONS[name])
+    assert torch.equal(out.transpose(1, 2).values(), want)
+    for a, b in zip(
+        *(torch.autograd.grad(x, tensors, grad) for x in (out.transpose(1, 2).values(), want)), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_all_results_and_masks_of_tokens():
+    tensors = draw()
+    masks = dict(key_mask=torch.rand(9) < 0.7, query_mask=torch.rand(10) < 0.7)
+    both = dict(return_lse=True, return_weights=True)
+    given = dict(key_mask=nested(masks["key_mask"], OFFSETS_K), query_mask=nested(masks["query_mask"], OFFSETS_Q))
+    out, lse, weights = fa.attention(*jagged(*tensors), **given, **both)
+    want = fa.attention_varlen(*tensors, OFFSETS_Q.int(), OFFSETS_K.int(), **masks, **both)
+    assert torch.equal(out.transpose(1, 2).values(), want[0])
+    assert torch.equal(lse.transpose(1, 2).values(), want[1].T)
+    assert torch.equal(weights.transpose(1, 2).values(), want[2].transpose(0, 1))
+
+
+def test_what_comes_out_goes_in_again():
+    """It has the ragged dimension of the query, as torch knows it: it can be added to it, and be a query itself."""
+    query, _, _ = jagged(*draw())
+    key, value = query + 1, query * 2
+    out = fa.attention(query, key, value, causal=True) + query
+    assert fa.attention(out, key, value).shape == query.shape
+
+
+def test_rows_with_holes():
+    whole = torch.randn(3, 5, 2, 4)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([2, 3, 3])
+    query = torch.nested.narrow(whole, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    out = fa.attention(query, query, query)
+    for b, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        one = whole[b : b + 1, start : start + length].transpose(1, 2)
+        torch.testing.assert_close(out.unbind()[b], fa.attention(one, one, one)[0])
+
+
+def test_a_bfloat16_batch_under_the_kernels(device):
+    tensors = [x.detach().to(device, torch.bfloat16) for x in draw()]
+    offsets = OFFSETS_Q.to(device), OFFSETS_K.to(device)
+    pairs = zip(tensors, (offsets[0], offsets[1], offsets[1]), strict=True)
+    out = fa.attention(*(nested(x, each).transpose(1, 2) for x, each in pairs), causal=True, backend="triton")
+    want = fa.attention_varlen(*tensors, *(x.int() for x in offsets), causal=True, backend="naive")
+    torch.testing.assert_close(out.transpose(1, 2).values(), want, atol=2e-2, rtol=2e-2)
+
+
+def test_wrong_arguments_are_named():
+    query, key, value = jagged(*draw())
+    dense = torch.randn(3, 4, 5, 8)
+    strided = torch.nested.nested_tensor([torch.randn(4, 3, 8), torch.randn(4, 7, 8)])
+    others = nested(torch.randn(9, 2, 6), OFFSETS_K.clone()).transpose(1, 2)
+    tokens = nested(torch.rand(9) < 0.7, OFFSETS_K)
+    for changed, error, text in (
+        (dict(key=dense), TypeError, "key: expected a nested tensor of torch.jagged"),
+        (dict(value=dense), TypeError, "value: expected a nested tensor of torch.jagged"),
+        (dict(key=None), TypeError, "key: expected a tensor, got NoneType"),
+        (dict(query=strided), TypeError, "query: expected a nested tensor of torch.jagged"),
+        (dict(query=query.transpose(1, 2)), ValueError, "query: expected (B, H, ragged, D)"),
+        (dict(query=nested(torch.randn(10, 8), OFFSETS_Q)), ValueError, "query: expected (B, H, ragged, D)"),
+        (
+            dict(query=nested(torch.randn(10, 4, 8), torch.tensor([0, 10])).transpose(1, 2)),
+            ValueError,
+            "key: expected the batch size of query, 1",
+        ),
+        (dict(value=others), ValueError, "value: expected the lengths of key"),
+        (dict(key_mask=torch.rand(9) < 0.7), ValueError, "key_mask: expected a nested (B, "),
+        (dict(query_mask=tokens), ValueError, "query_mask: expected a nested (B, "),
+        (dict(key_mask=nested(torch.rand(9), OFFSETS_K)), TypeError, "key_mask: expected a bool tensor"),
+        (dict(mask=torch.ones(2, 2, dtype=torch.bool)), ValueError, "mask: expected broadcastable to (3, 4, 7, 5)"),
+    ):
+        with pytest.raises(error) as raised:
+            fa.attention(**dict(query=query, key=key, value=value) | changed)
+        assert str(raised.value).startswith(text) and "\n" not in str(raised.value)
+    with pytest.raises(TypeError, match="key: expected a strided tensor, got a nested tensor"):
+        fa.attention(dense, key, value)
