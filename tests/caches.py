@@ -220,7 +220,7 @@ FEATURES = {
     "more queries than new": dict(new=1, Sq=5, causal=True),
     "turned": dict(half=5, Sq=1, lengths=(1, 17, 44)),
     "turned in neighbours": dict(half=8, interleaved=True, new=2, causal=True, Sq=2),
-    "many rows": dict(Sq=40, causal=True),
+    "many rows": dict(Sq=18, causal=True, Hq=2, Hkv=1, lengths=(17, 44)),
     "one head": dict(Hq=3, Hkv=1),
     "heads of their own": dict(Hq=2, Hkv=2),
     "groups": dict(Hq=8, Hkv=1),
