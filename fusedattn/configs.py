@@ -72,6 +72,7 @@ ONE_PASS = 128
 
 # By how many rows there are to share a tile, the kernel that reads caches: each has tiles of its own.
 DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}
+ON_CACHES = (*DECODE, "merge", "append")
 MOST_SPLITS = 128  # programs that share the keys of a sequence
 
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
@@ -168,8 +169,8 @@ TABLE = {
     ("decode_16", 90, 2, 128): (Tile(16, 64, 4, 4), Tile(16, 32, 4, 3)),
     ("decode_16", 90, 2, 256): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2)),
     ("decode_16", 80, 4, 64): (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
-    ("decode_16", 80, 4, 128): (Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
-    ("decode_16", 80, 4, 256): (Tile(16, 16, 4, 2),),
+    ("decode_16", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    ("decode_16", 80, 4, 256): (Tile(16, 16, 8, 2),),
     ("decode_32", 80, 2, 64): (Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
     ("decode_32", 80, 2, 128): (Tile(32, 64, 4, 3), Tile(32, 32, 4, 3)),
     ("decode_32", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),

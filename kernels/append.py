@@ -39,5 +39,5 @@ def append(
         slots = at % PAGE
     k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, TURNED, INTERLEAVED)
     v = tiles.load(tiles.matrix(V, plane), rows, exists, DV)
-    tiles.put(paging.matrix(cache.keys, plane, page[:, None], pages), slots, exists, k, D)
-    tiles.put(paging.matrix(cache.values, plane, page[:, None], pages), slots, exists, v, DV)
+    tiles.put(paging.matrix(cache.K, plane, page[:, None], pages), slots, exists, k, D)
+    tiles.put(paging.matrix(cache.V, plane, page[:, None], pages), slots, exists, v, DV)

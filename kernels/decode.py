@@ -52,7 +52,7 @@ def _walk(
         exists = hidden.real_keys(masks, kv, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         slots = paging.slots(cache, j, PAGE, BLOCK_N)
-        k, v = paging.matrix(cache.keys, kv, page, pages), paging.matrix(cache.values, kv, page, pages)
+        k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
         k_tile = tiles.load(k, slots, exists, D)
         shown = hidden.shown(masks, band, plane, r, c, CHECK)

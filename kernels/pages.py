@@ -9,13 +9,13 @@ from . import span, tiles
 
 
 class Cache(NamedTuple):
-    """Views of keys and values (pages, kv heads, PAGE, columns), of lengths (B,), and of a table (B, n) of pages.
+    """Views of K and V (pages, kv heads, PAGE, columns), of lengths (B,), and of a table (B, n) of pages.
 
     Without a table the pages are the sequences.
     """
 
-    keys: tiles.View
-    values: tiles.View
+    K: tiles.View
+    V: tiles.View  # `values` is a name of Triton's own
     lengths: tiles.View
     table: tiles.View
 
