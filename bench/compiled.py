@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import triton
 
-from fusedattn import configs, hopper, launch, ops
+from fusedattn import configs, decode_ops, hopper, launch, ops
 from fusedattn.call import DIFFERENTIABLE, Call
 
 from . import absent, flow, hazards
@@ -70,6 +70,8 @@ VARIANTS |= {
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), most_q=LENGTH, most_k=LENGTH),
 }
 ALL = ("everything", "packed all")  # variants with every option
+PAGES = {"contiguous": None, "pages": 256, "small pages": 16, "everything": 16}  # of calls to a cache
+CAPACITY = {"everything": 256}  # too few keys to share; the others have plenty
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 
 
@@ -194,6 +196,36 @@ def _call(row, heads):
             ops._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
 
 
+def _call_on_cache(row):
+    """The same of a kernel that knows a cache."""
+    heads, capacity, dtype = 8, CAPACITY.get(row.variant, 32768), DTYPES[row.dtype]
+    rows = configs.DECODE.get(row.kernel, 16) // heads
+    page = PAGES[row.variant]
+    batch, table = BATCH, None
+    if page is not None:
+        batch, table = BATCH * capacity // page, _meta(BATCH, capacity // page, dtype=torch.int32)
+
+    def tensor(batch, length, heads):
+        return _meta(batch, length, heads, row.dim, dtype=dtype).transpose(1, 2)
+
+    query, new = tensor(BATCH, rows, heads), tensor(BATCH, 32, 1)
+    pool = tensor(batch, page or capacity, 1)
+    caches = pool, pool, _meta(BATCH, dtype=torch.int32), table
+    turning, masks, numbers = (None, None, False), (None,) * 6, (None, 0)
+    if row.variant == "everything":
+        angles = _meta(capacity, row.dim // 2, dtype=torch.float32)
+        turning = angles, angles, True
+        each_head = _meta(1, heads, dtype=torch.float32)
+        bias = _meta(BATCH, heads, rows, capacity, dtype=dtype)
+        masks = bias, each_head, each_head, _meta(BATCH, 1, rows, capacity), _meta(BATCH, capacity), _meta(BATCH, rows)
+        numbers = 100, 10
+    if row.kernel == "append":
+        decode_ops._append(*caches, new, new, *turning)
+    else:
+        cap = 30.0 if row.variant == "everything" else None
+        decode_ops._decode(query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True)
+
+
 def compile_row(row, read=False, heads=None):
     """The Report of a Row.
 
@@ -205,7 +237,7 @@ def compile_row(row, read=False, heads=None):
     compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
-        _call(row, heads or HEADS)
+        _call_on_cache(row) if row.kernel in configs.ON_CACHES else _call(row, heads or HEADS)
     seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
     ptx = compiled.asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"

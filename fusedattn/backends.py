@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import configs, ops, reference
+from . import configs, decode_ops, ops, reference
 from .call import Arguments, Call
 from .checks import checked, fail
 from .decode_call import Decode
@@ -115,14 +115,19 @@ BACKENDS = {
 }
 
 
-def _no_kernel_for_caches(decode: Decode) -> list[str]:
-    return ["it has no kernel for caches"]
+def _decode_reasons(decode: Decode) -> list[str]:
+    """Why a call to a cache cannot take the universal kernels; empty if it can."""
+    reasons = _kernel_reasons(decode.call)
+    batch, heads, rows, _ = decode.query.shape
+    if batch * heads * max(rows, decode.added) >= 2**31:
+        reasons.append("the grid would pass 2**31 programs")
+    return reasons
 
 
 # The same of calls of `attention_decode`: reasons and run take a Decode.
 DECODERS = {
-    "hopper": Backend("hopper", _no_kernel_for_caches, reference.run_decode),
-    "triton": Backend("triton", _no_kernel_for_caches, reference.run_decode),
+    "hopper": Backend("hopper", lambda decode: ["it has no kernel for caches"], decode_ops.run),
+    "triton": Backend("triton", _decode_reasons, decode_ops.run),
     "naive": Backend("naive", lambda decode: [], reference.run_decode),
 }
 

@@ -4,6 +4,7 @@ Rows were chosen offline, by registers and spills in compiled code (`make compil
 says so, with its GPU, versions and number (`make tune`).
 """
 
+import functools
 from typing import NamedTuple
 
 
@@ -69,6 +70,11 @@ HOPPER_PROVEN: str | None = None
 # The widest heads whose backward may be one pass: dk and dv of wider ones leave no registers for a tile of dq.
 ONE_PASS = 128
 
+# By how many rows there are to share a tile, the kernel that reads caches: each has tiles of its own.
+DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}
+ON_CACHES = (*DECODE, "merge", "append")
+MOST_SPLITS = 128  # programs that share the keys of a sequence
+
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = {
     "forward": (Tile(32, 16, 4, 1),),
@@ -79,6 +85,11 @@ INTERPRETED = {
     "one_pass": (Tile(16, 32, 4, 1),),
     "convert": (Tile(32, None, 4, 1),),
     "dbias": (Tile(32, 16, 4, 1),),
+    "decode_16": (Tile(16, 16, 4, 1),),
+    "decode_32": (Tile(32, 16, 4, 1),),
+    "decode_64": (Tile(32, 16, 4, 1),),
+    "merge": (Tile(2, None, 4, 1),),
+    "append": (Tile(4, None, 4, 1),),
 }
 
 # (pass, architecture, bytes of an element, width): from the best to what fits anywhere. The width is that of the wider
@@ -150,6 +161,34 @@ TABLE = {
     ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1),),
     ("dbias", 80, 4, 128): (Tile(16, 32, 8, 1),),
     ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
+    # Memory bound: as many keys in flight as fit, in tiles of as few rows as there are.
+    ("decode_16", 80, 2, 64): (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3)),
+    ("decode_16", 80, 2, 128): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
+    ("decode_16", 80, 2, 256): (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
+    ("decode_16", 90, 2, 64): (Tile(16, 128, 4, 4), Tile(16, 64, 4, 3)),
+    ("decode_16", 90, 2, 128): (Tile(16, 64, 4, 4), Tile(16, 32, 4, 3)),
+    ("decode_16", 90, 2, 256): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2)),
+    ("decode_16", 80, 4, 64): (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
+    ("decode_16", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    ("decode_16", 80, 4, 256): (Tile(16, 16, 8, 2),),
+    ("decode_32", 80, 2, 64): (Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
+    ("decode_32", 80, 2, 128): (Tile(32, 64, 4, 3), Tile(32, 32, 4, 3)),
+    ("decode_32", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("decode_32", 80, 4, 64): (Tile(32, 32, 4, 2),),
+    ("decode_32", 80, 4, 128): (Tile(32, 16, 8, 2),),
+    ("decode_32", 80, 4, 256): (Tile(16, 16, 8, 2),),
+    ("decode_64", 80, 2, 64): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
+    ("decode_64", 80, 2, 128): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
+    ("decode_64", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("decode_64", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+    ("decode_64", 80, 4, 128): (Tile(32, 16, 8, 2),),
+    ("decode_64", 80, 4, 256): (Tile(16, 16, 8, 2),),
+    ("merge", 80, 2, 64): (Tile(16, None, 1, 1),),
+    ("merge", 80, 2, 128): (Tile(16, None, 2, 1),),
+    ("merge", 80, 2, 256): (Tile(16, None, 4, 1),),
+    ("append", 80, 2, 64): (Tile(16, None, 4, 1),),
+    ("append", 80, 2, 128): (Tile(16, None, 4, 1),),
+    ("append", 80, 2, 256): (Tile(16, None, 4, 1),),
 }
 
 # What calls take that would spill in the rows above: those with a mask of pairs, and those with more than that.
@@ -210,7 +249,8 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
-        kernel: "forward", "weights", "prepare", "dq", "dkdv", "one_pass", "convert" or "dbias".
+        kernel: "forward", "weights", "prepare", "dq", "dkdv", "one_pass", "convert", "dbias", "append", "merge" or one
+            of DECODE.
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.
@@ -230,3 +270,33 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
             if key in table:
                 return table[key]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")
+
+
+def decoder(rows):
+    """The kernel, of DECODE, for so many rows that read one kv head."""
+    return next((name for name, most in DECODE.items() if rows <= most), "decode_64")
+
+
+@functools.cache
+def splits(programs, blocks, multiprocessors):
+    """How many shares the keys of each sequence are divided into, so that the GPU is full and the merge is worth it.
+
+    Args:
+        programs: that there are without. blocks: of keys, of the longest sequence that there may be.
+        multiprocessors: of the GPU; None is Triton's interpreter, which takes as many as make a difference.
+    Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
+    """
+    if multiprocessors is None:
+        return max(1, min(3, blocks))
+    places = 2 * multiprocessors
+    if programs >= 0.8 * places or blocks <= 4:
+        return 1
+    # More shares of the same number of blocks finish no earlier.
+    most = min(MOST_SPLITS, places, blocks)
+    useful = [n for n in range(1, most + 1) if n == 1 or -(-blocks // n) < -(-blocks // (n - 1))]
+
+    def efficiency(n):
+        return programs * n / (places * -(-programs * n // places))
+
+    enough = 0.85 * max(map(efficiency, useful))
+    return next(n for n in useful if efficiency(n) >= enough)

@@ -39,6 +39,7 @@ class Decode(NamedTuple):
     value_cache: Tensor
     lengths: Tensor
     table: Tensor | None
+    added: int
     new_key: Tensor | None
     new_value: Tensor | None
     cos: Tensor | None
@@ -50,10 +51,6 @@ class Decode(NamedTuple):
         return self.call.query
 
     @property
-    def added(self) -> int:
-        return 0 if self.new_key is None else self.new_key.shape[2]
-
-    @property
     def room(self) -> int:
         """The most keys that a sequence may have: lengths on a device, which nobody has checked, are taken for less."""
         return self.call.key.shape[2] if self.key_cache.shape[0] else 0
@@ -63,6 +60,14 @@ def capacity(arguments: CacheArguments) -> int:
     """How many keys a sequence has room for."""
     page, table = arguments.key_cache.shape[2], arguments.block_table
     return page if table is None else page * table.shape[1]
+
+
+def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
+    """What a Decode has for the keys or values of its Call."""
+    if table is None:
+        return cache
+    batch, (_, heads, page, dim) = table.shape[0], cache.shape
+    return cache.new_empty(()).expand(batch, heads, table.shape[1] * page, dim)
 
 
 def _tensor(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
@@ -380,10 +385,7 @@ def checked(arguments: CacheArguments, options: Arguments) -> Decode:
     for rule in rules(a):
         if rule.wrong(a):
             fail(rule.error, rule.argument, rule.expected.format(**_facts(a)), rule.got(a))
-    key, value = a.key_cache, a.value_cache
-    if a.block_table is not None:
-        shape = (a.query.shape[0], key.shape[1], capacity(a))
-        key, value = (x.new_empty(()).expand(*shape, x.shape[3]) for x in (key, value))
+    key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=a.query, key=key, value=value)
     check(options)
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
@@ -392,4 +394,4 @@ def checked(arguments: CacheArguments, options: Arguments) -> Decode:
     call = normalise(options)
     if a.rotary_cos is not None:
         call = call._replace(top_left=options.align == "top_left")  # a turn depends on it in any case
-    return Decode(call, *a[1:])
+    return Decode(call, *a[1:5], 0 if a.new_key is None else a.new_key.shape[2], *a[5:])

@@ -41,7 +41,8 @@ def _append(cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, 
     rows = new.transpose(1, 2).flatten(0, 1)
     # No two may write different things to one place: what is dropped writes what the first one holds in the end.
     first = kept & (number == 0) & (slot == 0)
-    held = torch.where(first.any(), rows[first.int().argmax()], cache[0, :, 0])
+    # By index_select: a tensor as a plain index would be fetched.
+    held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache[:1, :, 0])
     cache[number, :, slot] = torch.where(kept[:, None, None], rows, held)
 
 

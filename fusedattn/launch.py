@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 
 from . import configs, hopper, views
 from .call import Call
-from .kernels import backward, blocks, dbias, dkdv, dq, sequences
+from .kernels import append, backward, blocks, dbias, decode, dkdv, dq, merge, sequences
 from .kernels import forward as attention
 from .kernels import weights as recomputed
 from .kernels.span import Sequences
@@ -93,8 +93,11 @@ KERNELS = {
         blocks.mark,
         blocks.list_blocks,
         sequences.take_turns,
+        append.append,
+        merge.merge,
     )
 }
+KERNELS |= dict.fromkeys(configs.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel

@@ -89,6 +89,24 @@ def step(state, s, unit):
 
 
 @triton.jit
+def share(state, whole, unit):
+    """What the sums of a State are worth in those of another, whose keys are its own and more."""
+    pivot = _pivot(whole.top)
+    if unit is None:
+        return tl.math.exp2((state.top - pivot) * LOG2E)
+    else:
+        return tl.math.exp2((state.top - pivot) * _steps(pivot))
+
+
+@triton.jit
+def join(states, unit):
+    """The State of rows of whose keys there are several, one after the other along the first axis."""
+    largest, top = tl.max(states.largest, 0), tl.max(states.top, 0)
+    total = tl.sum(states.total * share(states, State(largest, top, largest), unit), 0)
+    return State(largest, top, total)
+
+
+@triton.jit
 def finish(out, state, unit):
     """(normalised output, lse, rest): `row` needs top and rest. A row that saw nothing has 0, -inf and rest +inf."""
     seen = state.total > 0

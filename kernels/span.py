@@ -100,6 +100,12 @@ def member(plane, i, GROUP: tl.constexpr):
 
 
 @triton.jit
+def moved(plane, batch):
+    """The Plane of the same head of another batch: a page of a cache stands where a batch would."""
+    return Plane(batch, plane.head, plane.index, None)
+
+
+@triton.jit
 def shared(plane, GROUP: tl.constexpr):
     """The Plane of the kv head that the query head of `plane` reads."""
     return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP, plane.packed)

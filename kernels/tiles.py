@@ -97,7 +97,14 @@ def load(m, rows, exists, D: tl.constexpr):
 def store(m, rows, n, tile, D: tl.constexpr):
     """Write the part of a tile that lies before row n and column D, in the dtype of the matrix."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
-    tl.store(pointers(m, r, c), tile.to(m.base.dtype.element_ty), mask=(r < n) & (c < D))
+    tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < n) & (c < D))
+
+
+@triton.jit
+def put(m, rows, exists, tile, D: tl.constexpr):
+    """Write the rows of a tile that exist, before column D, in any order: each row may lie in a matrix of its own."""
+    r, c = rows[:, None], tl.arange(0, width(D))[None, :]
+    tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
 
 
 @triton.jit
@@ -135,7 +142,7 @@ def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
 @triton.jit
 def store_pairs(m, r, c, rows, keys, tile):
     """Write the part of a tile that lies within a (rows, keys) matrix, in its dtype; r and c as for `load_pairs`."""
-    tl.store(pointers(m, r, c), tile.to(m.base.dtype.element_ty), mask=(r < rows) & (c < keys))
+    tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < rows) & (c < keys))
 
 
 @triton.jit

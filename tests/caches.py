@@ -220,7 +220,7 @@ FEATURES = {
     "more queries than new": dict(new=1, Sq=5, causal=True),
     "turned": dict(half=5, Sq=1, lengths=(1, 17, 44)),
     "turned in neighbours": dict(half=8, interleaved=True, new=2, causal=True, Sq=2),
-    "many rows": dict(Sq=40, causal=True),
+    "many rows": dict(Sq=18, causal=True, Hq=2, Hkv=1, lengths=(17, 44)),
     "one head": dict(Hq=3, Hkv=1),
     "heads of their own": dict(Hq=2, Hkv=2),
     "groups": dict(Hq=8, Hkv=1),
@@ -261,6 +261,8 @@ EDGES = [
     Cached("edges of blocks", lengths=(0, 1, 15, 16, 17, 47, 48), C=48),
     Cached("new at the edges of pages", page=16, lengths=(0, 14, 15, 16, 46), new=2, Sq=2, causal=True),
     Cached("D 1", D=1, Dv=1),
+    Cached("large scores", scale=30000.0),
+    Cached("large scores and a bias", scale=-30000.0, bias=True, page=16),
     Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
     Cached("empty", lengths=(0, 0)),
 ]

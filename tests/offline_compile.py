@@ -124,6 +124,30 @@ def _small_table():
                 yield Row(kernel, 86, "bf16", width, "full", tile, (index, len(tiles)))
 
 
+def _cache_table(capabilities):
+    """Rows of the kernels that know a cache: the first tile of each width, and what else a call may ask of one."""
+    last = capabilities[-1]
+    for kernel, capability, width in itertools.product(configs.ON_CACHES, capabilities, (64, 128, 256)):
+        if kernel != "decode_16" and capability != last:
+            continue
+        of = functools.partial(configs.tiles, kernel, capability, 2, width)
+        first = of()[0], (0, len(of()))
+        if kernel not in configs.DECODE:
+            if width == 128:
+                yield Row(kernel, capability, "bf16", width, "everything", *first)
+            continue
+        yield Row(kernel, capability, "bf16", width, "pages", *first)
+        if capability == last and kernel == "decode_16":
+            yield Row(kernel, capability, "bf16", width, "everything", of("rich")[0], (0, len(of("rich"))))
+            single = configs.tiles(kernel, capability, 4, width)
+            yield Row(kernel, capability, "ieee", width, "pages", single[0], (0, len(single)))
+            smallest = of()[-1], (len(of()) - 1, len(of()))
+            yield Row(kernel, capability, "bf16", width, "pages", *smallest)
+            if width == 128:
+                yield Row(kernel, capability, "bf16", width, "contiguous", *first)
+                yield Row(kernel, capability, "bf16", width, "small pages", *first)
+
+
 def table(capabilities=(80, 90)):
     """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
     if 90 in capabilities:
@@ -133,7 +157,9 @@ def table(capabilities=(80, 90)):
     yield from _packed_table(capabilities[-1])
     for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
         yield Row(kernel, capability, "bf16", 64, "everything", configs.Tile(64, None, 4, 1), (0, 1))
-    for kernel, capability, width in itertools.product(configs.INTERPRETED, capabilities, (64, 128, 256)):
+    yield from _cache_table(capabilities)
+    others = [kernel for kernel in configs.INTERPRETED if kernel not in configs.ON_CACHES]
+    for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
                 continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all

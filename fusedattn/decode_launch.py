@@ -1,0 +1,96 @@
+"""From a call to a cache to its kernels: grids, tiles, and how many programs share the keys of a sequence."""
+
+import math
+from typing import Any
+
+from triton import cdiv
+
+from . import configs, launch, views
+from .decode_call import Decode
+from .kernels.pages import Cache
+from .kernels.parts import Parts
+from .kernels.rotary import Rotary
+
+
+def _common(decode: Decode):
+    """The arguments that kernels that know a cache share."""
+    table = decode.table if decode.room else None  # without room nothing is read
+    cos, sin = decode.cos, decode.sin
+    turned = cos is not None and sin is not None
+    return dict(
+        cache=Cache(*(views.of(x) for x in (decode.key_cache, decode.value_cache, decode.lengths)), _of(table)),
+        rotary=Rotary(views.of(cos), views.of(sin)) if turned else None,
+        capacity=decode.room,
+        added=decode.added,
+        pages=decode.key_cache.shape[0],
+        positions=1 if cos is None else cos.shape[0],
+        HEADS=decode.key_cache.shape[1],
+        D=decode.key_cache.shape[3],
+        DV=decode.value_cache.shape[3],
+        TURNED=0 if cos is None else 2 * cos.shape[1],
+        INTERLEAVED=decode.interleaved,
+        PAGE=1 if table is None else decode.key_cache.shape[2],
+    )
+
+
+def _of(tensor):
+    return None if tensor is None else views.of(tensor)
+
+
+def append(decode: Decode):
+    """Write what is new into the caches."""
+    new_key, new_value = decode.new_key, decode.new_value
+    if new_key is None or new_value is None or not (new_key.shape[0] * new_key.shape[1] * decode.added * decode.room):
+        return
+    batch, heads, added, _ = new_key.shape
+    arguments = _common(decode) | dict(K=views.of(new_key), V=views.of(new_value))
+    launch.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, arguments)
+
+
+def _seen(decode: Decode):
+    """The most keys that some query of a sequence sees."""
+    call, rows = decode.call, decode.query.shape[2]
+    if call.top_left:
+        most = None if call.right is None else rows + call.right
+    else:
+        most = None if call.left is None else rows + call.left
+    return decode.room if most is None else min(most, decode.room)
+
+
+def splits(decode: Decode, programs, tile):
+    """How many programs share the keys of a block of rows; from shapes alone, so that a graph may be replayed."""
+    many = None if launch.interpreting() else launch.multiprocessors(launch._device(decode.query))
+    return configs.splits(programs, cdiv(_seen(decode), tile.keys), many)
+
+
+def attend(out, lse, decode: Decode):
+    """Fill out and, unless None, lse."""
+    call = decode.call
+    batch, heads, rows, _ = call.query.shape
+    kv_heads = decode.key_cache.shape[1]
+    packed = rows * (heads // kv_heads)
+    band = views.band(call)
+    common = dict(q_len=rows, left=band["left"], right=band["right"], TOP_LEFT=call.top_left)
+    common |= dict(Q=views.of(call.query), GROUP=heads // kv_heads, PRECISION=views.precision(call.query.dtype))
+    common |= dict(masks=views.masks(call.mask, call.key_mask, call.query_mask, *views.sizes(call)))
+    common |= dict(score=views.scored(call), **_common(decode))
+    results = dict(Out=views.of(out), Lse=lse if lse.numel() else None)
+    merging: dict[str, Any] = {}
+
+    def shares(tile):
+        programs = cdiv(packed, tile.rows) * batch * kv_heads
+        return programs, splits(decode, programs, tile)
+
+    def targets(tile):
+        _, n = shares(tile)
+        if n == 1:
+            return dict(**results, parts=None, splits=1)
+        sizes = (batch, heads, rows, n)
+        merging["parts"] = Parts(*(out.new_empty((*sizes, last), dtype=lse.dtype) for last in (out.shape[3], 3)))
+        merging["splits"] = n
+        return dict(Out=None, Lse=None, **merging)
+
+    launch.run_tiled(configs.decoder(packed), call, lambda tile: math.prod(shares(tile)), common, targets)
+    if merging:
+        sizes = dict(rows=rows, HEADS=heads, DV=out.shape[3], MOST=configs.MOST_SPLITS, unit=common["score"].unit)
+        launch.run_tiled("merge", call, lambda tile: batch * heads * rows, results | merging | sizes)

@@ -1,0 +1,43 @@
+"""New keys and values at the end of their sequences: one program per block of new rows of one kv head of one batch."""
+
+import triton
+import triton.language as tl
+
+from . import pages as paging
+from . import rotary as turning
+from . import span, tiles
+
+
+@triton.jit(do_not_specialize=["capacity", "added", "pages", "positions"])
+def append(
+    K,
+    V,
+    cache,
+    rotary,
+    capacity,
+    added,
+    pages,
+    positions,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Write K and V, Views of (B, Hkv, added, D or DV), into the cache; what has no place in it is dropped."""
+    block, plane = span.place(tl.program_id(0), added, HEADS, BLOCK_M)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    before = paging.length(cache, plane, capacity)
+    exists = rows < tl.minimum(added, capacity - before)
+    at = before + rows
+    page = paging.number(cache, plane, at, exists, PAGE)
+    slots = at
+    if cache.table is not None:
+        exists &= (page >= 0) & (page < pages)
+        slots = at % PAGE
+    k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, TURNED, INTERLEAVED)
+    v = tiles.load(tiles.matrix(V, plane), rows, exists, DV)
+    tiles.put(paging.matrix(cache.K, plane, page[:, None], pages), slots, exists, k, D)
+    tiles.put(paging.matrix(cache.V, plane, page[:, None], pages), slots, exists, v, DV)

@@ -1,0 +1,160 @@
+"""Attention of few queries to a cache: one program per share of the keys of some rows of one kv head of a batch.
+
+The rows of a block are those of all query heads that read the kv head, head by head for each query.
+Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
+"""
+
+import triton
+import triton.language as tl
+
+from . import masks as hidden
+from . import pages as paging
+from . import parts as splitting
+from . import rotary as turning
+from . import scores, softmax, span, tiles
+
+
+@triton.constexpr_function
+def spanned(BLOCK, GROUP):
+    """How many queries, at most, a block of rows has rows of."""
+    if BLOCK % GROUP == 0:
+        return BLOCK // GROUP
+    return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
+
+
+@triton.jit
+def _walk(
+    out,
+    state,
+    q,
+    cache,
+    rows,
+    band,
+    masks,
+    kv,
+    plane,
+    begin,
+    end,
+    score,
+    capacity,
+    pages,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """Fold key blocks [begin, end) into the running softmax."""
+    page = paging.of_block(cache, kv, begin, capacity, PAGE, BLOCK_N)
+    for j in tl.range(begin, end):
+        cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        exists = hidden.real_keys(masks, kv, cols, band.keys) if CHECK else None
+        r, c = rows[:, None], cols[None, :]
+        slots = paging.slots(cache, j, PAGE, BLOCK_N)
+        k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
+        page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
+        k_tile = tiles.load(k, slots, exists, D)
+        shown = hidden.shown(masks, band, plane, r, c, CHECK)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
+        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
+        s, steepness = scores.apply(score, x, bias, band, plane, r, c)
+        if CHECK:
+            s = tl.where(hidden.visible(masks, shown, band, kv, r, c), s, float("-inf"))
+        p, decay, state = softmax.step(state, s, score.unit)
+        v_tile = tiles.load(v, slots, exists, DV)
+        p = p.to(v_tile.dtype)
+        out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
+    return out, state
+
+
+@triton.jit(do_not_specialize=["q_len", "capacity", "added", "pages", "positions", "splits", "left", "right"])
+def decode(
+    Q,
+    Out,
+    Lse,
+    parts,
+    cache,
+    rotary,
+    masks,
+    score,
+    q_len,
+    capacity,
+    added,
+    pages,
+    positions,
+    splits,
+    left,
+    right,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the parts of them for `merge`.
+
+    Q and Out are Views, Lse is contiguous. `added` keys of each sequence are more than its length in the cache says.
+    """
+    split = tl.program_id(0) % splits
+    block, kv = span.place(tl.program_id(0) // splits, q_len * GROUP, HEADS, BLOCK_M)
+    first = span.latest_first(block, q_len * GROUP, BLOCK_M)
+    packed = first + tl.arange(0, BLOCK_M)
+    rows, member = packed // GROUP, packed % GROUP
+    head, plane = span.member(kv, member, GROUP), span.member(kv, member[:, None], GROUP)
+
+    before = paging.length(cache, kv, capacity)
+    band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, TOP_LEFT)
+    real = hidden.real_rows(masks, kv, rows, q_len)
+    q = turning.load(
+        tiles.matrix(Q, plane), rows, real, rotary, rows + band.shift, positions, D, TURNED, INTERLEAVED
+    )  # fmt: skip
+
+    begin, full, rest, end = span.blocks(band, first // GROUP, spanned(BLOCK_M, GROUP), BLOCK_N)
+    # Of all blocks that some row sees, one share: a sequence is divided by its own length, whatever that is.
+    each = end - begin
+    start, stop = begin + split * each // splits, begin + (split + 1) * each // splits
+    out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
+    nothing = None
+    if score.sinks is not None:  # it is seen once
+        nothing = tl.where(split == 0, scores.sink(score, head, out.dtype), float("-inf"))
+    state = softmax.start(nothing, BLOCK_M, out.dtype)
+    MASKED: tl.constexpr = masks.pairs is not None or masks.keys is not None
+    for n in tl.static_range(3):
+        # A band without a left side masks no block at its beginning; masks of the caller's mask any.
+        if MASKED:
+            if n == 0:
+                out, state = _walk(
+                    out, state, q, cache, rows, band, masks, kv, plane, start, stop, score, capacity, pages,
+                    D, DV, PAGE, BLOCK_N, PRECISION, CHECK=True,
+                )  # fmt: skip
+        elif n > 0 or left is not None:
+            lo, hi = tl.maximum((begin, full, rest)[n], start), tl.minimum((full, rest, end)[n], stop)
+            out, state = _walk(
+                out, state, q, cache, rows, band, masks, kv, plane, lo, hi, score, capacity, pages,
+                D, DV, PAGE, BLOCK_N, PRECISION, CHECK=n != 1,
+            )  # fmt: skip
+
+    if masks.rows is not None:
+        unseen = softmax.start(nothing, BLOCK_M, out.dtype)
+        out = tl.where(real[:, None], out, 0.0)
+        state = softmax.State(
+            tl.where(real, state.largest, unseen.largest),
+            tl.where(real, state.top, unseen.top),
+            tl.where(real, state.total, unseen.total),
+        )
+    if parts is not None:
+        splitting.keep(
+            parts, head, rows * splits + split, q_len * splits, out, state, (start < stop) | (split == 0), DV
+        )
+    else:
+        out, lse, remainder = softmax.finish(out, state, score.unit)
+        tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
+        if Lse is not None:
+            tiles.store_column(tiles.table(Lse, head, q_len, 1), rows, q_len, 0, lse)

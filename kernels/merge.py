@@ -1,0 +1,42 @@
+"""The parts of each row put together: one program per row of one head of one batch, always in the same order.
+
+Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
+"""
+
+import triton
+import triton.language as tl
+
+from . import parts as splitting
+from . import softmax, span, tiles
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def merge(
+    Out,
+    Lse,
+    parts,
+    unit,
+    rows,
+    splits,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None, from at most MOST parts, BLOCK_M at a time."""
+    row, plane = span.place(tl.program_id(0), rows, HEADS, 1)
+    first, n = row * splits, rows * splits
+    last = first + splits
+    state = softmax.join(splitting.states(parts, plane, first + tl.arange(0, MOST)[:, None], last, n), unit)
+    sums = tiles.table(parts.sums, plane, n, DV)
+    out = tl.zeros([1, tiles.width(DV)], state.total.dtype)
+    for start in tl.range(first, last, BLOCK_M):
+        at = start + tl.arange(0, BLOCK_M)
+        part = splitting.states(parts, plane, at, last, n)
+        tile = tiles.load(sums, at, part.total > 0, DV)
+        out += tl.sum(tile * softmax.share(part, state, unit)[:, None], 0)[None, :]
+    out, lse, _ = softmax.finish(out, state, unit)
+    one = row + tl.arange(0, 1)
+    tiles.store(tiles.matrix(Out, plane), one, rows, out, DV)
+    if Lse is not None:
+        tiles.store_column(tiles.table(Lse, plane, rows, 1), one, rows, 0, lse)

@@ -1,0 +1,42 @@
+"""What programs that share the keys of some rows leave of each, for another kernel to merge."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import softmax, tiles
+
+
+class Parts(NamedTuple):
+    """Sums of weights times values (B, H, rows, splits, DV), and states of the softmax (B, H, rows, splits, 3).
+
+    Both contiguous. A part whose total is 0 has a state alone.
+    """
+
+    sums: tl.tensor
+    states: tl.tensor
+
+
+@triton.jit
+def states(parts, plane, at, last, n):
+    """The States of the parts at `at` of the n of a head; those past the last saw nothing."""
+    m = tiles.table(parts.states, plane, n, 3)
+    total = tiles.load_column(m, at, last, 2)
+    largest, top = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
+    lowest = float("-inf")
+    return softmax.State(tl.where(total > 0, largest, lowest), tl.where(total > 0, top, lowest), total)
+
+
+@triton.jit
+def keep(parts, plane, at, n, sums, state, HAS_SUMS, DV: tl.constexpr):
+    """Store the parts of rows, each of a head of its own, at `at` of `n`; sums only if there are some."""
+    if HAS_SUMS:
+        r = at[:, None]
+        head = tiles.View(parts.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
+        c = tl.arange(0, tiles.width(DV))[None, :]
+        tl.store(tiles.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
+    m = tiles.table(parts.states, plane, n, 3)
+    tiles.store_column(m, at, n, 0, state.largest)
+    tiles.store_column(m, at, n, 1, state.top)
+    tiles.store_column(m, at, n, 2, state.total)

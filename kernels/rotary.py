@@ -1,0 +1,48 @@
+"""Rotary embedding: pairs of columns turned by the angles of their row.
+
+Source: RoFormer, arXiv:2104.09864, section 3.2.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import tiles
+
+
+class Rotary(NamedTuple):
+    """Views of (positions, TURNED / 2): what the first TURNED columns of a row are turned by."""
+
+    cos: tiles.View
+    sin: tiles.View
+
+
+@triton.jit
+def load(
+    m, rows, exists, rotary, position, positions, D: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """`tiles.load`, turned by the angles of each row's position, or of the nearest that there is; rotary may be None.
+
+    A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + TURNED / 2. Its other half is loaded again: a
+    tile cannot be permuted along its columns.
+    """
+    x = tiles.load(m, rows, exists, D)
+    if rotary is None:
+        return x
+    else:
+        dtype: tl.constexpr = tiles.wide(x.dtype)
+        c = tl.arange(0, tiles.width(D))[None, :]
+        if INTERLEAVED:
+            other, pair, first = c ^ 1, c // 2, c % 2 == 0
+        else:
+            first = c < TURNED // 2
+            other = tl.where(first, c + TURNED // 2, c - TURNED // 2)
+            pair = tl.where(first, c, other)
+        turned = exists[:, None] & (c < TURNED)
+        y = tl.load(tiles.pointers(m, rows[:, None], other), mask=turned, other=0.0).to(dtype)
+        p = tl.minimum(tl.maximum(position, 0), positions - 1)[:, None]
+        cos = tiles.cast(tl.load(tiles.pointers(rotary.cos, p, pair), mask=turned, other=0.0), dtype)
+        sin = tiles.cast(tl.load(tiles.pointers(rotary.sin, p, pair), mask=turned, other=0.0), dtype)
+        moved = x.to(dtype) * cos + tl.where(first, -y, y) * sin
+        return tl.where(turned, moved.to(x.dtype), x)
