@@ -60,7 +60,7 @@ def check_packed(name, x, layout):
         fail(ValueError, name, f"shape {layout}", tuple(x.shape))
 
 
-def _check_heads(names, q, k, v):
+def _check_heads(names, q, k, v, same_batch=True):
     """What the core would say of views by head, said of (B, S, H, D)."""
     for name, x in zip(names, (q, k, v), strict=True):
         _check_tensor(name, x, 4, "(B, S, H, D)")
@@ -69,12 +69,14 @@ def _check_heads(names, q, k, v):
             fail(ValueError, name, "a head dimension of 1 or more", tuple(x.shape))
     if k.shape[3] != q.shape[3]:
         fail(ValueError, names[1], f"the head dimension of {names[0]}, {q.shape[3]}", tuple(k.shape))
-    if v.shape[:3] != k.shape[:3]:
-        expected = f"all but the last dimension as in {names[1]}, {tuple(k.shape)}"
-        fail(ValueError, names[2], expected, tuple(v.shape))
+    if same_batch and k.shape[0] != q.shape[0]:
+        fail(ValueError, names[1], f"the batch size of {names[0]}, {q.shape[0]}", tuple(k.shape))
     if not divides(q.shape[2], k.shape[2]):
         expected = f"a number of heads that divides the {q.shape[2]} of {names[0]}"
         fail(ValueError, names[1], expected, f"{k.shape[2]} heads")
+    if v.shape[:3] != k.shape[:3]:
+        expected = f"all but the last dimension as in {names[1]}, {tuple(k.shape)}"
+        fail(ValueError, names[2], expected, tuple(v.shape))
 
 
 def _window(window_size):
@@ -112,8 +114,6 @@ def _run(names, function, tensors, options, **more):
 def attend(names, q, k, v, options):
     """`attention` of (B, S, H, D); names are those that the caller has for q, k and v."""
     _check_heads(names, q, k, v)
-    if k.shape[0] != q.shape[0]:
-        fail(ValueError, names[1], f"the batch size of {names[0]}, {q.shape[0]}", tuple(k.shape))
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = _run(dict(zip(("query", "key", "value"), names, strict=True)), attention, by_head, options)
     out = out.transpose(1, 2).contiguous()
@@ -207,7 +207,7 @@ def attend_cached(
     q, k_cache, v_cache, k, v, rotary, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, options, need_lse
 ):
     """`attention_decode` of (B, S, H, D), options being those of `scores`; rotary is (cos, sin, interleaved)."""
-    _check_heads(("q", "k_cache", "v_cache"), q, k_cache, v_cache)
+    _check_heads(("q", "k_cache", "v_cache"), q, k_cache, v_cache, same_batch=False)
     names, batch, room = _OPTIONS | _CACHES, len(q), k_cache.shape[1]
     names["attention_decode"] = "flash_attn_with_kvcache"
     if block_table is not None:
