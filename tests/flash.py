@@ -53,6 +53,6 @@ def turned(x, places, cos, sin, interleaved):
     half = cos.shape[1]
     some = x[..., : 2 * half].double()
     first, second = (some[..., ::2], some[..., 1::2]) if interleaved else (some[..., :half], some[..., half:])
-    found = torch.complex(first, second) * torch.complex(cos, sin)[places.long()][:, None].to(torch.complex128)
+    found = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[places.long()][:, None]
     found = torch.stack([found.real, found.imag], -1 if interleaved else -2).flatten(-2)
     return torch.cat([found.to(x.dtype), x[..., 2 * half :]], -1)
