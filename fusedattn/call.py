@@ -1,5 +1,7 @@
 """One call of attention: as the caller wrote it, and as every backend takes it."""
 
+import threading
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,8 @@ class Call(NamedTuple):
     offsets_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
     broadcast to (n, Hq, most_q, most_k), of the longest. They count from the start of each sequence, as rows and keys
     do in all that is said above. most is None where nobody needs it.
+
+    in_order: its gradients have the same bits each time, also where torch is not told to want that of all.
     """
 
     query: Tensor
@@ -94,6 +98,7 @@ class Call(NamedTuple):
     dropout_p: float
     most_q: int | None = None
     most_k: int | None = None
+    in_order: bool = False
 
     @property
     def lengths(self) -> Lengths | None:
@@ -107,6 +112,29 @@ class Call(NamedTuple):
     def shift(self) -> int:
         """How far below the diagonal of the score matrix a row stands level with a key."""
         return 0 if self.top_left else self.key.shape[2] - self.query.shape[2]
+
+
+class _Asked(threading.local):
+    in_order: bool = False
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def in_order(wanted: bool):
+    """Whether calls made by this thread inside the `with` have gradients of the same bits each time."""
+    before = _asked.in_order
+    _asked.in_order = wanted
+    try:
+        yield
+    finally:
+        _asked.in_order = before
+
+
+def asked_in_order() -> bool:
+    """Whether the `with` around a call wants that."""
+    return _asked.in_order
 
 
 def autocasting(tensor: Tensor) -> bool:
@@ -186,6 +214,7 @@ def normalise(arguments: Arguments, marks: Tensor | None = None) -> Call:
         query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
         None if a.softcap is None else float(a.softcap),
         float(a.dropout_p),
+        in_order=asked_in_order(),
     )
 
 

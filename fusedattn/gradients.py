@@ -22,12 +22,13 @@ def passes(call: Call, need) -> tuple[str, ...]:
     """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
 
     One pass over the pairs where dq may be summed in any order, and nothing else is summed over whole rows. Otherwise
-    one by rows and one by keys, whichever is needed: they give the same bits each time, as torch may be told to want.
+    one by rows and one by keys, whichever is needed: they give the same bits each time, as the call or torch may want.
     """
     query, key, value, bias, slopes, sinks = need
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
-    in_any_order = launch.widest(call) <= configs.ONE_PASS and not torch.are_deterministic_algorithms_enabled()
+    in_order = call.in_order or torch.are_deterministic_algorithms_enabled()
+    in_any_order = launch.widest(call) <= configs.ONE_PASS and not in_order
     if query and by_keys and not by_rows and in_any_order:
         found = ["prepare", "one_pass", "convert"]
     else:

@@ -16,7 +16,7 @@ _CALL = (  # the fields of a Call, in their order
     "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
     "Tensor? offsets_q, Tensor? offsets_k, "
     "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? most_q, SymInt? most_k"
+    "SymInt? most_q, SymInt? most_k, bool in_order"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does

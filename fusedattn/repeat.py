@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import ops
-from .call import DIFFERENTIABLE, Call, rank4, rows, seed_tensor
+from .call import DIFFERENTIABLE, Call, asked_in_order, rank4, rows, seed_tensor
 
 MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
 MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
@@ -35,11 +35,12 @@ class Kind(NamedTuple):
     """What calls that are alike share: numbers, how float32 is rounded, which tensors there are, facts of each.
 
     numbers, as the caller gave them: causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, the
-    backend that is named, and whether torch records what is computed.
+    backend that is named, and whether torch records what is computed. in_order as a Call has it.
     """
 
     numbers: tuple
     precision: str | None
+    in_order: bool
     there: tuple | None
     facts: tuple
 
@@ -104,7 +105,7 @@ def _precision(tensor: Tensor) -> str | None:
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
 
 
-def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, tuple | None]] | None:
+def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
     """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
     if _watched() or _get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
@@ -117,10 +118,10 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or not _ordinary(given):
         return None
-    return given, (numbers, _precision(given[0]), there)
+    return given, (numbers, _precision(given[0]), asked_in_order(), there)
 
 
-def _kind(given: tuple, most: tuple[tuple, str | None, tuple | None]) -> Kind | None:
+def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Kind | None:
     if torch._C._is_any_autocast_enabled() or not _in_memory(given) or not _aligned(given):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]

@@ -96,7 +96,7 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
 
 def fields(query, key, value, **options):
     """A Call, whose fields are the operators' arguments."""
-    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0)
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, in_order=False)
     return Call(**plain | dict(query=query, key=key, value=value) | options)
 
 

@@ -1,5 +1,5 @@
 """Drop-ins for the attention of other libraries, each one changed line away; none changes anything when imported."""
 
-from . import torch, transformers
+from . import flash_attn, torch, transformers
 
-__all__ = ["torch", "transformers"]
+__all__ = ["flash_attn", "torch", "transformers"]
