@@ -61,7 +61,7 @@ def units(chosen, names, tier=tier):
 
 
 def _is_ours(name, label):
-    return label == name or (name in ("fusedattn", "fusedattn+plan") and label.startswith(f"{name}:"))
+    return label == name or (name in providers.OURS and label.startswith(f"{name}:"))
 
 
 def _left(written, case, name, modes):

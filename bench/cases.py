@@ -28,8 +28,9 @@ class Case(NamedTuple):
     """Sizes as in the columns of the CSV; dtype is the name of a torch dtype.
 
     options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
-    random ends; padding=SHARE of tokens that are real, random lengths; window=LEFT,RIGHT; softcap=CAP; dropout=P;
-    weights, which are returned too. Documents and padding are of as many queries as keys.
+    random ends; padding=SHARE of tokens that are real, random lengths; lengths=KIND, one of LENGTHS, of sequences of up
+    to Sq tokens; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, which are returned too. Documents, padding and
+    lengths are of as many queries as keys.
     """
 
     B: int
@@ -59,6 +60,11 @@ class Case(NamedTuple):
         return dict(word.partition("=")[::2] for word in self.options.split())
 
     @property
+    def padded(self) -> bool:
+        """Whether some of its tokens are not real."""
+        return "padding" in self.words or "lengths" in self.words
+
+    @property
     def sides(self) -> tuple[int | None, int | None]:
         """How many keys a row sees before and after its own, causal included."""
         left, right = map(int, self.words["window"].split(",")) if "window" in self.words else (None, None)
@@ -85,7 +91,9 @@ class Case(NamedTuple):
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """(B,): how many tokens of each sequence are real, the first ones; the share of them is right on average."""
+        """(B,): how many tokens of each sequence are real, the first ones: of padding the share is right on average."""
+        if "padding" not in self.words:
+            return LENGTHS[self.words.get("lengths", "equal")](self.B, self.Sk).to(device)
         half = torch.rand(self.B // 2, generator=torch.Generator().manual_seed(SEED))
         relative = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)])
         return (relative * float(self.words["padding"]) * self.Sk).round().long().clamp(max=self.Sk).to(device)
@@ -96,7 +104,7 @@ class Case(NamedTuple):
         if "documents" in self.words:
             owner = self.documents(device)
             found["mask"] = (owner[:, None] == owner[None, :])[None, None]
-        if "padding" in self.words:
+        if self.padded:
             real = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
             found |= dict(key_mask=real, query_mask=real)
         return found
@@ -112,6 +120,36 @@ class Case(NamedTuple):
             found |= dict(dropout_p=float(words["dropout"]), seed=SEED)
         return found
 
+
+def _shuffled(lengths):
+    return lengths[torch.randperm(len(lengths), generator=torch.Generator().manual_seed(SEED))]
+
+
+def _uniform(count, longest):
+    """Anything up to the longest, which is one of them, and half of it on average."""
+    half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
+    found = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest).round().long().clamp(min=1)
+    found[found.argmax()] = longest
+    return _shuffled(found)
+
+
+def _one_long(count, longest):
+    """One, and all others a sixteenth of it."""
+    return _shuffled(torch.tensor([longest] + [max(1, longest // 16)] * (count - 1)))
+
+
+def _zipf(count, longest):
+    """The nth an nth of the longest."""
+    return _shuffled((longest / torch.arange(1, count + 1)).round().long().clamp(min=1))
+
+
+# {kind: lengths (count,) of so many sequences, the longest of so many tokens}, in no order.
+LENGTHS = {
+    "equal": lambda count, longest: torch.full((count,), longest),
+    "uniform": _uniform,
+    "one-long": _one_long,
+    "zipf": _zipf,
+}
 
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D: the convention of the FlashAttention papers
 
@@ -218,6 +256,15 @@ SKIPPING = [
     Case(1, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "window=1024,0"),
 ]
 
+# About 32k tokens in sequences of unequal lengths, and of equal ones, which need no option.
+_MIXTURES = ((8, 4096, ""), (31, 8192, "lengths=zipf"), (16, 4096, "lengths=uniform"), (113, 4096, "lengths=one-long"))
+VARLEN = [
+    Case(count, WIDTH // dim, WIDTH // dim, longest, longest, dim, dim, causal, "bfloat16", options)
+    for dim in (128, 64)
+    for count, longest, options in _MIXTURES
+    for causal in (True, False)
+]
+
 _SHAPE = (2, 2, 2, 64, 64, 16, 16)
 TINY_OPTIONS = [
     Case(*_SHAPE, False, "float32", "bias"),
@@ -236,6 +283,12 @@ TINY_SKIPPING = [
     Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
     for options in ("padding=0.5", "documents=3", "window=64,0")
 ]
+TINY_VARLEN = [
+    Case(3, 2, 2, 48, 48, 16, 16, False, "float32"),
+    Case(4, 4, 2, 64, 64, 16, 16, True, "float32", "lengths=uniform"),
+    Case(5, 2, 2, 64, 64, 16, 16, False, "float32", "lengths=one-long"),
+    Case(6, 2, 2, 48, 48, 16, 16, False, "bfloat16", "lengths=zipf"),
+]
 TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
 TINY_MODULE = [
     Case(2, 4, 4, 24, 24, 8, 8, True, "float32"),
@@ -251,6 +304,7 @@ TABLES = {
     "hopper": HOPPER,
     "backward": BACKWARD,
     "skipping": SKIPPING,
+    "varlen": VARLEN,
     "small": SMALL,
     "module": MODULE,
     "few": FEW,
@@ -259,6 +313,7 @@ TABLES = {
     "tiny-hopper": TINY_HOPPER,
     "tiny-backward": TINY_BACKWARD,
     "tiny-skipping": TINY_SKIPPING,
+    "tiny-varlen": TINY_VARLEN,
     "tiny-small": TINY_SMALL,
     "tiny-module": TINY_MODULE,
 }

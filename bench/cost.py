@@ -6,9 +6,11 @@ BACKWARD = 2.5  # five products where the forward has two
 def flops(case, mode):
     """Floating-point operations of the products; a causal mask halves them, softmax and recomputation do not count.
 
-    Other masks and windows do not lessen them: where they are skipped, the rate is higher than any GPU's.
+    Nor does what lies between sequences of unequal lengths, or past their ends. Other masks and windows do not lessen
+    them: where they are skipped, the rate is higher than any GPU's.
     """
-    forward = 2 * case.B * case.Hq * case.Sq * case.Sk * (case.D + case.Dv) / (2 if case.causal else 1)
+    pairs = int(case.lengths("cpu").square().sum()) if "lengths" in case.words else case.B * case.Sq * case.Sk
+    forward = 2 * case.Hq * pairs * (case.D + case.Dv) / (2 if case.causal else 1)
     return forward * {"forward": 1.0, "backward": BACKWARD, "forward_backward": 1.0 + BACKWARD}[mode]
 
 
@@ -18,8 +20,9 @@ def _element(case):
 
 def _sizes(case):
     """Bytes of (query, key, value, output, lse); a gradient has the size of what it is the gradient of."""
-    element = _element(case)
-    rows, keys = case.B * case.Hq * case.Sq, case.B * case.Hkv * case.Sk
+    element, rows, keys = _element(case), case.Hq * case.B * case.Sq, case.Hkv * case.B * case.Sk
+    if "lengths" in case.words:
+        rows, keys = (heads * int(case.lengths("cpu").sum()) for heads in (case.Hq, case.Hkv))
     lse = rows * max(4, element)
     return rows * case.D * element, keys * case.D * element, keys * case.Dv * element, rows * case.Dv * element, lse
 

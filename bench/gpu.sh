@@ -4,8 +4,8 @@
 # Needs a python3 (or PYTHON) with torch, triton, pytest and, to be in time, pytest-xdist; no network, no installation.
 # The GPU tier of the tests (meanwhile the benchmark's kernels compile), that of the kernel for Hopper, `fusedattn check`,
 # then the pipelines of that kernel which passed, the forms of the backward, forward and backward against every peer that
-# is installed, with each option, what skipping blocks saves, tiny calls, a model of Hugging Face's, modules, and the
-# demo's model. Logs and CSV files go to the folder OUT (default: out); the results come last.
+# is installed, with each option, what skipping blocks saves, packed sequences, caches, tiny calls, a model of Hugging
+# Face's, modules, and the demo's model. Logs and CSV files go to the folder OUT (default: out); the results come last.
 # COMMIT is what the rows say where there is no git. Exit status 1 if a test or a check failed. Without a GPU: a rehearsal.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -107,11 +107,13 @@ once() { # NAME SECONDS: one that is short, and has no budget
 
 small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "tiny-")')
 # What failed or waited for ever in this very run is not timed.
-timings hopper 320 12 hopper ${hopper:+--tests "$OUT/hopper-tests.xml"}
-timings passes 380 12 passes
-timings attention 432 18 attention
-timings options 456 10 options
-timings skipping 472 8 skipping --cases "${small}skipping"
+timings hopper 315 12 hopper ${hopper:+--tests "$OUT/hopper-tests.xml"}
+timings passes 368 12 passes
+timings attention 412 18 attention
+timings options 432 10 options
+timings skipping 446 8 skipping --cases "${small}skipping"
+timings varlen 459 6 varlen
+[ ! -e "$tree/bench/decode.py" ] || timings decode 470 4 decode
 timings small 482 5 small
 once minilm 19
 once module 15
@@ -121,7 +123,7 @@ say "results"
 for name in attention options; do
     [ -f "$OUT/$name.csv" ] && timeout 10 "$python" -m fusedattn.bench.table "$OUT/$name.csv" | cut -c 1-200
 done
-for name in skipping small minilm module end_to_end hopper passes; do
+for name in skipping varlen decode small minilm module end_to_end hopper passes; do
     [ -f "$OUT/$name.txt" ] && cut -c 1-200 "$OUT/$name.txt"
 done
 for name in tests hopper-tests; do

@@ -9,6 +9,7 @@ what is timed.
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
 import warnings
 from collections.abc import Callable
@@ -19,8 +20,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedattn as fa
+from fusedattn import backends
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
+from fusedattn.checks_varlen import Packed, checked_packed
+from fusedattn.packing import Packing, packing
 
 from . import variants
 
@@ -35,6 +39,7 @@ class Call(NamedTuple):
     attend: Callable
     by_token: bool = False  # its tensors, but for a bias, are (B, S, H, D): it gets them so, contiguous
     inside: Callable = contextlib.nullcontext  # makes the context to call it in
+    packing: Packing | None = None  # its tensors hold real tokens alone, (1, H, T, D), or (T, H, D) by token
 
     def __call__(self, *inputs):
         """As any other call, on tensors (B, H, S, D)."""
@@ -46,21 +51,34 @@ def _call(setup):
     return setup if isinstance(setup, Call) else Call(setup)
 
 
-def _turned(call, tensors):
-    """Query, key, value and what is shaped like them, in the other of the two layouts; a bias stays."""
-    if not _call(call).by_token:
-        return tensors
-    return (*(tensor.transpose(1, 2) for tensor in tensors[:3]), *tensors[3:])
+def _laid(call, tensor):
+    """A tensor (B, H, S, D) as a call takes it."""
+    if not call.by_token and call.packing is None:
+        return tensor
+    tensor = tensor.transpose(1, 2)
+    if call.packing is not None:
+        tensor = call.packing.unpad(tensor)  # (T, H, D)
+        tensor = tensor if call.by_token else tensor.transpose(0, 1)[None]
+    return tensor.contiguous()
+
+
+def _laid_back(call, tensor):
+    """What a call gives in the place of a tensor (B, H, S, D), as such; past the end of a sequence it is 0."""
+    if call.packing is not None:
+        tensor = call.packing.pad(tensor if call.by_token else tensor[0].transpose(0, 1))
+    return tensor.transpose(1, 2) if call.by_token or call.packing is not None else tensor
 
 
 def taken(call, tensors):
-    """Tensors (B, H, S, D), as a call takes them."""
-    return tuple(tensor.contiguous() for tensor in _turned(call, tensors)) if _call(call).by_token else tensors
+    """Tensors (B, H, S, D), as a call takes them; a bias stays."""
+    return (*(_laid(_call(call), tensor) for tensor in tensors[:3]), *tensors[3:])
 
 
 def given_back(call, result):
     """An output, or the gradients of all inputs, as (B, H, S, D)."""
-    return _turned(call, result) if isinstance(result, tuple) else _turned(call, (result,))[0]
+    if not isinstance(result, tuple):
+        return _laid_back(_call(call), result)
+    return (*(_laid_back(_call(call), tensor) for tensor in result[:3]), *result[3:])
 
 
 def _square_if_causal(case):
@@ -97,6 +115,7 @@ _LACKS = {
     "bias": "it takes no bias",
     "documents": "it takes no mask of pairs",
     "padding": "it takes no mask of tokens, only packed sequences",
+    "lengths": "it takes no mask of tokens, only packed sequences",
     "dropout": "it has no dropout",
     "softcap": "it has no softcap",
     "weights": "it returns no weights",
@@ -123,6 +142,48 @@ def planned(case, tensors):
     if not tensors.masks:
         raise Unsupported("there is no mask to plan")
     return _with_bias(fa.attention, _arguments(case, {"mask": fa.plan(**tensors.masks)}))
+
+
+def _packing(case, tensors):
+    """Where the real tokens of a case lie when they are packed."""
+    if case.Sq != case.Sk:
+        raise Unsupported("it packs as many keys as queries")
+    lengths = case.lengths(tensors.query.device)
+    return packing(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.sum()), case.Sq)
+
+
+def _offsets(packed):
+    """(cu_seqlens of queries and of keys, their longest lengths), as everybody takes them, the first of whom were
+    flash-attn."""
+    offsets, longest = packed.offsets.int(), int(packed.lengths.max())
+    return offsets, offsets, longest, longest
+
+
+def _by_sequence(case, masks):
+    """Arguments of `fusedattn.attention_varlen` that are not offsets: what pads a sequence is not there."""
+    return case.arguments({name: mask for name, mask in masks.items() if name == "mask"})
+
+
+def packed(case, tensors):
+    """Ours, on packed sequences."""
+    if "weights" in case.words:
+        raise Unsupported("its weights are packed, those that they are held to are not")
+    found = _packing(case, tensors)
+    cu_q, cu_k, most_q, most_k = _offsets(found)
+    options = _by_sequence(case, tensors.masks) | dict(max_seqlen_q=most_q, max_seqlen_k=most_k)
+
+    def call(query, key, value, bias=None):
+        return fa.attention_varlen(query, key, value, cu_q, cu_k, bias=bias, **options)
+
+    return Call(call, by_token=True, packing=found)
+
+
+def _packed_backend(case, tensors):
+    """The backend that takes packed sequences of a case."""
+    found = _packing(case, tensors)
+    inputs = (_laid(Call(None, by_token=True, packing=found), tensor) for tensor in tensors[:3])
+    options = _by_sequence(case, tensors.masks) | dict(bias=tensors.bias)
+    return backends.choose(checked_packed(Packed(*inputs, *_offsets(found)), options, False)).name
 
 
 def naive(case, tensors):
@@ -183,11 +244,18 @@ def _said(attend, inputs):
 
 def block_mask(case, tensors):
     """FlexAttention's mask of a case, from what its users would write; None where nothing is hidden."""
+
+    device = tensors.query.device
+    owner = case.documents(device) if "documents" in case.words else None
+    lengths = case.lengths(device) if case.padded else None
+    return _block_mask(device, case.sides, None if lengths is None else case.B, (case.Sq, case.Sk), owner, lengths)
+
+
+def _block_mask(device, sides, batch, shape, owner, lengths=None):
+    """FlexAttention's mask of a window, of the owners of tokens (S,), of lengths (B,); any may be None."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    device, (left, right), shift = tensors.query.device, case.sides, case.Sk - case.Sq
-    owner = case.documents(device) if "documents" in case.words else None
-    lengths = case.lengths(device) if "padding" in case.words else None
+    (left, right), shift = sides, shape[1] - shape[0]
     if all(x is None for x in (left, right, owner, lengths)):
         return None
 
@@ -203,8 +271,7 @@ def block_mask(case, tensors):
             conditions.append((row < lengths[b]) & (column < lengths[b]))
         return functools.reduce(operator.and_, conditions)
 
-    batch = None if lengths is None else case.B
-    return create_block_mask(seen, batch, None, case.Sq, case.Sk, device=device)
+    return create_block_mask(seen, batch, None, *shape, device=device)
 
 
 def flex_function(case, tensors):
@@ -229,16 +296,69 @@ def flex_function(case, tensors):
 
 def flex(case, tensors):
     """FlexAttention as it is meant to be used: compiled for the shape, with a block mask where there is a mask."""
+    return functools.partial(_compiled(flex_function(case, tensors), tensors), block_mask=block_mask(case, tensors))
+
+
+def _compiled(attend, tensors):
     if tensors.query.device.type != "cuda":
         raise Unsupported("compiled for CUDA only in this benchmark")
-    attend = flex_function(case, tensors)
     torch._dynamo.reset()  # one shape at a time: more than eight of them would not be compiled any more
     torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
-    return functools.partial(torch.compile(attend, dynamic=False), block_mask=block_mask(case, tensors))
+    return torch.compile(attend, dynamic=False)
+
+
+def flex_packed(case, tensors):
+    """FlexAttention on packed sequences, as documents of one."""
+    _no(case, "bias", "documents")
+    attend, found = _compiled(flex_function(case, tensors), tensors), _packing(case, tensors)
+    owner = torch.repeat_interleave(torch.arange(case.B, device=found.lengths.device), found.lengths)
+    mask = _block_mask(owner.device, case.sides, None, (found.total, found.total), owner)
+    return Call(functools.partial(attend, block_mask=mask), packing=found)
+
+
+def jagged(case, tensors):
+    """torch's SDPA on packed sequences, as nested tensors of the jagged layout."""
+    _no(case, "bias", "documents", "softcap", "weights")
+    if "window" in case.words:
+        raise Unsupported("it has no window")
+    found = _packing(case, tensors)
+    offsets, least, most = found.offsets, int(found.lengths.min()), int(found.lengths.max())
+    options = dict(dropout_p=float(case.words.get("dropout", 0)), is_causal=case.causal, enable_gqa=case.Hq != case.Hkv)
+
+    def attend(*packed):
+        nested = (
+            torch.nested.nested_tensor_from_jagged(each, offsets, min_seqlen=least, max_seqlen=most).transpose(1, 2)
+            for each in packed
+        )
+        try:
+            return F.scaled_dot_product_attention(*nested, **options).transpose(1, 2).values()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise Unsupported(str(error).partition("\n")[0]) from error
+
+    return Call(attend, by_token=True, packing=found)
+
+
+def torch_varlen(case, tensors):
+    """torch's own function of packed sequences, which is FlashAttention-2."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    _no(case, "bias", "documents", "dropout", "softcap", "weights")
+    found, (left, right) = _packing(case, tensors), case.sides
+    offsets, options = _offsets(found), dict(enable_gqa=True) if case.Hq != case.Hkv else {}
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        options["window_size"] = tuple(-1 if side is None else side for side in (left, right))
+    elif left is None:  # torch 2.10
+        options["is_causal"] = case.causal
+    else:
+        raise Unsupported("it has no window")
+    return Call(lambda *inputs: varlen_attn(*inputs, *offsets, **options), by_token=True, packing=found)
 
 
 PACKAGES = {  # where the function is of those that are not torch's
     "flash-attn": ("flash_attn", "flash_attn_func"),
+    "flash-attn+packed": ("flash_attn", "flash_attn_varlen_func"),
     "fa4": ("flash_attn.cute.interface", "flash_attn_func"),
     "xformers": ("xformers.ops", "memory_efficient_attention"),
 }
@@ -255,18 +375,30 @@ def _installed(name):
 def flash(case, tensors):
     """FlashAttention-2, the package flash-attn."""
     function = _installed("flash-attn")
-    _no(case, "bias", "documents", "padding", "weights")
+    _no(case, "padding", "lengths")
+    return Call(functools.partial(function, **_flash_options(case)), by_token=True)
+
+
+def flash_packed(case, tensors):
+    """The same on packed sequences."""
+    function, options, found = _installed("flash-attn+packed"), _flash_options(case), _packing(case, tensors)
+    offsets = _offsets(found)
+    return Call(lambda *inputs: function(*inputs, *offsets, **options), by_token=True, packing=found)
+
+
+def _flash_options(case):
+    _no(case, "bias", "documents", "weights")
     if case.Dv != case.D:
         raise Unsupported("it wants a value as wide as its key")
     window = tuple(-1 if side is None else side for side in case.sides)
     options = dict(dropout_p=float(case.words.get("dropout", 0)), softcap=float(case.words.get("softcap", 0)))
-    return Call(functools.partial(function, causal=case.causal, window_size=window, **options), by_token=True)
+    return options | dict(causal=case.causal, window_size=window)
 
 
 def fa4(case, tensors):
     """FlashAttention-4, which is written in CuTe."""
     function = _installed("fa4")
-    _no(case, "bias", "documents", "padding", "dropout", "weights")
+    _no(case, "bias", "documents", "padding", "lengths", "dropout", "weights")
     options = dict(causal=case.causal, window_size=case.sides, softcap=float(case.words.get("softcap", 0)))
 
     def call(query, key, value):
@@ -279,7 +411,7 @@ def fa4(case, tensors):
 def xformers(case, tensors):
     function = _installed("xformers")
     masks = importlib.import_module("xformers.ops.fmha.attn_bias")
-    _no(case, "documents", "padding", "softcap", "weights")
+    _no(case, "documents", "padding", "lengths", "softcap", "weights")
     left, right = case.sides
     if tensors.bias is not None and (left, right) != (None, None):
         raise Unsupported("it gives a bias beside a causal mask or a window no gradient")
@@ -320,6 +452,14 @@ PROVIDERS = {
 ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Only where they are named: "sdpa" takes the backend that torch chooses, which is one of those above.
 ASIDE = {"fusedattn+plan": planned, "sdpa": functools.partial(sdpa, ANY)}
+ASIDE |= {
+    "fusedattn+packed": packed,
+    "torch:varlen": torch_varlen,
+    "flash-attn+packed": flash_packed,
+    "sdpa+packed": jagged,
+    "flex+packed": flex_packed,
+}
+OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed")  # whose rows say which of our backends took the case
 
 
 def usual(device):
@@ -327,6 +467,14 @@ def usual(device):
     if torch.device(device).type != "cuda":
         return ["fusedattn", "naive", "sdpa:math"]
     return [name for name in PROVIDERS if name not in PACKAGES or _is_installed(name)]
+
+
+def usual_packed(device):
+    """The same of packed sequences, ours with padding beside them."""
+    if torch.device(device).type != "cuda":
+        return ["fusedattn+packed", "fusedattn", "naive", "sdpa+packed"]
+    others = ("torch:varlen", "flash-attn+packed", "sdpa+packed", "flex+packed")
+    return ["fusedattn+packed", "fusedattn", *(name for name in others if name not in PACKAGES or _is_installed(name))]
 
 
 def _is_installed(name):
@@ -356,7 +504,10 @@ def find(name):
 
 def label(name, case, tensors):
     """A name as it stands in the CSV: our own says which of our backends took the case."""
-    return f"{name}:{_explain(case, tensors).backend}" if name in ("fusedattn", "fusedattn+plan") else name
+    if name not in OURS:
+        return name
+    taken_by = _packed_backend(case, tensors) if name == "fusedattn+packed" else _explain(case, tensors).backend
+    return f"{name}:{taken_by}"
 
 
 @contextlib.contextmanager
@@ -392,7 +543,7 @@ def step(mode, call, tensors, bare=False):
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = output()
     # As its output lies, so that nobody has to copy it.
-    grad_out = torch.empty_like(out).copy_(_turned(call, (tensors.grad_out,))[0])
+    grad_out = torch.empty_like(out).copy_(taken(call, (tensors.grad_out,))[0])
     if mode == "backward":
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
     if mode == "forward_backward":

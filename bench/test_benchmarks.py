@@ -26,6 +26,7 @@ from fusedattn.bench import (
     small,
     timing,
     training,
+    varlen,
 )
 
 import fusedattn as fa
@@ -34,7 +35,8 @@ pytest.importorskip("pytest_benchmark")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = "" if DEVICE == "cuda" else "tiny-"
 pytestmark = pytest.mark.benchmark(timer=timing.synchronised, max_time=0.2, min_rounds=5)
-QUESTIONS = {forward: "few", backward: "few", training: "few", options: "options", small: "small"}  # and cases on a GPU
+# And their cases on a GPU.
+QUESTIONS = {forward: "few", backward: "few", training: "few", options: "options", varlen: "varlen", small: "small"}
 
 
 def _chosen():

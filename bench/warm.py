@@ -14,12 +14,13 @@ import torch
 from . import cases, end_to_end, providers
 
 NAMES = "fusedattn", "flex"
+PACKED = "fusedattn", "fusedattn+packed", "flex+packed"
 
 
 def tasks(chosen, names=NAMES):
     """(case, provider) whose compiled code covers all cases: ours is the same at any length, FlexAttention's is not."""
     kinds = {case._replace(B=0, Sq=0, Sk=0): case for case in reversed(chosen)}
-    return [(case, name) for name in names for case in (kinds.values() if name == "fusedattn" else chosen)]
+    return [(case, name) for name in names for case in (kinds.values() if name in providers.OURS else chosen)]
 
 
 def everything(on_gpu):
@@ -28,7 +29,7 @@ def everything(on_gpu):
         return tasks(cases.TINY + cases.TINY_OPTIONS, NAMES[:1])
     chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
     inner = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"]
-    return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1])))
+    return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1]) + tasks(cases.VARLEN, PACKED)))
 
 
 def compile_one(case, name, device):

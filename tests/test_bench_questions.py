@@ -25,6 +25,7 @@ from fusedattn.bench import (
     small,
     timing,
     training,
+    varlen,
     warm,
 )
 
@@ -34,7 +35,7 @@ from .test_bench import made
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent
-THIN = [forward, backward, training, options, peak, small]
+THIN = [forward, backward, training, options, peak, varlen, small]
 
 
 def ask(main, path, **question):
@@ -62,7 +63,7 @@ def test_a_question_is_modes_and_cases_of_the_one_engine(asked, at_once, tmp_pat
     question = asked.QUESTION
     found = ask(attention.main, tmp_path / "a.csv", question=question)
     assert {row.mode for row in found} == set(question.modes)
-    names = {f"{name}:naive" if name == "fusedattn" else name for name in question.providers("cpu")}
+    names = {f"{name}:naive" if name in providers.OURS else name for name in question.providers("cpu")}
     assert {row.provider for row in found} == names
     assert len(found) == len(cases.TABLES[question.on_cpu]) * len(question.modes) * len(names)
     mine = {(row.mode, row.status) for row in found if row.provider == "fusedattn:naive"}
@@ -219,23 +220,28 @@ def test_what_a_gpu_machine_runs_needs_neither_rich_nor_pictures():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'hypothesis']))\n"
         "from fusedattn.bench import attention, ceilings, end_to_end, minilm, module, options, skipping, small, warm\n"
-        "from fusedattn.bench import hopper"
+        "from fusedattn.bench import hopper, varlen"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_gpu_sh_is_in_time_and_compiles_ahead_what_it_runs():
     script = (ROOT / "bench" / "gpu.sh").read_text()
-    ends = [(name, int(end)) for name, end in re.findall(r"^timings (\w+) (\d+)", script, re.M)]
+    steps = re.findall(r"^(?:\[.*\] \|\| )?timings (\w+) (\d+) (\d+)", script, re.M)
+    ends = [(name, int(end)) for name, end, _ in steps]
     once = re.findall(r"^once (\w+) (\d+)", script, re.M)
-    assert [end for _, end in ends] == sorted(end for _, end in ends)
+    for (_, before), (name, end, margin) in zip(ends, steps[1:], strict=False):  # one that leaves nothing of its time
+        assert int(end) - before > int(margin) + 5, name
     assert ends[-1][1] + sum(int(seconds) for _, seconds in once) <= 530  # and under nine minutes with the tables
     named = {name for name, _ in [*ends, *once]}
-    assert named > {"hopper", "passes", "attention", "options", "small", "module", "end_to_end", "minilm"}
+    assert named > {"hopper", "passes", "attention", "options", "varlen", "small", "module", "end_to_end", "minilm"}
     ahead = {case._replace(B=0, Sq=0, Sk=0) for case, name in warm.everything(True) if name == "fusedattn"}
     every = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"] + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
     every += cases.BACKWARD
     assert {case._replace(B=0, Sq=0, Sk=0) for case in every} <= ahead
+    packed = {name: {case for case, each in warm.everything(True) if each == name} for name in warm.PACKED[1:]}
+    assert {case.words.get("lengths") for case in packed["fusedattn+packed"]} == {None, "zipf", "uniform", "one-long"}
+    assert packed["flex+packed"] == set(cases.VARLEN)
 
 
 def test_gpu_sh_tests_the_kernel_for_hopper_apart_and_times_what_passed():

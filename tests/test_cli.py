@@ -45,6 +45,11 @@ def slightly_wrong(call, need_lse, need_weights):
     return out * 1.001, *rest
 
 
+def doubled(decode, need_lse, need_weights):
+    out, *rest = reference.run_decode(decode, need_lse, need_weights)
+    return 2 * out, *rest
+
+
 def raising(call, need_lse, need_weights):
     raise RuntimeError("out of registers")
 
@@ -157,23 +162,31 @@ def demo(tmp_path, monkeypatch):
 
 def test_demo_learns_checks_times_and_draws(demo, tmp_path, capsys):
     status, found = answer(capsys, *demo)
-    assert status == 0 and found["ok"] and len(found["checks"]) >= 21
+    assert status == 0 and found["ok"] and len(found["checks"]) >= 23
     first, last = found["losses"][0], found["losses"][-1]
     assert last["step"] == 8 and last["train"] < first["train"] and last["held_out"] < first["held_out"]
     assert {one["provider"] for one in found["times"]} == {"fused", "naive", "torch SDPA"}
     assert [one["what"] for one in found["converted"]] == ["inference", "training"]
     assert all(one["before"] > 0 and one["after"] > 0 for one in found["converted"])
+    generated = {one["result"]: one["ok"] for one in found["checks"] if one["what"] == "generated with a cache"}
+    assert generated == dict(logits=True, bytes=True)
+    assert list(found["tokens_a_second"]) == ["without a cache", "with a cache"]
+    assert all(speed > 1 for speed in found["tokens_a_second"].values())
     converted = [(one["what"].rpartition(", ")[2], one["result"]) for one in found["checks"][-3:]]
     assert converted == [("eval", "outputs"), ("training", "outputs"), ("training", "gradients")]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert found["left_out"] or any(one["what"] == "layer 2, float32" for one in found["checks"])
 
 
-def test_demo_fails_if_the_kernels_are_wrong(demo, monkeypatch, capsys):
+def test_demo_fails_if_the_kernels_or_a_cache_are_wrong(demo, monkeypatch, capsys):
     plant(monkeypatch, "triton", slightly_wrong)
+    caches = backends.DECODERS["naive"]._replace(run=doubled)
+    monkeypatch.setitem(backends.DECODERS, "naive", caches)
     status, found = answer(capsys, *demo)
     wrong = {one["what"] for one in found["checks"] if not one["ok"]}
-    assert status == 1 and wrong >= {"by triton", "layer 1, float32", "layer 2, float32"}
+    assert status == 1
+    assert wrong >= {"by triton", "layer 1, float32", "layer 2, float32", "generated with a cache"}
+    assert "as trained" not in wrong
 
 
 def test_demo_fails_if_what_was_converted_is_wrong(demo, monkeypatch, capsys):

@@ -8,13 +8,14 @@ import torch
 from ...backends import explain
 from ...tolerance import Verdict
 from .. import machine
-from ..screen import Problem, Screen, compared, need
+from ..screen import Problem, Screen, compared, error, need
 from . import converted
 from . import text as texts
-from .model import HEADS, WIDTH, LanguageModel, continuation
+from .generation import continuation, greedy, speed
+from .model import HEADS, WIDTH, LanguageModel
 from .timing import times
 from .training import BATCH, bits, byte_frequencies, train
-from .verify import Check, kernels, whole_model
+from .verify import Check, generation, kernels, whole_model
 
 
 def run(given) -> int:
@@ -56,11 +57,16 @@ def run(given) -> int:
     _show_conversion(screen, converted_checks, steps)
 
     sentence = texts.sentence(text)
+    prompt = torch.tensor([list(sentence.encode())], device=device)
+    without, cached = (greedy(model, prompt, cached) for cached in (False, True))
+    generation_checks = generation(model, without, cached)
+    speeds = {what: speed(model, prompt, what == "with a cache") for what in ("without a cache", "with a cache")}
+    _show_generation(screen, sentence, without, cached, generation_checks, speeds)
     written = continuation(model, sentence.encode(), 100, torch.Generator().manual_seed(given.seed))
     screen.say(f"Asked to go on from {sentence!r}, it writes:\n{written}\n")
-    _draw(given.out, text, points, model, sentence, device)
+    _draw(given.out, text, points, model, sentence, prompt)
 
-    checks = model_checks + kernel_checks + converted_checks
+    checks = model_checks + kernel_checks + generation_checks + converted_checks
     wrong = [one for one in checks if not one.verdict.ok]
     for one in wrong:
         screen.say(f"FAIL {one.what}, {one.result}: {one.verdict.why}", style="red")
@@ -75,6 +81,7 @@ def run(given) -> int:
         times=[one._asdict() for one in timed],
         converted=[one._asdict() for one in steps],
         left_out=reasons,
+        tokens_a_second=speeds,
         continuation=written,
         picture=given.out,
     )
@@ -130,6 +137,16 @@ def _show_conversion(screen, checks: list[Check], steps: list[converted.Step]):
     screen.table("Milliseconds of a step of it, median", ["", "before", "after", "ratio"], times)
 
 
+def _show_generation(screen, sentence, without, cached, checks: list[Check], speeds):
+    logits, chosen = (one.verdict for one in checks)
+    equal = torch.equal(without.tokens, cached.tokens)
+    same = "the same" if equal else f"part at a difference of {error(chosen.max_error)}"
+    columns = ["", "tokens a second", "logits: error / of PyTorch's attention", "bytes", ""]
+    rows = [[what, f"{each:,.0f}", "", "", ""] for what, each in speeds.items()]
+    rows[-1][2:] = [compared(logits), same, "ok" if logits.ok and chosen.ok else "FAIL"]
+    screen.table(f"The likeliest {cached.generated} bytes after {sentence!r}", columns, rows, marks=True)
+
+
 def _by_what(checks: list[Check]) -> dict[str, list[Verdict]]:
     return {what: [one.verdict for one in checks if one.what == what] for what in dict.fromkeys(c.what for c in checks)}
 
@@ -147,10 +164,9 @@ def _time(one):
     return [str(one.shape), one.dtype, one.provider, *cells]
 
 
-def _draw(path, text, points, model, sentence, device):
+def _draw(path, text, points, model, sentence, tokens):
     from .picture import draw
 
-    tokens = torch.tensor([list(sentence.encode())], device=device)
     with torch.no_grad():
         *_, (layer, x) = model.attended(tokens)
         maps = layer(x, need_weights=True)[1][0]

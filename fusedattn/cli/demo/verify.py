@@ -10,6 +10,7 @@ from ...api import attention
 from ...compare import compare, with_gradients
 from ...tolerance import Verdict, verdict
 from ..grid import RESULTS
+from .generation import Greedy
 from .model import LanguageModel, TorchAttention, heads
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,6 +57,33 @@ def _gradients(model, windows):
         if own:
             found[f"d {name}"] = torch.cat(own)
     return found
+
+
+def generation(model: LanguageModel, without: Greedy, cached: Greedy) -> list[Check]:
+    """What was generated with a cache beside what was without: the logits of each step, and the bytes chosen.
+
+    Logits are held to the rule, as far as both read the same text. Rounding may choose between two bytes, which then
+    have different sequels: the bytes are right if float64 cannot tell the first two that differ by more than what the
+    rule allows the logits of either.
+    """
+    steps = without.logits.shape[1]
+    first = without.tokens.shape[1] - steps
+    differ = (without.tokens != cached.tokens)[:, first:].any(0).nonzero().flatten().tolist()
+    same = differ[0] if differ else steps
+    read = slice(0, min(same + 1, steps))  # of the text that follows both have read as much
+    exact, eager = (
+        model(without.tokens[:, :-1])[:, first - 1 :][:, read].detach()
+        for model in (copy.deepcopy(model).double().take("naive"), _with_torch(copy.deepcopy(model)))
+    )
+    logits = verdict(cached.logits[:, read], eager, exact)
+    gap = 0.0
+    if differ:
+        one, other = (exact[:, same].gather(1, each.tokens[:, first + same, None]) for each in (without, cached))
+        gap = (one - other).abs().max().item()
+    allowed = 2 * logits.max_allowed
+    why = "" if gap <= allowed else f"byte {same + 1} is another one, whose logit differs by {gap:.3g}"
+    chosen = Verdict(not why, gap, allowed, gap, allowed, 0.0, why)
+    return [Check("generated with a cache", name, one) for name, one in (("logits", logits), ("bytes", chosen))]
 
 
 def kernels(model: LanguageModel, tokens: Tensor, backend: str) -> list[Check]:
