@@ -138,8 +138,10 @@ def dkdv(
     GradBias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen. BiasSums (B, Hq, Sk, 3), zeros before, has
     columns that add up to the sums by key of the gradient of the scores.
     """
-    pid = tl.program_id(0)
-    block, kv, q_len, k_len = span.place_in(sequences, pid, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    block, kv, q_len, k_len = span.place_in(
+        sequences, pid, programs, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True
+    )
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = hidden.real_keys(masks, kv, cols, k_len)

@@ -106,7 +106,8 @@ def dq(
     Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
     row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope, SinkSums of the sink's.
     """
-    block, plane, q_len, k_len = span.place_in(sequences, tl.program_id(0), q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = hidden.real_rows(masks, plane, rows, q_len)

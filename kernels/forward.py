@@ -84,7 +84,8 @@ def forward(
     Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `blocks`, is None if nothing but a band hides.
     With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
-    block, plane, q_len, k_len = span.place_in(sequences, tl.program_id(0), q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = hidden.real_rows(masks, plane, rows, q_len)

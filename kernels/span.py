@@ -61,19 +61,20 @@ def within(sequences, plane, q_len, k_len):
 
 
 @triton.jit
-def place_in(sequences, pid, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
-    """(block of rows, or keys, its Plane, rows and keys there) of one program of a one-dimensional grid.
+def place_in(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+    """(block of rows, or keys, its Plane, rows and keys there) of one of the programs of a one-dimensional grid.
 
-    With sequences it is their turns that are counted, of all heads each. A program without a turn has no rows or keys.
+    With sequences each head has all of their turns, so that what works at the same time reads the same keys. A program
+    without a turn has no rows and no keys.
     """
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, HEADS, BLOCK)
         return block, plane, q_len, k_len
     else:
-        turn = sequences.turns + (pid // HEADS).to(tl.int64) * 2
+        turns = programs // HEADS
+        turn, head = sequences.turns + (pid % turns).to(tl.int64) * 2, pid // turns
         batch, block = tl.load(turn), tl.load(turn + 1)
         none, batch, block = block < 0, tl.maximum(batch, 0), tl.maximum(block, 0)
-        head = pid % HEADS
         plane = Plane(batch, head, batch * HEADS + head, None)
         plane, rows, keys = within(sequences, plane, q_len, k_len)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)

@@ -35,8 +35,8 @@ def weights(
     There are as many columns as keys, or, with sequences, as the longest has: the others get zeros.
     """
     across = tl.cdiv(columns, BLOCK_N)
-    pid, tile = tl.program_id(0) // across, tl.program_id(0) % across
-    block, plane, q_len, k_len = span.place_in(sequences, pid, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
+    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
