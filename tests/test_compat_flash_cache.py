@@ -250,6 +250,15 @@ def test_a_generation():
     assert torch.equal(caches[0][:, :9], k) and torch.equal(caches[1][:, :9], v)
 
 
+def test_in_one_graph():
+    a = Case("", Sq=3, new=1, half=2, batch_idx=(3, 0, 4), leftpad=(0, 2, 4)).draw()
+    twin = a | {cache: a[cache].clone() for cache in ("k_cache", "v_cache")}
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(**a), flash_attn_with_kvcache(**twin))
+    for cache in ("k_cache", "v_cache"):
+        assert torch.equal(bits(a[cache].contiguous()), bits(twin[cache].contiguous()))
+
+
 PLAIN = Case("", dict(causal=True), Sq=2, new=2)
 INT32 = torch.int32
 
@@ -303,6 +312,7 @@ WRONG = [
     (TypeError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, 2]))),
     (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1], dtype=INT32))),
     (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, -1], dtype=INT32))),
+    (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, C + 1], dtype=INT32))),
     (TypeError, "softmax_scale", dict(softmax_scale="1")),
     (ValueError, "softmax_scale", dict(softmax_scale=math.nan)),
     (TypeError, "causal", dict(causal=1)),
