@@ -320,14 +320,14 @@ def _check_gradients(tensors: dict) -> None:
             fail(ValueError, name, expected, "one that requires it")
 
 
-def _is_known(x: Tensor) -> bool:
+def is_known(x: Tensor) -> bool:
     """Whether to look at the values of a tensor: it costs no wait, and they are there."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_values(a: CacheArguments, options: Arguments) -> None:
     """Raise for lengths, pages and positions on the CPU that lie outside of what they count, before any is used."""
-    if not _is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
+    if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
         return
     before, room, rows = a.cache_seqlens.long(), capacity(a), a.query.shape[2]
     new = 0 if a.new_key is None else a.new_key.shape[2]

@@ -328,6 +328,15 @@ def test_a_backend_that_is_named_runs_or_raises():
                 call()
 
 
+def test_in_one_graph():
+    q, k, v = CASES[0].draw()[0]
+    options = dict(causal=True, window_size=(2, 0), softcap=2.0, deterministic=True, return_attn_probs=True)
+    want = compat.flash_attn_func(q, k, v, **options)
+    got = torch.compile(compat.flash_attn_func, fullgraph=True, backend="eager")(q, k, v, **options)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride()
+
+
 def test_autocast():
     q, k, v = (torch.randn(2, 5, 2, 8) for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):

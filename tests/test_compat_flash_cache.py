@@ -169,17 +169,25 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_caches(case):
-    check(case, "cpu")
+    check(case, "cpu", "naive")
 
 
-def check(case, device):
+ON_KERNELS = ("bfloat16", "everything", "chosen views", "left padding, turned", "turned all alike, 3 of 1, {}")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_KERNELS], ids=lambda case: case.name)
+def test_caches_on_kernels(case, device, poison):
+    check(case, device, "triton")
+
+
+def check(case, device, backend):
     a = case.draw(device)
     eager = one_by_one(a)
     oracle = one_by_one(in_float64(a))
     caches = a["k_cache"], a["v_cache"]
     before, lengths = [bits(x).clone() for x in caches], a["cache_seqlens"]
     was = lengths.clone() if isinstance(lengths, torch.Tensor) else lengths
-    with fa.use_backend("naive"):
+    with fa.use_backend(backend):
         results = flash_attn_with_kvcache(**a, return_softmax_lse=True)
     wrong = [held.why for x in zip(results, eager[:2], oracle[:2], strict=True) if not (held := verdict(*x)).ok]
     assert not wrong
@@ -197,7 +205,8 @@ def check(case, device):
             torch.testing.assert_close(cache[where].double(), pair[number], rtol=rtol, atol=rtol)
         assert torch.equal(bits(cache)[~new], held[~new])
     if case.new is None:
-        assert torch.equal(flash_attn_with_kvcache(**a), out)
+        with fa.use_backend(backend):
+            assert torch.equal(flash_attn_with_kvcache(**a), out)
 
 
 def test_arguments_by_position():
@@ -239,6 +248,15 @@ def test_a_generation():
         torch.testing.assert_close(out, want[:, new])
         length += step
     assert torch.equal(caches[0][:, :9], k) and torch.equal(caches[1][:, :9], v)
+
+
+def test_in_one_graph():
+    a = Case("", Sq=3, new=1, half=2, batch_idx=(3, 0, 4), leftpad=(0, 2, 4)).draw()
+    twin = a | {cache: a[cache].clone() for cache in ("k_cache", "v_cache")}
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(**a), flash_attn_with_kvcache(**twin))
+    for cache in ("k_cache", "v_cache"):
+        assert torch.equal(bits(a[cache].contiguous()), bits(twin[cache].contiguous()))
 
 
 PLAIN = Case("", dict(causal=True), Sq=2, new=2)
@@ -294,6 +312,7 @@ WRONG = [
     (TypeError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, 2]))),
     (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1], dtype=INT32))),
     (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, -1], dtype=INT32))),
+    (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, C + 1], dtype=INT32))),
     (TypeError, "softmax_scale", dict(softmax_scale="1")),
     (ValueError, "softmax_scale", dict(softmax_scale=math.nan)),
     (TypeError, "causal", dict(causal=1)),

@@ -149,7 +149,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
     """As on a GPU, where lengths and pages are not fetched: kernels and the naive path do the same, and stay inside."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
-    monkeypatch.setattr(decode_call, "_is_known", lambda x: False)
+    monkeypatch.setattr(decode_call, "is_known", lambda x: False)
     case = Cached("wrong", Hq=2, page=page, new=4, Sq=2, causal=True, half=3, strided=True)
     found, (dtype, error) = [], widest(device)
     case = case._replace(dtype=dtype)

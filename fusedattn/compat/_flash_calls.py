@@ -10,7 +10,7 @@ from .. import decode_call
 from ..api import attention, attention_decode, attention_varlen
 from ..call import Arguments, autocast_dtype, in_order
 from ..checks import divides, fail
-from ..decode_call import CacheArguments
+from ..decode_call import CacheArguments, is_known
 from ..decode_naive import rotated
 
 
@@ -140,7 +140,7 @@ def _check_row(name, x, q, least, most):
         fail(ValueError, name, f"the device of q, {q.device}", x.device)
     if len(x) != len(q):
         fail(ValueError, name, f"shape ({len(q)},)", tuple(x.shape))
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if is_known(x):
         wrong = x[(x < least) | (x > most)]
         if len(wrong):
             fail(ValueError, name, f"numbers from {least} to {most}", int(wrong[0]))
@@ -190,7 +190,7 @@ def _turned(names, caches: CacheArguments, options, spread):
     rows, new = (torch.arange(x.shape[2], device=device) for x in (caches.query, caches.new_key))
     places = start + (rows if spread else torch.zeros_like(rows))
     cos, sin, interleaved = caches.rotary_cos, caches.rotary_sin, caches.rotary_interleaved
-    if places.numel() and device.type == "cpu" and not torch.compiler.is_compiling():
+    if places.numel() and is_known(places):
         needed = int(places.max()) + 1
         if needed > len(cos):
             fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{len(cos)} rows")
