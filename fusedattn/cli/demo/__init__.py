@@ -145,6 +145,7 @@ def _show_generation(screen, sentence, without, cached, checks: list[Check], tok
     rows = [[what, f"{each:,.0f}", "", "", ""] for what, each in tokens_a_second.items()]
     rows[-1][2:] = [compared(logits), same, "ok" if logits.ok and chosen.ok else "FAIL"]
     screen.table(f"The likeliest {cached.generated} bytes after {sentence!r}", columns, rows, marks=True)
+    screen.say(f"{texts.CONTEXT} bytes are soon read again: what a cache saves grows with the text.\n")
 
 
 def _by_what(checks: list[Check]) -> dict[str, list[Verdict]]:
