@@ -287,7 +287,7 @@ def splits(programs, blocks, multiprocessors):
     Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
     """
     if multiprocessors is None:
-        return max(1, min(3, blocks))
+        return max(1, min(2, blocks))
     places = 2 * multiprocessors
     if programs >= 0.8 * places or blocks <= 4:
         return 1

@@ -21,7 +21,7 @@ class Cached(NamedTuple):
     C: int = 48
     D: int = 16
     Dv: int = 16
-    lengths: tuple = (0, 17, 44)
+    lengths: tuple = (17, 44)
     new: int = 0
     page: int | None = None  # keys of a page; they are shuffled, and what a length does not reach is no page
     dtype: torch.dtype = torch.float32
@@ -214,7 +214,7 @@ def touched(cache, arguments):
     return mark
 
 
-BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 17, 44))  # what comes in is what asks
+BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # what comes in is what asks
 # Each alone, and in pairs.
 FEATURES = {
     "pages": dict(page=16),
@@ -223,7 +223,7 @@ FEATURES = {
     "new": BOTH,
     "fewer queries than new": dict(new=4, Sq=2),
     "more queries than new": dict(new=1, Sq=5, causal=True),
-    "turned": dict(half=5, Sq=1, lengths=(1, 17, 44)),
+    "turned": dict(half=5, Sq=1, lengths=(1, 44)),
     "turned in neighbours": dict(half=8, interleaved=True, new=2, causal=True, Sq=2),
     "many rows": dict(Sq=18, causal=True, Hq=2, Hkv=1, lengths=(17, 44)),
     "one head": dict(Hq=3, Hkv=1),
