@@ -72,9 +72,17 @@ def tiles_of(lists, planes):
     }
 
 
-@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(30, 5))], ids=str)
-@pytest.mark.parametrize("shape", [(2, 4, 70, 90), (1, 1, 70, 90), (2, 1, 1, 90), (1, 4, 70, 1)], ids=str)
-@pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 64)], ids=str)
+BANDS, TILES = [{}, dict(causal=True), dict(window=(30, 5))], [(32, 16), (16, 32), (64, 64)]
+LISTED = [
+    *(((2, 4, 70, 90), tile, options) for tile in TILES for options in BANDS),
+    *(
+        (shape, *pair)
+        for shape, *pair in zip([(1, 1, 70, 90), (2, 1, 1, 90), (1, 4, 70, 1)], TILES, BANDS, strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "tile", "options"), LISTED, ids=str)
 def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, grain):
     from fusedattn import configs, launch
 
