@@ -234,6 +234,21 @@ SMALL = [
     _little._replace(Sq=1, Sk=512),  # a decoding step
 ]
 
+# One query of each sequence to a cache: from one that stays in a GPU's own cache to what fills an eighth of its memory.
+_HEADS, _MOST = 32, 8 << 30
+DECODE = [
+    Case(batch, _HEADS, _HEADS // group, 1, keys, 128, 128, False, "bfloat16")
+    for batches, lengths in (
+        ((1, 16, 64), (1024, 8192, 32768)),
+        ((4, 256), (1024, 8192, 32768)),
+        ((1, 4, 16), (131072,)),
+    )
+    for group in (4, 8, 1)
+    for keys in lengths
+    for batch in batches
+    if batch * (_HEADS // group) * keys * 128 * 2 * 2 <= _MOST
+]
+
 # Attention inside a module: with projections of its width, 2048.
 MODULE = [
     *(_long(length, 128, causal, "bfloat16") for length in (2048, 512, 8192) for causal in (True, False)),
@@ -290,6 +305,7 @@ TINY_VARLEN = [
     Case(6, 2, 2, 48, 48, 16, 16, False, "bfloat16", "lengths=zipf"),
 ]
 TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
+TINY_DECODE = [Case(2, 4, heads, 1, 64, 16, 16, False, "float32") for heads in (4, 1)]
 TINY_MODULE = [
     Case(2, 4, 4, 24, 24, 8, 8, True, "float32"),
     Case(2, 4, 4, 24, 24, 8, 8, False, "bfloat16"),
@@ -307,6 +323,7 @@ TABLES = {
     "varlen": VARLEN,
     "small": SMALL,
     "module": MODULE,
+    "decode": DECODE,
     "few": FEW,
     "tiny": TINY,
     "tiny-options": TINY_OPTIONS,
@@ -316,4 +333,5 @@ TABLES = {
     "tiny-varlen": TINY_VARLEN,
     "tiny-small": TINY_SMALL,
     "tiny-module": TINY_MODULE,
+    "tiny-decode": TINY_DECODE,
 }

@@ -113,7 +113,7 @@ timings attention 412 18 attention
 timings options 432 10 options
 timings skipping 446 8 skipping --cases "${small}skipping"
 timings varlen 459 6 varlen
-[ ! -e "$tree/bench/decode.py" ] || timings decode 470 4 decode
+timings decode 470 4 decode
 timings small 482 5 small
 once minilm 19
 once module 15

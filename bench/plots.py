@@ -15,7 +15,7 @@ INK, GRID, CEILING = "#333333", "#e6e6e6", "#777777"
 OURS = "#d1371f"
 OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
 MARKERS = "s^DvP<X>"  # one fewer than colours: a second round through both is told apart
-LINES = ("-", "--", ":", "-.")
+LINES, FILLS = ("-", "--", ":", "-."), ("full", "none", "left", "right")  # of ours, by lines and where one is a point
 ACROSS, WIDTH, HEIGHT = 4, 3.3, 2.6  # panels beside each other at most, and the inches of one
 MODES = {"forward_backward": "forward + backward"}
 
@@ -119,7 +119,15 @@ def _styles(names):
     mine = [name for name in names if name.startswith("fusedattn")]
     known += [name for name in names if name not in (*known, *mine)]
     styles = {
-        name: dict(color=OURS, marker="o", linestyle=LINES[index % len(LINES)], linewidth=2.4, markersize=6, zorder=4)
+        name: dict(
+            color=OURS,
+            marker="o",
+            linestyle=LINES[index % len(LINES)],
+            fillstyle=FILLS[index % len(FILLS)],
+            linewidth=2.4,
+            markersize=6,
+            zorder=4,
+        )
         for index, name in enumerate(mine)
     }
     for index, name in enumerate(known):

@@ -26,7 +26,7 @@ from fusedattn.checks import checked
 from fusedattn.checks_varlen import Packed, checked_packed
 from fusedattn.packing import Packing, packing
 
-from . import variants
+from . import cases, variants
 
 
 class Unsupported(Exception):
@@ -135,6 +135,27 @@ def by_variant(name, case, tensors):
         raise Unsupported("it is for another width")
     call = fusedattn(case, tensors, backend=variants.backend(name))
     return Call(call, inside=variants.inside(name))
+
+
+def cached(page, case, tensors):
+    """Ours, of a cache that is full: in one piece, or in shuffled pages of so many keys."""
+    if case.words:
+        raise Unsupported("it is timed without options")
+    device, kernel = tensors.query.device, "triton" if tensors.query.is_cuda else None
+    lengths = torch.full((case.B,), case.Sk, dtype=torch.int32, device=device)
+    options = dict(cache_seqlens=lengths, causal=case.causal, backend=kernel)
+    if page is None:
+        return lambda query, key, value: fa.attention_decode(query, key, value, **options)
+    if case.Sk % page:
+        raise Unsupported(f"its keys are no multiple of the page, {page}")
+    table = torch.randperm(case.B * case.Sk // page, generator=torch.Generator().manual_seed(cases.SEED))
+    table = table.view(case.B, -1).to(device, torch.int32)
+    pool = []
+    for whole in (tensors.key, tensors.value):
+        pages = whole.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
+        pool.append(torch.empty_like(pages, memory_format=torch.contiguous_format))
+        pool[-1][table.flatten().long()] = pages
+    return lambda query, key, value: fa.attention_decode(query, *pool, block_table=table, **options)
 
 
 def planned(case, tensors):
@@ -451,14 +472,17 @@ PROVIDERS = {
 }
 ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Only where they are named: "sdpa" takes the backend that torch chooses, which is one of those above.
-ASIDE = {"fusedattn+plan": planned, "sdpa": functools.partial(sdpa, ANY)}
-ASIDE |= {
+ASIDE = {
+    "fusedattn+plan": planned,
+    "sdpa": functools.partial(sdpa, ANY),
+    "fusedattn:cache": functools.partial(cached, None),
     "fusedattn+packed": packed,
     "torch:varlen": torch_varlen,
     "flash-attn+packed": flash_packed,
     "sdpa+packed": jagged,
     "flex+packed": flex_packed,
 }
+ASIDE |= {f"fusedattn:pages={page}": functools.partial(cached, page) for page in (256, 16)}
 OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed")  # whose rows say which of our backends took the case
 
 

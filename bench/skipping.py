@@ -73,7 +73,7 @@ def marks(masks, grain):
     blocks = {
         name: contents[each] for (name, (contents, _)), each in zip(found.items(), together.unbind(1), strict=True)
     }
-    each = launch.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, grain)
+    each = launch.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
     return each.flatten()[place].view(numbers[0].shape)
 
 

@@ -83,6 +83,7 @@ def attend(out, lse, decode: Decode):
 
     def targets(tile):
         _, n = shares(tile)
+        merging.clear()  # what a larger tile, which did not fit, has left
         if n == 1:
             return dict(**results, parts=None, splits=1)
         sizes = (batch, heads, rows, n)

@@ -12,7 +12,7 @@ from .checks import checked
 from .checks_varlen import Packed, checked_packed
 from .decode_call import CacheArguments, Decode
 from .layout import arrange
-from .packing import Packing, packing
+from .padded import joined, packed, padded, parts
 
 BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
 
@@ -240,49 +240,16 @@ def _without_autocast(function):
     return run
 
 
-def _padded(call: Call) -> tuple[Call, Packing]:
-    """A packed call as one whose batches are the sequences, each padded to the longest, and where its rows lie.
-
-    Its offsets still say how long they are.
-    """
-    assert call.offsets_q is not None and call.offsets_k is not None
-    rows = packing(call.offsets_q, call.query.shape[2], call.most_q)
-    keys = packing(call.offsets_k, call.key.shape[2], call.most_k)
-
-    def pad(where, tensor):
-        return where.pad(tensor[0].transpose(0, 1)).transpose(1, 2)
-
-    def real(where, mask):
-        return where.exists if mask is None else where.exists & where.pad(mask[0])
-
-    padded = call._replace(
-        query=pad(rows, call.query),
-        key=pad(keys, call.key),
-        value=pad(keys, call.value),
-        query_mask=real(rows, call.query_mask),
-        key_mask=real(keys, call.key_mask),
-        offsets_q=rows.offsets,
-        offsets_k=keys.offsets,
-    )
-    return padded, rows
-
-
-def _packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
-    """Results of a padded call as those of the packed one."""
-
-    def unpad(tensor, nothing=0.0):
-        return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
-
-    return unpad(out), unpad(lse, float("-inf")), unpad(weights)
-
-
 @_without_autocast
 def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call: the backend "naive"."""
     if call.offsets_q is None:
         return _run(call, need_lse, need_weights)
-    padded, rows = _padded(call)
-    out, lse, weights = _packed(rows, *_run(padded, need_lse, need_weights))
+    results = []
+    for part in parts(call):
+        made, rows = padded(part)
+        results.append(packed(rows, *_run(made, need_lse, need_weights)))
+    out, lse, weights = results[0] if len(results) == 1 else joined(results, call.most_k)
     return arrange(out, call.query), lse, weights
 
 
@@ -299,8 +266,8 @@ def _whole(call: Call, first: int, last: int) -> tuple:
     """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
     if call.offsets_q is None:
         return _block(_prepared(call, _wide(call)), first, last, True, True)
-    padded, rows = _padded(call)
-    return _packed(rows, *_block(_prepared(padded, _wide(call)), 0, padded.query.shape[2], True, True))
+    made, rows = padded(call)
+    return packed(rows, *_block(_prepared(made, _wide(call)), 0, made.query.shape[2], True, True))
 
 
 @_without_autocast
@@ -420,7 +387,7 @@ def attention_varlen(
     return_lse=False,
     return_weights=False,
 ):
-    """`fusedattn.attention_varlen`, computed naively, with every sequence padded to the longest."""
+    """`fusedattn.attention_varlen`, computed naively, with sequences padded to the longest of those of like lengths."""
     options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

@@ -121,9 +121,8 @@ def decode(
     each = end - begin
     start, stop = begin + split * each // splits, begin + (split + 1) * each // splits
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
-    nothing = None
-    if score.sinks is not None:  # it is seen once
-        nothing = tl.where(split == 0, scores.sink(score, head, out.dtype), float("-inf"))
+    # A sink is seen once.
+    nothing = None if score.sinks is None else tl.where(split == 0, scores.sink(score, head, out.dtype), float("-inf"))
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     MASKED: tl.constexpr = masks.pairs is not None or masks.keys is not None
     for n in tl.static_range(3):
@@ -150,9 +149,8 @@ def decode(
             tl.where(real, state.total, unseen.total),
         )
     if parts is not None:
-        splitting.keep(
-            parts, head, rows * splits + split, q_len * splits, out, state, (start < stop) | (split == 0), DV
-        )
+        some = (start < stop) | (split == 0)
+        splitting.keep(parts, head, rows * splits + split, q_len * splits, out, state, some, DV)
     else:
         out, lse, remainder = softmax.finish(out, state, score.unit)
         tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)

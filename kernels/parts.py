@@ -29,9 +29,9 @@ def states(parts, plane, at, last, n):
 
 
 @triton.jit
-def keep(parts, plane, at, n, sums, state, HAS_SUMS, DV: tl.constexpr):
-    """Store the parts of rows, each of a head of its own, at `at` of `n`; sums only if there are some."""
-    if HAS_SUMS:
+def keep(parts, plane, at, n, sums, state, some, DV: tl.constexpr):
+    """Store the parts of rows, each of a head of its own, at `at` of the n of that; sums only if there are some."""
+    if some:
         r = at[:, None]
         head = tiles.View(parts.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
         c = tl.arange(0, tiles.width(DV))[None, :]

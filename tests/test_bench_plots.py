@@ -83,7 +83,8 @@ def test_a_provider_looks_the_same_everywhere():
     assert len(set(styles[1].values())) == len(styles[1]) - 1  # those of ours share theirs
     assert styles[1]["fusedattn:naive"] == styles[1]["fusedattn:triton"]
     axes = plots.speed(many).axes[0]
-    assert {line.get_linestyle() for line in axes.lines if line.get_label().startswith("fusedattn")} == {"-", "--"}
+    mine = [line for line in axes.lines if line.get_label().startswith("fusedattn")]
+    assert {(line.get_linestyle(), line.get_fillstyle()) for line in mine} == {("-", "full"), ("--", "none")}
 
 
 def test_every_provider_there_is_can_be_told_from_the_others():

@@ -222,6 +222,8 @@ def test_a_run_goes_on_behind_what_was_packed(tmp_path, at_once, monkeypatch, ca
     found = rows.read(tmp_path / "a.csv")
     assert len(found) == len(providers.usual_packed("cpu")) * 2
     assert [row.provider for row in found][:2] == ["fusedattn+packed:naive"] * 2
+    work = attention.units(cases.VARLEN, ["flex+packed", "fusedattn+packed"], varlen.QUESTION.tier)
+    assert [name for _, name in work] == ["fusedattn+packed"] * 16 + ["flex+packed"] * 16
     assert capsys.readouterr().out.count("x the pairs") >= 8
 
 

@@ -11,7 +11,7 @@ from .. import machine
 from ..screen import Problem, Screen, compared, error, need
 from . import converted
 from . import text as texts
-from .generation import continuation, greedy, speed
+from .generation import continuation, greedy, speeds
 from .model import HEADS, WIDTH, LanguageModel
 from .timing import times
 from .training import BATCH, bits, byte_frequencies, train
@@ -60,8 +60,8 @@ def run(given) -> int:
     prompt = torch.tensor([list(sentence.encode())], device=device)
     without, cached = (greedy(model, prompt, cached) for cached in (False, True))
     generation_checks = generation(model, without, cached)
-    speeds = {what: speed(model, prompt, what == "with a cache") for what in ("without a cache", "with a cache")}
-    _show_generation(screen, sentence, without, cached, generation_checks, speeds)
+    tokens_a_second = speeds(model, prompt)
+    _show_generation(screen, sentence, without, cached, generation_checks, tokens_a_second)
     written = continuation(model, sentence.encode(), 100, torch.Generator().manual_seed(given.seed))
     screen.say(f"Asked to go on from {sentence!r}, it writes:\n{written}\n")
     _draw(given.out, text, points, model, sentence, prompt)
@@ -81,7 +81,7 @@ def run(given) -> int:
         times=[one._asdict() for one in timed],
         converted=[one._asdict() for one in steps],
         left_out=reasons,
-        tokens_a_second=speeds,
+        tokens_a_second=tokens_a_second,
         continuation=written,
         picture=given.out,
     )
@@ -137,14 +137,15 @@ def _show_conversion(screen, checks: list[Check], steps: list[converted.Step]):
     screen.table("Milliseconds of a step of it, median", ["", "before", "after", "ratio"], times)
 
 
-def _show_generation(screen, sentence, without, cached, checks: list[Check], speeds):
+def _show_generation(screen, sentence, without, cached, checks: list[Check], tokens_a_second):
     logits, chosen = (one.verdict for one in checks)
     equal = torch.equal(without.tokens, cached.tokens)
     same = "the same" if equal else f"part at a difference of {error(chosen.max_error)}"
     columns = ["", "tokens a second", "logits: error / of PyTorch's attention", "bytes", ""]
-    rows = [[what, f"{each:,.0f}", "", "", ""] for what, each in speeds.items()]
+    rows = [[what, f"{each:,.0f}", "", "", ""] for what, each in tokens_a_second.items()]
     rows[-1][2:] = [compared(logits), same, "ok" if logits.ok and chosen.ok else "FAIL"]
     screen.table(f"The likeliest {cached.generated} bytes after {sentence!r}", columns, rows, marks=True)
+    screen.say(f"{texts.CONTEXT} bytes are soon read again: what a cache saves grows with the text.\n")
 
 
 def _by_what(checks: list[Check]) -> dict[str, list[Verdict]]:

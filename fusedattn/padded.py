@@ -1,0 +1,120 @@
+"""Calls of packed sequences as calls of padded ones, and what comes of these as what the packed ones want."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .packing import Packing, packing
+
+WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
+SLACK = 2**14  # pairs of one head that are not worth a call
+
+
+def padded(call: Call) -> tuple[Call, Packing]:
+    """A packed call as one whose batches are the sequences, each padded to the longest, and where its rows lie.
+
+    Its offsets still say how long they are.
+    """
+    assert call.offsets_q is not None and call.offsets_k is not None
+    rows = packing(call.offsets_q, call.query.shape[2], call.most_q)
+    keys = packing(call.offsets_k, call.key.shape[2], call.most_k)
+
+    def pad(where, tensor):
+        return where.pad(tensor[0].transpose(0, 1)).transpose(1, 2)
+
+    def real(where, mask):
+        return where.exists if mask is None else where.exists & where.pad(mask[0])
+
+    made = call._replace(
+        query=pad(rows, call.query),
+        key=pad(keys, call.key),
+        value=pad(keys, call.value),
+        query_mask=real(rows, call.query_mask),
+        key_mask=real(keys, call.key_mask),
+        offsets_q=rows.offsets,
+        offsets_k=keys.offsets,
+    )
+    return made, rows
+
+
+def packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
+    """Results of a padded call as those of the packed one."""
+
+    def unpad(tensor, nothing=0.0):
+        return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
+
+    return unpad(out), unpad(lse, float("-inf")), unpad(weights)
+
+
+def _runs(lengths: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of consecutive sequences of (rows, keys) that are alike enough to be padded to the longest."""
+    first, real, most_q, most_k = 0, 0, 0, 0
+    for b, (rows, keys) in enumerate(lengths):
+        larger = max(most_q, rows), max(most_k, keys)
+        if (b + 1 - first) * larger[0] * larger[1] > WASTE * (real + rows * keys) + SLACK:
+            yield first, b
+            first, real, larger = b, 0, (rows, keys)
+        real += rows * keys
+        most_q, most_k = larger
+    yield first, len(lengths)
+
+
+def parts(call: Call) -> list[Call]:
+    """A packed call as several, so that one long sequence does not make all others as long.
+
+    It stays one where its lengths are not at hand, on a GPU and in code that is compiled, and with dropout, which
+    depends on the number of a sequence.
+    """
+    assert call.offsets_q is not None and call.offsets_k is not None
+    known = call.offsets_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not known or call.seed is not None or len(call.offsets_q) == 1:
+        return [call]
+    rows, keys = call.offsets_q.tolist(), call.offsets_k.tolist()
+    lengths = [
+        (i - before_i, j - before_j) for before_i, i, before_j, j in zip(rows, rows[1:], keys, keys[1:], strict=False)
+    ]
+    return [_part(call, rows, keys, lengths, *run) for run in _runs(lengths)]
+
+
+def _part(call, rows, keys, lengths, first, last):
+    """Sequences first .. last - 1 of a packed call, whose offsets are rows and keys."""
+    of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
+    most_q, most_k = (max(each) for each in zip(*lengths[first:last], strict=True))
+
+    def own(tensor):
+        return tensor if tensor is None or tensor.shape[0] == 1 else tensor[first:last]
+
+    def pairs(tensor):
+        tensor = own(tensor)
+        if tensor is None:
+            return None
+        tensor = tensor if tensor.shape[2] == 1 else tensor[:, :, :most_q]
+        return tensor if tensor.shape[3] == 1 else tensor[..., :most_k]
+
+    return call._replace(
+        query=call.query[:, :, of_rows],
+        key=call.key[:, :, of_keys],
+        value=call.value[:, :, of_keys],
+        bias=pairs(call.bias),
+        alibi_slopes=own(call.alibi_slopes),
+        mask=pairs(call.mask),
+        key_mask=None if call.key_mask is None else call.key_mask[:, of_keys],
+        query_mask=None if call.query_mask is None else call.query_mask[:, of_rows],
+        offsets_q=call.offsets_q[first : last + 1] - rows[first],
+        offsets_k=call.offsets_k[first : last + 1] - keys[first],
+        most_q=most_q,
+        most_k=most_k,
+    )
+
+
+def joined(results: list[tuple], columns: int | None) -> tuple:
+    """(output, lse or None, weights or None) of a packed call from those of its parts; of so many columns."""
+    outs, lses, weights = zip(*results, strict=True)
+    pad = torch.nn.functional.pad
+    return (
+        torch.cat(outs, 2),
+        None if lses[0] is None else torch.cat(lses, 2),
+        None if weights[0] is None else torch.cat([pad(x, (0, (columns or 0) - x.shape[3])) for x in weights], 2),
+    )

@@ -1,0 +1,62 @@
+"""The question of decoding: what it measures, whether it finds what is wrong, and what it says."""
+
+import pytest
+import torch
+from fusedattn.bench import attention, cases, cost, decode, providers, rows
+
+import fusedattn as fa
+
+from .test_bench import made
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_run_without_a_gpu(at_once, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    arguments = ["--device", "cpu", "--csv", str(path), "--repeat-ms", "1", "--commit", "abc"]
+    assert attention.main(arguments, question=decode.QUESTION) == 0
+    found = {(row.mode, row.provider): row.status for row in rows.read(path)}
+    assert found["forward", "fusedattn:cache"] == found["forward", "fusedattn:pages=16"] == "ok"
+    assert found["forward", "fusedattn:pages=256"] == "unsupported: its keys are no multiple of the page, 256"
+    assert found["graph", "fusedattn:cache"] == "unsupported: a CUDA graph needs a GPU"
+    assert capsys.readouterr().out.strip() == decode.text(rows.read(path))
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_cache_and_pages_hold_the_same_keys(page):
+    for case in cases.TINY_DECODE:
+        tensors = case.draw("cpu")
+        got = providers.cached(page, case, tensors)(*tensors.inputs)
+        torch.testing.assert_close(got, fa.reference.attention(*tensors.inputs))
+    with pytest.raises(providers.Unsupported, match="without options"):
+        providers.cached(page, case._replace(options="softcap=3"), tensors)
+
+
+def test_the_table_is_what_the_goals_speak_of():
+    assert {case.B for case in cases.DECODE} >= {1, 256} and {case.Hq // case.Hkv for case in cases.DECODE} == {1, 4, 8}
+    assert {case.Sk for case in cases.DECODE} >= {1024, 131072} and all(case.Sq == 1 for case in cases.DECODE)
+    assert len(set(cases.DECODE)) == len(cases.DECODE) and max(map(cost.given, cases.DECODE)) < 9e9
+    assert any(cost.given(case) >= decode.LARGE for case in cases.DECODE)
+
+
+def test_what_it_says():
+    large, small = (
+        next(case for case in cases.DECODE if (case.B, case.Sk, case.Hkv) == sizes)
+        for sizes in ((64, 8192, 8), (1, 1024, 8))
+    )
+    some = [
+        made(large, "fusedattn:cache", "forward", ms=0.6, gbps=3600.0, copy_gbps=4000.0),
+        made(large, "sdpa:flash", "forward", ms=0.72, gbps=3000.0, copy_gbps=4000.0),
+        made(large, "fusedattn:pages=16", "forward", ms=0.1, status="wrong"),
+        made(small, "fusedattn:cache", "forward", ms=0.01, gbps=400.0, copy_gbps=4000.0),
+        made(small, "fusedattn:cache", "graph", ms=0.009),
+    ]
+    shown = decode.text(some)
+    assert f"{large.name} forward, us: fusedattn:cache 600.0 (90%)  sdpa:flash 720.0 (75%)" in shown
+    assert "pages" not in shown
+    assert f"goal 85% of a copy's speed from 256 MB on: met in 1 of 1 cases, worst 0.9 ({large.name})" in shown
+    assert f"goal 1.1 times sdpa:flash from 256 MB on: met in 1 of 1 cases, worst 1.2 ({large.name})" in shown
+    assert f"in a graph: met in 0 of 1 cases, worst 9 ({small.name})" in shown
+    assert decode.text([]).count("not measured") == 3
+    last = decode.text([row._replace(gbps=3000.0) for row in some[:1]])
+    assert f"met in 0 of 1 cases, worst 0.75 ({large.name})" in last
