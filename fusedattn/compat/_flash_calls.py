@@ -138,11 +138,11 @@ def _check_row(name, x, q, least, most):
         fail(TypeError, name, "an int32 tensor", x.dtype)
     if x.device != q.device:
         fail(ValueError, name, f"the device of q, {q.device}", x.device)
-    if len(x) != len(q):
-        fail(ValueError, name, f"shape ({len(q)},)", tuple(x.shape))
+    if x.shape[0] != q.shape[0]:
+        fail(ValueError, name, f"shape ({q.shape[0]},)", tuple(x.shape))
     if is_known(x):
         wrong = x[(x < least) | (x > most)]
-        if len(wrong):
+        if wrong.numel():
             fail(ValueError, name, f"numbers from {least} to {most}", int(wrong[0]))
 
 
@@ -152,7 +152,7 @@ def _check_new(q, k_cache, v_cache, k, v):
         if x is None:
             fail(ValueError, name, f"a tensor beside {other}", None)
         _check_tensor(name, x, 4, "(B, S, H, D)")
-    batch, new = len(q), k.shape[1]
+    batch, new = q.shape[0], k.shape[1]
     if (k.shape[0], *k.shape[2:]) != (batch, *k_cache.shape[2:]):
         fail(ValueError, "k", f"shape ({batch}, new, {k_cache.shape[2]}, {k_cache.shape[3]})", tuple(k.shape))
     if v.shape != (batch, new, *v_cache.shape[2:]):
@@ -175,7 +175,7 @@ def _lengths(cache_seqlens, q, k, room):
     if k is not None and cache_seqlens + k.shape[1] > room:
         expected = f"at most {room - cache_seqlens} rows after the {cache_seqlens} of a sequence of {room}"
         fail(ValueError, "k", expected, k.shape[1])
-    return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 def _turned(names, caches: CacheArguments, options, spread):
@@ -192,8 +192,8 @@ def _turned(names, caches: CacheArguments, options, spread):
     cos, sin, interleaved = caches.rotary_cos, caches.rotary_sin, caches.rotary_interleaved
     if places.numel() and is_known(places):
         needed = int(places.max()) + 1
-        if needed > len(cos):
-            fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{len(cos)} rows")
+        if needed > cos.shape[0]:
+            fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{cos.shape[0]} rows")
     query = caches.query.to(autocast_dtype(caches.query))
     return caches._replace(
         query=rotated(query, places, cos, sin, interleaved),
@@ -208,7 +208,7 @@ def attend_cached(
 ):
     """`attention_decode` of (B, S, H, D), options being those of `scores`; rotary is (cos, sin, interleaved)."""
     _check_heads(("q", "k_cache", "v_cache"), q, k_cache, v_cache, same_batch=False)
-    names, batch, room = _OPTIONS | _CACHES, len(q), k_cache.shape[1]
+    names, batch, room = _OPTIONS | _CACHES, q.shape[0], k_cache.shape[1]
     names["attention_decode"] = "flash_attn_with_kvcache"
     if block_table is not None:
         for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
@@ -217,10 +217,10 @@ def attend_cached(
         _check_tensor("block_table", block_table, 2, "(B, pages of a sequence)")
         room *= block_table.shape[1]
     elif cache_batch_idx is not None:
-        _check_row("cache_batch_idx", cache_batch_idx, q, 0, len(k_cache) - 1)
+        _check_row("cache_batch_idx", cache_batch_idx, q, 0, k_cache.shape[0] - 1)
         names["block_table"] = "cache_batch_idx"
         block_table = cache_batch_idx[:, None]  # a cache is a page
-    elif len(k_cache) < batch:
+    elif k_cache.shape[0] < batch:
         fail(ValueError, "k_cache", f"the batch size of q, {batch}, or more", tuple(k_cache.shape))
     else:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]

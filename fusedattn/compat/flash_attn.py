@@ -111,7 +111,7 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
-            keys. There may be none of them, and as many of the one as there are of the other or not.
+            keys. Either may be none, and the one need not be as many as the other.
         max_seqlen_q, max_seqlen_k: the longest lengths, or more.
         block_table: None. Keys in pages are not implemented here: see `flash_attn_with_kvcache`.
     Returns: output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
@@ -249,7 +249,7 @@ def install() -> None:
     is nothing else in it: no layers, losses or private functions. A second call does nothing. Call it before what looks
     for flash_attn is imported.
 
-    No package is claimed to be installed: importlib.metadata knows none, and so transformers (4.57, 5.23) does not see
+    No package is claimed to be installed: importlib.metadata knows none, and so transformers (5.23) does not see
     it. For its models there is `fusedattn.compat.transformers`.
 
     Raises: RuntimeError where flash_attn is installed, or imported.
