@@ -230,7 +230,7 @@ def attention_decode(
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     decode = decode_call.checked(arguments, Arguments(None, None, None, *options))
-    out, lse, weights = backends.choose(decode, backend, backends.DECODERS).run(decode, return_lse, return_weights)
+    out, lse, weights = backends.choose(decode, backend).run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
 
 

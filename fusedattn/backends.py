@@ -168,9 +168,10 @@ def named(name: str | None) -> str | None:
     return name if name is not None else _chosen.name
 
 
-def choose(call: Call | Decode, name: str | None = None, among: dict[str, Backend] = BACKENDS) -> Backend:
+def choose(call: Call | Decode, name: str | None = None) -> Backend:
     """The backend that takes a call: the one named, or else the first that has no reason not to."""
     check_name(name)
+    among = DECODERS if isinstance(call, Decode) else BACKENDS
     taken = named(name)
     if taken is not None:
         if reasons := among[taken].reasons(call):

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn import configs, decode_call, decode_launch, decode_naive, launch
+from fusedattn import backends, configs, decode_call, decode_launch, decode_naive, launch
 
 from .caches import EVERYTHING, Cached, bits, touched, widest
 
@@ -117,6 +117,15 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
         for got, right in zip(attend(case.draw(device)), want, strict=True):
             torch.testing.assert_close(got, right)
         assert names == ["append", "decode_16", *(["merge"] if second > 1 else [])]
+
+
+def test_what_kernels_do_not_take_is_said(device):
+    arguments = Cached("wide", D=257, lengths=(3,)).draw(device)
+    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: the head dimension of query is 257"):
+        attend(arguments)
+    call = _checked(Cached("many", lengths=(1,)).draw(device))
+    tall = call._replace(call=call.call._replace(query=torch.empty(2**16, 2**10, 2**6, 16, device="meta")))
+    assert backends.DECODERS["triton"].reasons(tall)[-1] == "the grid would pass 2**31 programs"
 
 
 def test_run_twice_it_gives_the_same_bits(device):
