@@ -136,8 +136,9 @@ def attention_varlen(
             cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1]. From 0 to Tq and Tk, never falling;
             a sequence may have no rows, or no keys. On a GPU nobody looks: offsets that are wrong give results that
             are, but nothing is read or written outside of the tensors.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or more. What needs them is mask, bias and return_weights, and
-            the naive path: without, the host then waits for the GPU to say.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or more. What needs them is mask, bias, key_mask and
+            return_weights, and the naive path: without, the host then waits for the GPU to say, and code that is
+            compiled raises. Of longer sequences than they say, on a GPU, the rest is left out where they are needed.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan is of a mask alone.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token.
         alibi_slopes: floating (Hq,) or (n, Hq).

@@ -65,7 +65,10 @@ def _triton_reasons(call: Call) -> list[str]:
     """Why this call cannot take the universal kernels; empty if it can."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
-    if batch * heads * (max(rows, call.key.shape[2]) + 15) // 16 >= 2**31:  # no tile has fewer than 16 rows or keys
+    blocks = batch * (max(rows, call.key.shape[2]) + 15) // 16  # no tile has fewer than 16 rows or keys
+    if call.offsets_q is not None:
+        blocks += call.offsets_q.shape[0]  # each sequence begins with a block of its own
+    if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
     return reasons
 

@@ -109,6 +109,15 @@ class Call(NamedTuple):
         return Lengths(self.offsets_q, self.offsets_k, *totals, self.most_q, self.most_k)
 
     @property
+    def hiding(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """mask, key_mask, query_mask and bias, as blocks of pairs are marked by them.
+
+        Of packed sequences without query_mask: marks that differ along rows and along keys are as many as the square of
+        the longest, for each, and rows that it hides give nothing without them as well.
+        """
+        return self.mask, self.key_mask, self.query_mask if self.offsets_q is None else None, self.bias
+
+    @property
     def shift(self) -> int:
         """How far below the diagonal of the score matrix a row stands level with a key."""
         return 0 if self.top_left else self.key.shape[2] - self.query.shape[2]

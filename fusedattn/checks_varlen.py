@@ -95,7 +95,7 @@ def _most(name: str, offsets: str) -> tuple[Rule, ...]:
     def too_short(a):
         given = getattr(a, offsets)
         known = given.device.type == "cpu" and not torch.compiler.is_compiling()
-        return known and longest(given) > getattr(a, name)
+        return known and longest(given, name) > getattr(a, name)
 
     def number(a):
         given = getattr(a, name)
@@ -198,15 +198,17 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool) 
         for name in ("key_mask", "query_mask"):
             if getattr(plan, name) is not None:
                 fail(ValueError, "mask", f"a plan without a {name}, which is of packed rows here", "one that has it")
-        options["mask"], marks = plan.mask, plan.marks
+        # Its blocks that are all seen may hold keys that key_mask hides.
+        options["mask"], marks = plan.mask, plan.marks if packed.key_mask is None else None
     apply(TENSORS, packed, FACTS)
     for name, rules in OPTIONS.items():
         if getattr(packed, name) is not None:
             apply(rules, packed, FACTS)
     most_q, most_k = packed.max_seqlen_q, packed.max_seqlen_k
-    if need_weights or any(options.get(name) is not None for name in ("mask", "bias")):
-        most_q = longest(packed.cu_seqlens_q) if most_q is None else most_q
-        most_k = longest(packed.cu_seqlens_k) if most_k is None else most_k
+    pairs = options.get("mask"), options.get("bias"), packed.key_mask
+    if need_weights or any(x is not None for x in pairs):
+        most_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if most_q is None else most_q
+        most_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if most_k is None else most_k
     # What is asked of every sequence is asked of a batch of the longest, which has a shape and no memory.
     sizes = len(packed.cu_seqlens_q) - 1, query.shape[0] if most_q is None else most_q
     keys = key.shape[0] if most_k is None else most_k

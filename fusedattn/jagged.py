@@ -28,12 +28,7 @@ def _check(query, key, value):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
         if not tensor.is_nested or tensor.layout != torch.jagged:
             fail(TypeError, name, "a nested tensor of torch.jagged, as query is", tensor.layout)
-        # What is ragged has a size that equals nothing but itself.
-        if (
-            tensor.dim() != 4
-            or isinstance(tensor.shape[1], torch.SymInt)
-            or not isinstance(tensor.shape[2], torch.SymInt)
-        ):
+        if tensor.dim() != 4 or tensor._ragged_idx != 2:
             fail(ValueError, name, SHAPE, tuple(tensor.shape))
         if tensor.shape[0] != query.shape[0]:
             fail(ValueError, name, f"the batch size of query, {query.shape[0]}", tuple(tensor.shape))
@@ -42,13 +37,13 @@ def _check(query, key, value):
 
 
 def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
-    """A jagged (B, ragged) mask of the rows of (B, ragged, H, D), packed."""
+    """A jagged (B, ragged) mask of the rows of (B, H, ragged, D), packed."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, name, BOOL, getattr(mask, "dtype", type(mask).__name__))
-    if not mask.is_nested or mask.dim() != 2 or mask.shape[1] != like.shape[1]:
-        fail(ValueError, name, f"a nested (B, {like.shape[1]}), made from the same offsets", tuple(mask.shape))
+    if not mask.is_nested or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
+        fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets", tuple(mask.shape))
     return mask.contiguous().values()
 
 
@@ -64,6 +59,7 @@ def attend(function: Callable, arguments: Arguments, **more):
     options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
     key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
     _check(query, key, value)
+    tokens = dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (_packed(x) for x in (query, key, value))
     offsets = query.offsets()  # type: ignore[attr-defined]
     results = function(
@@ -72,8 +68,9 @@ def attend(function: Callable, arguments: Arguments, **more):
         value.values(),
         offsets.int(),
         key.offsets().int(),  # type: ignore[attr-defined]
-        key_mask=_tokens("key_mask", key_mask, key),
-        query_mask=_tokens("query_mask", query_mask, query),
+        max_seqlen_q=query._maybe_max_seqlen,  # type: ignore[attr-defined]
+        max_seqlen_k=key._maybe_max_seqlen,  # type: ignore[attr-defined]
+        **tokens,
         **options,
         **more,
     )

@@ -268,18 +268,19 @@ def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
     """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
     batch, heads, rows, keys = views.sizes(call)
     group = heads // call.key.shape[1]
-    if sequences is not None:
-        marks = marks.expand(batch, -1, -1, -1)  # their lengths differ where the masks do not
-    planes, length, turns = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
+    planes, length, across = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
-        planes, length, turns = max(1, planes // group), turns, length * group
-    lists = marks.new_empty((marks.shape[0], planes, length, 2, turns + 2), dtype=torch.int64)
+        planes, length, across = max(1, planes // group), across, length
+    batches = marks.shape[0]
+    if sequences is not None:
+        batches, length = 1, sequences.turns.shape[0]
+    most = across * group if by_keys else across
+    lists = marks.new_empty((batches, planes, length, 2, most + 2), dtype=torch.int64)
     if lists.numel():
         arguments = views.band(call) | dict(
             Lists=lists,
             sequences=sequences,
-            q_len=rows,
-            k_len=keys,
+            turns=across,
             marks=views.of(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
             HEADS=planes,
             GROUP=group if by_keys else 1,
@@ -289,7 +290,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
             BY_KEYS=by_keys,
             CHUNK=256,
         )
-        _run("list_blocks", lists.shape[0] * planes * length, arguments, num_warps=4)
+        _run("list_blocks", batches * planes * length, arguments, num_warps=4)
     return views.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
@@ -298,9 +299,9 @@ def marked(call):
     size = grain(_device(call.query))
     if call.marks is not None:
         return call.marks, size
-    if all(x is None for x in (call.mask, call.key_mask, call.query_mask, call.bias)):
+    if all(x is None for x in call.hiding):
         return None, size
-    return mark(call.mask, call.key_mask, call.query_mask, call.bias, call.lengths, size), size
+    return mark(*call.hiding, call.lengths, size), size
 
 
 def walks(call, marks, grain, tile, by_keys=False):

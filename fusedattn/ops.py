@@ -266,7 +266,7 @@ def _attend(
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
         out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, save, on_hopper)
     elif save or transformed:
-        masks = call.mask, call.key_mask, call.query_mask, call.bias
+        masks = call.hiding
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if call.marks is None and not transformed and any(x is not None for x in masks):
             call = call._replace(marks=mark(*masks, lengths=call.lengths))

@@ -42,14 +42,16 @@ class Packing(NamedTuple):
         return torch.where(real.view(-1, *[1] * (found.dim() - 1)), found, nothing)
 
 
-def longest(offsets: Tensor) -> int:
-    """The most rows of any sequence: of offsets on a GPU the host has to wait for it."""
+def longest(offsets: Tensor, name: str) -> int:
+    """The most rows of any sequence, which is what `name` may say: of offsets on a GPU the host has to wait for it."""
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{name}: expected an int in code that is compiled, where offsets have no values, got None")
     return max(0, int(offsets.diff().max())) if len(offsets) > 1 else 0
 
 
-def packing(offsets: Tensor, total: int, most: int | None) -> Packing:
+def packing(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Packing:
     """The Packing of offsets (n + 1,); of those that nobody could check, as much as lies inside."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
-    most = longest(offsets) if most is None else most
+    most = longest(offsets, name) if most is None else most
     return Packing(offsets[:-1], lengths.clamp(max=most), total, most)

@@ -18,8 +18,8 @@ def padded(call: Call) -> tuple[Call, Packing]:
     Its offsets still say how long they are.
     """
     assert call.offsets_q is not None and call.offsets_k is not None
-    rows = packing(call.offsets_q, call.query.shape[2], call.most_q)
-    keys = packing(call.offsets_k, call.key.shape[2], call.most_k)
+    rows = packing(call.offsets_q, call.query.shape[2], call.most_q, "max_seqlen_q")
+    keys = packing(call.offsets_k, call.key.shape[2], call.most_k, "max_seqlen_k")
 
     def pad(where, tensor):
         return where.pad(tensor[0].transpose(0, 1)).transpose(1, 2)

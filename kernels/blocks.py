@@ -51,13 +51,14 @@ def covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N
     return some, every
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "turns", "left", "right"])
 def list_blocks(
     Lists,
     sequences,
     marks,
     q_len,
     k_len,
+    turns,
     left,
     right,
     HEADS: tl.constexpr,
@@ -73,19 +74,19 @@ def list_blocks(
 
     First those that take a mask, then those that take none: how many, what they are, and one number that a loop may
     read ahead. Blocks are of rows and tiles of keys; BY_KEYS the other way round, for the rows of each of GROUP query
-    heads, and H counts kv heads. marks is the View that `mark` filled; the band counts as a mask. With sequences q_len
-    and k_len are those of the longest.
+    heads, and H counts kv heads. marks is the View that `mark` filled; the band counts as a mask. There are `turns`
+    tiles to a head. With sequences B is 1, and their turns are the blocks.
     """
-    length = k_len if BY_KEYS else q_len
-    block, plane = span.place(tl.program_id(0), length, HEADS, BLOCK_N if BY_KEYS else BLOCK_M)
-    _, own_rows, own_keys = span.within(sequences, plane, q_len, k_len)
-    band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
+    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK, BY_KEYS)
+    if sequences is not None and not BY_KEYS:
+        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # that is how turns are taken
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
-        turns = tl.cdiv(q_len, BLOCK_M)
         ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
-        begin, full, rest, end = span.masked_past(ranges, (block + 1) * BLOCK_N, own_keys)
+        begin, full, rest, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
     else:
-        turns = tl.cdiv(k_len, BLOCK_N)
         begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     most = turns * GROUP
     partly = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)
@@ -112,7 +113,8 @@ def list_blocks(
 @triton.jit
 def order(lists, plane, block, N: tl.constexpr):
     """What walk N visits for a block of a plane, in turn: 0 those tiles that take a mask, 1 those that take none."""
-    return tiles.pointers(tiles.matrix(lists, plane), block * 2 + N, block * 0) + 1
+    place = block if plane.packed is None else plane.packed.turn
+    return tiles.pointers(tiles.matrix(lists, plane), place * 2 + N, place * 0) + 1
 
 
 @triton.jit

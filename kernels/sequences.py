@@ -32,7 +32,7 @@ def _assign(
 ):
     """Write the turns of sequence `own`, which come after those of all sequences with more to do."""
     walk = rows if BY_KEYS else keys
-    before = own * 0
+    before = own.to(tl.int64) * 0  # offsets that fall may name more rows than 32 bits count
     for start in tl.range(0, n, CHUNK):
         i = start + tl.arange(0, CHUNK)
         exists = i < n
@@ -44,8 +44,8 @@ def _assign(
     count = tl.cdiv(keys if BY_KEYS else rows, BLOCK)
     for start in tl.range(0, count, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        turn = Turns + (before + block).to(tl.int64) * 2
-        exists = (block < count) & (before + block < size)  # offsets that fall may name more rows than there are
+        turn = Turns + (before + block) * 2
+        exists = (block < count) & (before + block < size)
         tl.store(turn, block * 0 + own, mask=exists)
         tl.store(turn + 1, block, mask=exists)
 

@@ -14,12 +14,16 @@ class Sequences(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Where a packed sequence begins: its first row and its first key, of so many of all sequences together."""
+    """Where a packed sequence begins: its first row and its first key, of so many of all sequences together.
+
+    turn is the one that a program has, or None.
+    """
 
     row: tl.tensor
     key: tl.tensor
     rows: tl.tensor
     keys: tl.tensor
+    turn: tl.tensor
 
 
 class Plane(NamedTuple):
@@ -50,13 +54,13 @@ def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def within(sequences, plane, q_len, k_len):
+def within(sequences, plane, q_len, k_len, turn=None):
     """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or in all sequences together."""
     if sequences is None:
         return plane, q_len, k_len
     else:
         extent = sequences.extents + tl.cast(plane.batch, tl.int64) * 4
-        packed = Packed(tl.load(extent), tl.load(extent + 2), q_len, k_len)
+        packed = Packed(tl.load(extent), tl.load(extent + 2), q_len, k_len, turn)
         return Plane(plane.batch, plane.head, plane.index, packed), tl.load(extent + 1), tl.load(extent + 3)
 
 
@@ -72,11 +76,12 @@ def place_in(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK:
         return block, plane, q_len, k_len
     else:
         turns = programs // HEADS
-        turn, head = sequences.turns + (pid % turns).to(tl.int64) * 2, pid // turns
-        batch, block = tl.load(turn), tl.load(turn + 1)
+        turn, head = pid % turns, pid // turns
+        entry = sequences.turns + turn.to(tl.int64) * 2
+        batch, block = tl.load(entry), tl.load(entry + 1)
         none, batch, block = block < 0, tl.maximum(batch, 0), tl.maximum(block, 0)
         plane = Plane(batch, head, batch * HEADS + head, None)
-        plane, rows, keys = within(sequences, plane, q_len, k_len)
+        plane, rows, keys = within(sequences, plane, q_len, k_len, turn)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
 
 

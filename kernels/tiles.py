@@ -116,8 +116,10 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
     """
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
-        if plane.packed is not None:  # rows past the end of a sequence are the next one's: they get zeros
+        if plane.packed is not None:
+            # Rows past the end of a sequence are the next one's. What they would get is 0 times what may be NaN here.
             place = [plane.batch * 0, plane.head, first + plane.packed.row, 0]
+            tile = tl.where(rows[:, None] < n, tile, 0.0)
         sums.atomic_add(place, tile.reshape(sums.block_shape))
     else:
         r, c = rows[:, None], tl.arange(0, width(D))[None, :]

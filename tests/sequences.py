@@ -72,13 +72,19 @@ def packed(function, rows, keys, **call):
 
     def attend(query, key, value, **options):
         def pack(tensor, lengths):
-            return torch.cat([tensor[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+            whole = torch.cat([tensor[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+            if tensor.is_contiguous():
+                return whole
+            total, heads, dim = whole.shape  # by head, at an odd offset, among NaN
+            apart = whole.new_full((heads, total + 2, dim + 3), float("nan"))
+            return apart[:, 1:-1, 1:-2].copy_(whole.transpose(0, 1)).transpose(0, 1)
 
         for name, lengths in (("key_mask", keys), ("query_mask", rows)):
             if name in options:
                 mask = options[name].expand(len(rows), -1)
                 options[name] = torch.cat([mask[b, :n] for b, n in enumerate(lengths)])
-        most = dict(max_seqlen_q=query.shape[2], max_seqlen_k=key.shape[2])
+        # It may be said, or not.
+        most = dict(max_seqlen_q=query.shape[2], max_seqlen_k=key.shape[2]) if len(rows) % 2 else {}
         results = function(
             pack(query, rows),
             pack(key, keys),

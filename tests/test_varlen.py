@@ -203,20 +203,82 @@ def test_results_lie_as_the_query_does(device):
         assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
 
 
-def test_a_plan_of_pairs(device):
+# What hides whole blocks, leaves others whole, and hides a token in these.
+TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), "both": ("key_mask", "query_mask")}
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["mask", "plan"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_blocks_that_are_all_seen_or_not_at_all(tokens, planned, device, two_passes):
     rows, keys = (40, 33), (50, 20)
     query, key, value, grad = packed(rows, keys, device)
-    mask = torch.rand(40, 50, device=device) < 0.3
-    mask[:, 16:32] = False
+    mask = torch.rand(40, 50, device=device) < 0.5
+    mask[:, 16:32], mask[:, :16], mask[16:, 32:48] = False, True, True
+    lengths = dict(query_mask=sum(rows), key_mask=sum(keys))
+    options = {name: torch.rand(lengths[name], device=device) < 0.8 for name in TOKENS[tokens]}
+    with torch.no_grad():
+        if "key_mask" in options:
+            key[~options["key_mask"]], value[~options["key_mask"]] = float("nan"), float("inf")
+        if "query_mask" in options:
+            query[~options["query_mask"]] = float("nan")
     tensors = query, key, value, offsets(rows, device), offsets(keys, device)
-    for options in (dict(causal=True), dict(key_mask=torch.rand(70, device=device) < 0.8)):
-        want = fa.attention_varlen(*tensors, mask=mask, backend="triton", **options)
-        got = fa.attention_varlen(*tensors, mask=fa.plan(mask), backend="triton", **options)
-        assert torch.equal(got, want)
-        for a, b in zip(*(torch.autograd.grad(x, tensors[:3], grad) for x in (got, want)), strict=True):
-            torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="mask: expected a plan without a key_mask"):
-        fa.attention_varlen(*tensors, mask=fa.plan(mask, key_mask=torch.ones(50, dtype=torch.bool, device=device)))
+    found = []
+    for backend in ("triton", "naive"):
+        given = fa.plan(mask) if planned and backend == "triton" else mask
+        out = fa.attention_varlen(*tensors, mask=given, backend=backend, causal=planned, **options)
+        found.append([out, *torch.autograd.grad(out, tensors[:3], grad)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_plan_of_tokens_is_refused(device):
+    query, key, value, _ = packed((5, 3), (4, 4), device)
+    tensors = query, key, value, offsets((5, 3), device), offsets((4, 4), device)
+    ones = torch.ones(5, 4, dtype=torch.bool, device=device)
+    for name, length in (("key_mask", 4), ("query_mask", 5)):
+        plan = fa.plan(ones, **{name: torch.ones(length, dtype=torch.bool, device=device)})
+        with pytest.raises(ValueError, match=f"mask: expected a plan without a {name}"):
+            fa.attention_varlen(*tensors, mask=plan)
+
+
+def test_marks_know_how_long_sequences_are(device):
+    """Of what is past the end of one, the tokens of the next, nothing is asked: nor past the end of all."""
+    from fusedattn import launch
+
+    rows, keys = (3, 40), (20, 33)
+    query, key, value, _ = packed(rows, keys, device)
+    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), launch.grain(query.device)
+    seen = torch.zeros(grain + 53, dtype=torch.bool, device=device)[:53]
+    seen[20:] = True
+    call = checked_packed(
+        Packed(query, key, value, offsets(rows, device), offsets(keys, device), **most, key_mask=seen), {}, False
+    )
+    marks = launch.mark(*call.hiding, call.lengths, grain)
+    assert marks.shape == (2, 1, 1, -(-33 // grain))
+    assert not marks[0, 0, 0, : -(-20 // grain)].fmod(2).any() and (marks[1] == 3).all()
+
+
+@pytest.mark.parametrize("bulk", [False, True], ids=["threads", "copy engine"])
+def test_in_one_pass_too_a_sequence_does_not_see_its_neighbours(bulk, device, monkeypatch):
+    """dq is added up tile by tile: rows past the end of a sequence are the next one's."""
+    from fusedattn import configs
+
+    if device == "cpu":
+        tile = configs.INTERPRETED["one_pass"][0]._replace(bulk=bulk)
+        monkeypatch.setitem(configs.INTERPRETED, "one_pass", (tile,))
+    rows = keys = (20, 33, 9)
+    query, key, value, grad = packed(rows, keys, device, dtype=torch.float16, dims=(16, 16))
+    cu = offsets(rows, device)
+
+    def grads(value):
+        inputs = leaves(query, key, value)
+        out = fa.attention_varlen(*inputs, cu, cu, backend="triton")
+        return torch.autograd.grad(out, inputs, grad)
+
+    want, spoiled = grads(value), value.detach().clone()
+    spoiled[:20] = float("nan")
+    for a, b in zip(grads(spoiled), want, strict=True):
+        torch.testing.assert_close(a[20:], b[20:])
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -243,8 +305,9 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
 WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 20), (40, 30, 20, 0), (0, 40, 0, 40)]
 
 
+@pytest.mark.parametrize("most", [(17, 19), (0, 19), (17, 0), None], ids=str)
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_wrong_offsets_write_nothing_outside(wrong, device, monkeypatch):
+def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     """Offsets on a GPU are not looked at: here those on a CPU are not either."""
     from fusedattn import checks_varlen, gradients, launch
 
@@ -252,20 +315,29 @@ def test_wrong_offsets_write_nothing_outside(wrong, device, monkeypatch):
     rows = keys = (20, 20)
     query, key, value, grad = (x.detach() for x in packed(rows, keys, device))
     cu = torch.tensor(wrong, dtype=torch.int32, device=device)
-    options = dict(mask=torch.rand(3, 1, 17, 19, device=device) < 0.5, causal=True)
-    call = checked_packed(Packed(query, key, value, cu, cu.flip(0), 17, 19), options, True)
+    slopes, sinks = torch.rand(3, 4, device=device), torch.rand(4, device=device)
+    options = dict(causal=True, alibi_slopes=slopes, sinks=sinks) if most is None else dict(causal=True)
+    tokens = dict(query_mask=torch.rand(40, device=device) < 0.9)
+    if most is not None:
+        options |= dict(mask=torch.rand(3, 1, *most, device=device) < 0.5, bias=torch.rand(1, 4, *most, device=device))
+        tokens["key_mask"] = torch.rand(40, device=device) < 0.9
+    call = checked_packed(Packed(query, key, value, cu, cu.flip(0), *most or (), **tokens), options, most is not None)
 
     def guarded(*shape):
         whole = torch.full((3, *shape), 7.0, device=device)
         return whole, whole[1]
 
     heads, total = query.shape[1], query.shape[0]
-    shapes = (1, heads, total, 8), (1, heads, total), (1, heads, total, 19), (1, heads, total, 2)
-    made = [guarded(*shape) for shape in (*shapes, *(x.shape for x in call[:3]))]
-    out, lse, weights, stats, *grads = (inside for _, inside in made)
+    columns = (1, heads, total, most[1]) if most else (1,)
+    shapes = (1, heads, total, 8), (1, heads, total), (1, heads, total, 2), columns
+    made = [guarded(*shape) for shape in (*shapes, *(x.shape for x in call[:6] if x is not None))]
+    out, lse, stats, weights, *grads = (inside for _, inside in made)
+    weights = weights if most and most[1] else None
     launch.forward(out, lse, weights, stats, call, False)
-    incoming = grad.transpose(0, 1)[None], lse.clone(), weights.clone()
-    gradients.fill([*grads, None, None, None], *incoming, out, weights, stats, call)
+    incoming = grad.transpose(0, 1)[None], lse.clone(), None if weights is None else weights.clone()
+    grads = iter(grads)
+    wanted = [None if x is None else next(grads) for x in call[:6]]
+    gradients.fill(wanted, *incoming, out, weights, stats, call)
     for whole, _ in made:
         assert (whole[0] == 7).all() and (whole[2] == 7).all()
 

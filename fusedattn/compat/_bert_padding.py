@@ -31,7 +31,7 @@ def unpad_input(
     places = kept.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(kept.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
     real = attention_mask.sum(-1, dtype=torch.int32)
-    return index_first_axis(hidden_states.flatten(0, 1), places), places, offsets, longest(offsets), real
+    return index_first_axis(hidden_states.flatten(0, 1), places), places, offsets, longest(offsets, "max_seqlen"), real
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
