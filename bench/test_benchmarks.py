@@ -15,6 +15,7 @@ from fusedattn.bench import (
     backward,
     cases,
     ceilings,
+    decode,
     dropout,
     end_to_end,
     forward,
@@ -34,7 +35,8 @@ pytest.importorskip("pytest_benchmark")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = "" if DEVICE == "cuda" else "tiny-"
 pytestmark = pytest.mark.benchmark(timer=timing.synchronised, max_time=0.2, min_rounds=5)
-QUESTIONS = {forward: "few", backward: "few", training: "few", options: "options", small: "small"}  # and cases on a GPU
+QUESTIONS = {forward: "few", backward: "few", training: "few", options: "options", small: "small"}
+QUESTIONS |= {decode: "few-decode"}  # and cases on a GPU
 
 
 def _chosen():
