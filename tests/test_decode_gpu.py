@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="kernels need Triton")
+
 import fusedattn as fa
 from fusedattn import configs, launch
 from fusedattn.compare import in_float64
