@@ -249,6 +249,11 @@ DECODE = [
     if batch * (_HEADS // group) * keys * 128 * 2 * 2 <= _MOST
 ]
 
+# Of these, for `pytest bench`.
+FEW_DECODE = [
+    case for case in DECODE if case.Hq == 4 * case.Hkv and (case.B, case.Sk) in ((1, 1024), (16, 8192), (1, 131072))
+]
+
 # Attention inside a module: with projections of its width, 2048.
 MODULE = [
     *(_long(length, 128, causal, "bfloat16") for length in (2048, 512, 8192) for causal in (True, False)),
@@ -305,7 +310,7 @@ TINY_VARLEN = [
     Case(6, 2, 2, 48, 48, 16, 16, False, "bfloat16", "lengths=zipf"),
 ]
 TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
-TINY_DECODE = [Case(2, 4, heads, 1, 64, 16, 16, False, "float32") for heads in (4, 1)]
+TINY_DECODE = [Case(2, 4, heads, 1, 256, 16, 16, False, "float32") for heads in (4, 1)]
 TINY_MODULE = [
     Case(2, 4, 4, 24, 24, 8, 8, True, "float32"),
     Case(2, 4, 4, 24, 24, 8, 8, False, "bfloat16"),
@@ -324,6 +329,7 @@ TABLES = {
     "small": SMALL,
     "module": MODULE,
     "decode": DECODE,
+    "few-decode": FEW_DECODE,
     "few": FEW,
     "tiny": TINY,
     "tiny-options": TINY_OPTIONS,

@@ -15,6 +15,7 @@ from fusedattn.bench import (
     backward,
     cases,
     ceilings,
+    decode,
     dropout,
     end_to_end,
     forward,
@@ -37,6 +38,7 @@ TINY = "" if DEVICE == "cuda" else "tiny-"
 pytestmark = pytest.mark.benchmark(timer=timing.synchronised, max_time=0.2, min_rounds=5)
 # And their cases on a GPU.
 QUESTIONS = {forward: "few", backward: "few", training: "few", options: "options", varlen: "varlen", small: "small"}
+QUESTIONS |= {decode: "few-decode"}
 
 
 def _chosen():

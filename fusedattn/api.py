@@ -218,8 +218,8 @@ def attention_decode(
 
     Values of cache_seqlens and block_table on a CPU are checked before anything is written. On a GPU, and in code that
     is compiled, they are not fetched: lengths are taken to lie between 0 and the capacity, pages that are not in the
-    pool for pages that are; a new key past the capacity or in no page is dropped; a position past the angles takes the
-    last of them.
+    pool for some that are; a new key past the capacity or in no page is dropped; a position outside of the angles takes
+    the nearest. So a CUDA graph of a call replays with other lengths and pages.
 
     Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
         (output[, lse][, weights]), as `attention` has them.

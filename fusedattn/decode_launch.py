@@ -64,7 +64,7 @@ def splits(decode: Decode, programs, tile):
 
 
 def attend(out, lse, decode: Decode):
-    """Fill out and, unless None, lse."""
+    """Fill out, and lse unless it is empty."""
     call = decode.call
     batch, heads, rows, _ = call.query.shape
     kv_heads = decode.key_cache.shape[1]

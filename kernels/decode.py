@@ -116,27 +116,22 @@ def decode(
         tiles.matrix(Q, plane), rows, real, rotary, rows + band.shift, positions, D, TURNED, INTERLEAVED
     )  # fmt: skip
 
-    begin, full, rest, end = span.blocks(band, first // GROUP, spanned(BLOCK_M, GROUP), BLOCK_N)
+    ranges = span.blocks(band, first // GROUP, spanned(BLOCK_M, GROUP), BLOCK_N)
     # Of all blocks that some row sees, one share: a sequence is divided by its own length, whatever that is.
-    each = end - begin
-    start, stop = begin + split * each // splits, begin + (split + 1) * each // splits
+    each = ranges[3] - ranges[0]
+    start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
     # A sink is seen once.
     nothing = None if score.sinks is None else tl.where(split == 0, scores.sink(score, head, out.dtype), float("-inf"))
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     MASKED: tl.constexpr = masks.pairs is not None or masks.keys is not None
-    for n in tl.static_range(3):
-        # A band without a left side masks no block at its beginning; masks of the caller's mask any.
-        if MASKED:
-            if n == 0:
-                out, state = _walk(
-                    out, state, q, cache, rows, band, masks, kv, plane, start, stop, score, capacity, pages,
-                    D, DV, PAGE, BLOCK_N, PRECISION, CHECK=True,
-                )  # fmt: skip
-        elif n > 0 or left is not None:
-            lo, hi = tl.maximum((begin, full, rest)[n], start), tl.minimum((full, rest, end)[n], stop)
+    for n in tl.static_range(1 if MASKED else 3):
+        # The caller's masks hide pairs of any block; a band that is unbounded on the left none of those before `full`.
+        if MASKED or n > 0 or left is not None:
+            begin = start if MASKED else tl.maximum(ranges[n], start)
+            end = stop if MASKED else tl.minimum(ranges[n + 1], stop)
             out, state = _walk(
-                out, state, q, cache, rows, band, masks, kv, plane, lo, hi, score, capacity, pages,
+                out, state, q, cache, rows, band, masks, kv, plane, begin, end, score, capacity, pages,
                 D, DV, PAGE, BLOCK_N, PRECISION, CHECK=n != 1,
             )  # fmt: skip
 

@@ -8,7 +8,6 @@ import torch
 from .cases import among_nan
 
 OPTIONS = ("causal", "window", "align", "scale", "softcap")  # as they come
-SLOPES = ("alibi_slopes", "sinks")
 
 
 class Cached(NamedTuple):

@@ -141,8 +141,8 @@ def _cache_table(capabilities):
             yield Row(kernel, capability, "bf16", width, "everything", of("rich")[0], (0, len(of("rich"))))
             single = configs.tiles(kernel, capability, 4, width)
             yield Row(kernel, capability, "ieee", width, "pages", single[0], (0, len(single)))
-            smallest = of()[-1], (len(of()) - 1, len(of()))
-            yield Row(kernel, capability, "bf16", width, "pages", *smallest)
+            if width == 256:
+                yield Row(kernel, capability, "bf16", width, "pages", of()[-1], (len(of()) - 1, len(of())))
             if width == 128:
                 yield Row(kernel, capability, "bf16", width, "contiguous", *first)
                 yield Row(kernel, capability, "bf16", width, "small pages", *first)

@@ -244,6 +244,13 @@ WRONG = [
         given(**rotary(), cache_seqlens=ints(1, 4), causal=True),
     ),
     (
+        "query",
+        ValueError,
+        "no query that stands before position 0 and sees keys",
+        given(**rotary(), cache_seqlens=ints(1, 4), window=(None, 1)),
+        given(**rotary(), cache_seqlens=ints(1, 4), window=(None, 0)),
+    ),
+    (
         "rotary_interleaved",
         TypeError,
         "a bool, got 1",
