@@ -110,10 +110,10 @@ small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "
 timings hopper 315 12 hopper ${hopper:+--tests "$OUT/hopper-tests.xml"}
 timings passes 368 12 passes
 timings attention 412 18 attention
-timings options 432 10 options
-timings skipping 446 8 skipping --cases "${small}skipping"
-timings varlen 459 6 varlen
-timings decode 470 4 decode
+timings options 430 10 options
+timings skipping 444 8 skipping --cases "${small}skipping"
+timings varlen 456 6 varlen
+timings decode 472 6 decode
 timings small 482 5 small
 once minilm 19
 once module 15
