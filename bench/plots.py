@@ -16,6 +16,7 @@ OURS = "#d1371f"
 OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
 MARKERS = "s^DvP<X>"  # one fewer than colours: a second round through both is told apart
 LINES, FILLS = ("-", "--", ":", "-."), ("full", "none", "left", "right")  # of ours, by lines and where one is a point
+ROUNDS = "ohp"  # of ours, when there are no more lines
 ACROSS, WIDTH, HEIGHT = 4, 3.3, 2.6  # panels beside each other at most, and the inches of one
 MODES = {"forward_backward": "forward + backward"}
 
@@ -121,7 +122,7 @@ def _styles(names):
     styles = {
         name: dict(
             color=OURS,
-            marker="o",
+            marker=ROUNDS[index // len(LINES)],
             linestyle=LINES[index % len(LINES)],
             fillstyle=FILLS[index % len(FILLS)],
             linewidth=2.4,
