@@ -113,7 +113,7 @@ timings attention 412 18 attention
 timings options 430 10 options
 timings skipping 444 8 skipping --cases "${small}skipping"
 timings varlen 456 6 varlen
-timings decode 472 6 decode
+timings decode 471 6 decode
 timings small 482 5 small
 once minilm 19
 once module 15

@@ -234,7 +234,7 @@ def test_gpu_sh_is_in_time_and_compiles_ahead_what_it_runs():
         assert int(end) - before > int(margin) + 5, name
     assert ends[-1][1] + sum(int(seconds) for _, seconds in once) <= 530  # and under nine minutes with the tables
     named = {name for name, _ in [*ends, *once]}
-    assert named > {"hopper", "passes", "attention", "options", "varlen", "small", "module", "end_to_end", "minilm"}
+    assert named > {"hopper", "passes", "attention", "options", "varlen", "decode", "small", "module", "minilm"}
     ahead = {case._replace(B=0, Sq=0, Sk=0) for case, name in warm.everything(True) if name == "fusedattn"}
     every = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"] + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
     every += cases.BACKWARD
