@@ -51,18 +51,18 @@ def dbias(
     r, c = rows[:, None], cols[None, :]
     grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     heads: tl.constexpr = HEADS // BIAS_HEADS
-    met = tile >= 0
+    met, own_rows, own_keys = tile >= 0, q_len, k_len
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if sequences is None:
-        begin, full, rest, end = span.blocks(
-            span.band(q_len, k_len, left, right, TOP_LEFT), block * BLOCK_M, BLOCK_M, BLOCK_N
-        )
+        begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         met = (tile >= begin) & (tile < end)
     met, every = blocks.covered(marks, own, block, tile, most_q, most_k, met, BLOCK_M, BLOCK_N, GRAIN)
     for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head, None)
-        plane, own_rows, own_keys = span.within(sequences, plane, q_len, k_len)
-        band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
+        if sequences is not None:
+            plane, own_rows, own_keys = span.within(sequences, plane, q_len, k_len)
+            band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
         kv = span.shared(plane, GROUP)
         real_rows = hidden.real_rows(masks, plane, rows, own_rows)
         real_keys = hidden.real_keys(masks, plane, cols, own_keys)

@@ -69,7 +69,7 @@ def place_in(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK:
     """(block of rows, or keys, its Plane, rows and keys there) of one of the programs of a one-dimensional grid.
 
     With sequences each head has all of their turns, so that what works at the same time reads the same keys. A program
-    without a turn has no rows and no keys.
+    without a turn has no rows and no keys; its block of rows is -1, the first one when counted from the end.
     """
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, HEADS, BLOCK)
@@ -79,7 +79,9 @@ def place_in(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK:
         turn, head = pid % turns, pid // turns
         entry = sequences.turns + turn.to(tl.int64) * 2
         batch, block = tl.load(entry), tl.load(entry + 1)
-        none, batch, block = block < 0, tl.maximum(batch, 0), tl.maximum(block, 0)
+        none, batch = block < 0, tl.maximum(batch, 0)
+        if BY_KEYS:
+            block = tl.maximum(block, 0)
         plane = Plane(batch, head, batch * HEADS + head, None)
         plane, rows, keys = within(sequences, plane, q_len, k_len, turn)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
@@ -96,7 +98,7 @@ def place_tile(pid, rows, keys, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
     """First row of a block counted from the end: under a causal band the longest programs then start first."""
-    return tl.maximum(tl.cdiv(length, BLOCK) - 1 - block, 0) * BLOCK  # where there are no rows block is 0 as well
+    return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
 @triton.jit
