@@ -30,7 +30,7 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _append(cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, room: int) -> None:
     """Write new (B, H, S, D) at the positions (B, S) of each sequence; what has no place in the cache is dropped."""
     pages, _, page, _ = cache.shape
-    if 0 in (*cache.shape, *new.shape):
+    if 0 in (*cache.shape, *new.shape, room):
         return
     if table is None:
         number = torch.arange(pages, device=cache.device)[:, None].expand_as(position)

@@ -74,6 +74,8 @@ def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Ten
     turning = decode.cos, decode.sin, decode.interleaved
     if decode.new_key is not None:
         torch.ops.fusedattn.append(*caches, decode.new_key, decode.new_value, *turning)
+        if not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
+            torch.autograd.graph.increment_version(caches[:2])
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap
     out, lse = torch.ops.fusedattn.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)

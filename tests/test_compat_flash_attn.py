@@ -344,6 +344,23 @@ def test_autocast():
     assert torch.equal(out, compat.flash_attn_func(*(x.bfloat16() for x in (q, k, v)))) and out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_leaves_half_precision_as_it_is(dtype, other):
+    q, k, v = (torch.randn(2, 5, 2, 8).to(dtype) for _ in range(3))
+    cos = torch.randn(9, 4)
+    calls = (
+        lambda: compat.flash_attn_func(q, k, v),
+        lambda: compat.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *[offsets([5, 5])] * 2, 5, 5),
+        lambda: compat.flash_attn_with_kvcache(q, k.clone(), v.clone(), cache_seqlens=4),
+        lambda: compat.flash_attn_with_kvcache(q, k.clone(), v.clone(), k[:, :1], v[:, :1], cos, cos, cache_seqlens=4),
+    )
+    for call in calls:
+        want = call()
+        with torch.autocast("cpu", other):
+            got = call()
+        assert got.dtype == dtype and torch.equal(got, want)
+
+
 Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
 QT, KT, CU = torch.zeros(10, 4, 8), torch.zeros(14, 2, 8), offsets([3, 7])
 CALLS = {

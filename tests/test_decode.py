@@ -153,3 +153,36 @@ def test_autocast_casts_the_query_alone(device, backend):
         with pytest.raises(TypeError, match="key_cache: expected a tensor of the dtype of query, torch.bfloat16"):
             fa.attention_decode(**{**arguments, "key_cache": arguments["key_cache"].float()}, backend=backend)
     assert got.dtype == torch.bfloat16 and torch.equal(got, fa.attention_decode(**arguments, backend=backend))
+
+
+@pytest.mark.parametrize("page", [None, 12])
+def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, backend):
+    """What an earlier call has kept of it for its gradients is not what it holds now."""
+    arguments = Cached("written", new=1, page=page).draw(device)
+    cache = arguments["key_cache"]
+    grows = torch.randn(1, device=device, requires_grad=True)
+    total = (grows * cache.nan_to_num()).sum() + (grows * cache).nansum()
+    with torch.no_grad():
+        fa.attention_decode(**arguments, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
+    arguments = Cached("early", Sq=2, lengths=(1, 30), half=4).draw(device)
+    with pytest.raises(ValueError, match="query: expected no query that stands before position 0"):
+        fa.attention_decode(**arguments, backend=backend)
+    hidden = torch.tensor([[False, True], [True, True]], device=device)
+    out = fa.attention_decode(**arguments, query_mask=hidden, backend=backend)
+    assert out.isfinite().all() and not out[0, :, 0].any()
+
+
+def test_a_table_without_pages_takes_nothing(device, backend, monkeypatch):
+    from fusedattn import decode_call
+
+    monkeypatch.setattr(decode_call, "is_known", lambda x: False)
+    arguments = Cached("no pages", new=2, page=12).draw(device)
+    before = bits(arguments["key_cache"]).clone()
+    arguments["block_table"] = arguments["block_table"][:, :0]
+    assert not fa.attention_decode(**arguments, backend=backend).any()
+    assert torch.equal(bits(arguments["key_cache"]), before)

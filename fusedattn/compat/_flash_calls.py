@@ -1,5 +1,6 @@
 """How flash-attn asks for attention, and how the functions of this package are asked: layouts, options, errors."""
 
+import contextlib
 import re
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from .. import decode_call
 from ..api import attention, attention_decode, attention_varlen
-from ..call import Arguments, autocast_dtype, in_order
+from ..call import Arguments, autocast_dtype, autocasting, in_order
 from ..checks import divides, fail
 from ..decode_call import CacheArguments, is_known
 from ..decode_naive import rotated
@@ -96,9 +97,16 @@ def scores(softmax_scale, causal, window_size, softcap, alibi_slopes):
     return named | dict(alibi_slopes=alibi_slopes)
 
 
+def _as_they_are(q):
+    """Around a call: flash-attn knows no autocast. What it does not take, float32, is cast as everywhere."""
+    half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
+    return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
+
+
 def _run(names, function, tensors, options, **more):
     """(output, log-sum-exp or None) of one of the functions of the core that have gradients."""
-    with in_order(bool(options.deterministic)):
+    query, *_ = tensors
+    with in_order(bool(options.deterministic)), _as_they_are(query):
         results = _ask(
             _OPTIONS | names,
             function,
@@ -114,7 +122,7 @@ def _run(names, function, tensors, options, **more):
 def attend(names, q, k, v, options):
     """`attention` of (B, S, H, D); names are those that the caller has for q, k and v."""
     _check_heads(names, q, k, v)
-    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    by_head = [x.transpose(1, 2) for x in (q, k, v)]
     out, lse = _run(dict(zip(("query", "key", "value"), names, strict=True)), attention, by_head, options)
     out = out.transpose(1, 2).contiguous()
     return (out, lse, q.new_empty(0)) if options.return_attn_probs else out
@@ -241,8 +249,10 @@ def attend_cached(
         # A side of the window that is as long as the cache bounds nothing, for flash-attn.
         spread = options["causal"] or any(side is not None and side < room for side in options["window"])
         if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
-            caches = _turned(names, caches, options, spread)
-    results = _ask(names, attention_decode, **caches._asdict(), **options, return_lse=need_lse)
+            with _as_they_are(q):
+                caches = _turned(names, caches, options, spread)
+    with _as_they_are(q):
+        results = _ask(names, attention_decode, **caches._asdict(), **options, return_lse=need_lse)
     if need_lse:
         return results[0].transpose(1, 2).contiguous(), results[1]
     return results.transpose(1, 2).contiguous()

@@ -11,6 +11,8 @@ For code that cannot be changed there is `install()`. What holds for all of them
   `fusedattn.attention`, that of v may be another. Errors name arguments as flash-attn does. The output is contiguous.
 - Causality and windows are lower-right: with lengths Sq and Sk query i sees key j where
   i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1 is unbounded. causal makes right 0. A row that sees nothing is 0.
+  flash-attn takes a side of Sk or more for unbounded, which differs where Sq > Sk.
+- Under autocast float16 and bfloat16 stay what they are; float32, which flash-attn does not take, is cast.
 - softcap 0.0 is none. alibi_slopes, floating (H,) or (B, H): slope * |i + Sk - Sq - j| is subtracted from the scores.
 - dropout_p always applies. What is dropped is drawn from torch's generator, and is not what flash-attn drops.
 - The log-sum-exp is float32 (float64 for float64), natural, -inf for a row that sees nothing; it has a gradient. Where
