@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .call import Arguments, Call, autocast_dtype, normalise
-from .checks import FLOATING, Rule, check, fail
+from .checks import FLOATING, Rule, check, divides, fail, shape_of
 
 
 class CacheArguments(NamedTuple):
@@ -103,12 +103,8 @@ def _layout(name: str) -> Callable[[CacheArguments], Any]:
     return lambda a: "a nested tensor" if getattr(a, name).is_nested else getattr(a, name).layout
 
 
-def _shape(name: str) -> Callable[[CacheArguments], Any]:
-    return lambda a: tuple(getattr(a, name).shape)
-
-
 def _rank4(name: str) -> Rule:
-    return Rule(name, ValueError, lambda a: getattr(a, name).dim() != 4, "rank 4", _shape(name))
+    return Rule(name, ValueError, lambda a: getattr(a, name).dim() != 4, "rank 4", shape_of(name))
 
 
 def _both(name: str, other: str) -> Rule:
@@ -137,10 +133,6 @@ def _alone(name: str) -> Rule:
     )
 
 
-def _divides(heads: int, kv_heads: int) -> bool:
-    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
-
-
 def _is_floating(name: str) -> Rule:
     return Rule(
         name,
@@ -156,7 +148,7 @@ RULES = (
     _is_floating("query"),
     Rule("query", TypeError, lambda a: not _is_strided(a.query), "a strided tensor", _layout("query")),
     _rank4("query"),
-    Rule("query", ValueError, lambda a: a.query.shape[3] == 0, "a head dimension of 1 or more", _shape("query")),
+    Rule("query", ValueError, lambda a: a.query.shape[3] == 0, "a head dimension of 1 or more", shape_of("query")),
     *_tensor("key_cache"),
     *_tensor("value_cache"),
     _rank4("key_cache"),
@@ -166,26 +158,26 @@ RULES = (
         ValueError,
         lambda a: a.key_cache.shape[3] != a.query.shape[3],
         "the head dimension of query, {D}",
-        _shape("key_cache"),
+        shape_of("key_cache"),
     ),
     Rule(
         "value_cache",
         ValueError,
         lambda a: a.value_cache.shape[:3] != a.key_cache.shape[:3],
         "all but the last dimension as in key_cache, {key_cache}",
-        _shape("value_cache"),
+        shape_of("value_cache"),
     ),
     Rule(
         "value_cache",
         ValueError,
         lambda a: a.value_cache.shape[3] == 0,
         "a head dimension of 1 or more",
-        _shape("value_cache"),
+        shape_of("value_cache"),
     ),
     Rule(
         "key_cache",
         ValueError,
-        lambda a: not _divides(a.query.shape[1], a.key_cache.shape[1]),
+        lambda a: not divides(a.query.shape[1], a.key_cache.shape[1]),
         "a number of heads that divides the {Hq} of query",
         lambda a: f"{a.key_cache.shape[1]} heads",
     ),
@@ -195,7 +187,7 @@ RULES = (
         ValueError,
         lambda a: tuple(a.cache_seqlens.shape) != (a.query.shape[0],),
         "shape ({B},)",
-        _shape("cache_seqlens"),
+        shape_of("cache_seqlens"),
     ),
 )
 WITHOUT_TABLE = (
@@ -204,7 +196,7 @@ WITHOUT_TABLE = (
         ValueError,
         lambda a: a.key_cache.shape[0] != a.query.shape[0],
         "the batch size of query, {B}, or a block_table",
-        _shape("key_cache"),
+        shape_of("key_cache"),
     ),
 )
 TABLE = (
@@ -214,7 +206,7 @@ TABLE = (
         ValueError,
         lambda a: a.block_table.dim() != 2 or a.block_table.shape[0] != a.query.shape[0],
         "shape ({B}, pages of a sequence)",
-        _shape("block_table"),
+        shape_of("block_table"),
     ),
 )
 NEW = (
@@ -227,14 +219,14 @@ NEW = (
         ValueError,
         lambda a: a.new_key.dim() != 4 or (*a.new_key.shape[:2], a.new_key.shape[3]) != _around(a, a.key_cache),
         "shape ({B}, {Hkv}, new, {D})",
-        _shape("new_key"),
+        shape_of("new_key"),
     ),
     Rule(
         "new_value",
         ValueError,
         lambda a: tuple(a.new_value.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
         "shape ({B}, {Hkv}, {new}, {Dv}), as many as new_key",
-        _shape("new_value"),
+        shape_of("new_value"),
     ),
     _alone("key_cache"),
     _alone("value_cache"),
@@ -255,14 +247,14 @@ ROTARY = (
         ValueError,
         lambda a: a.rotary_cos.dim() != 2 or a.rotary_cos.shape[0] == 0 or not 0 < 2 * a.rotary_cos.shape[1] <= _dim(a),
         "shape (positions, rotary_dim / 2), of 1 position or more and a rotary_dim of at most {D}",
-        _shape("rotary_cos"),
+        shape_of("rotary_cos"),
     ),
     Rule(
         "rotary_sin",
         ValueError,
         lambda a: a.rotary_sin.shape != a.rotary_cos.shape,
         "the shape of rotary_cos, {cos}",
-        _shape("rotary_sin"),
+        shape_of("rotary_sin"),
     ),
 )
 INTERLEAVED = Rule(
