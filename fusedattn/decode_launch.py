@@ -29,7 +29,7 @@ def _common(decode: Decode):
         DV=decode.value_cache.shape[3],
         TURNED=0 if cos is None else 2 * cos.shape[1],
         INTERLEAVED=decode.interleaved,
-        PAGE=1 if table is None else decode.key_cache.shape[2],
+        PAGE=None if table is None or table.shape[1] == 1 else decode.key_cache.shape[2],
     )
 
 

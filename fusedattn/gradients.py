@@ -133,7 +133,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
             call,
             lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
             common | own,
-            lambda tile: dict(sequences=launch.extents(call)),
+            lambda tile: dict(extents=launch.extents(call.lengths)),
         )
 
     # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.

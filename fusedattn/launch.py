@@ -219,7 +219,7 @@ def mark(mask, key_mask, query_mask, bias, lengths, grain):
             GRAIN=grain,
         )
         with surroundings(_device(marks)):
-            arguments |= dict(sequences=_sequences(lengths, grain) if packed else None)
+            arguments |= dict(extents=extents(lengths) if packed else None)
             _run("mark", marks.numel(), arguments, num_warps=4)
     return marks
 
@@ -259,9 +259,9 @@ def _sequences(lengths, block, by_keys=False, count=0):
     return found
 
 
-def extents(call):
-    """The Sequences of a call, without turns."""
-    return _sequences(call.lengths, 1)
+def extents(lengths):
+    """The Extents of the sequences of Lengths; None of None."""
+    return None if lengths is None else _sequences(lengths, 1).extents
 
 
 def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):

@@ -33,10 +33,9 @@ def append(
     exists = rows < tl.minimum(added, capacity - before)
     at = before + rows
     page = paging.number(cache, plane, at, exists, PAGE)
-    slots = at
     if cache.table is not None:
         exists &= (page >= 0) & (page < pages)
-        slots = at % PAGE
+    slots = paging.slots(at, PAGE)
     k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, TURNED, INTERLEAVED)
     v = tiles.load(tiles.matrix(V, plane), rows, exists, DV)
     tiles.put(paging.matrix(cache.K, plane, page[:, None], pages), slots, exists, k, D)

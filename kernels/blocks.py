@@ -11,17 +11,17 @@ ALL = tl.constexpr(2)  # no pair of it is hidden
 
 
 @triton.jit(do_not_specialize=["rows", "keys"])
-def mark(Marks, sequences, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexpr):
+def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexpr):
     """Marks (B, H, blocks of rows, blocks of keys), one byte for GRAIN x GRAIN pairs, contiguous. One program a block.
 
     Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others are 1. A row that
     masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what becomes of it.
-    With sequences sizes are those of the longest, and what is past the end of one is not there.
+    With extents, of `sequences`, sizes are those of the longest, and what is past the end of one is not there.
     """
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, GRAIN, GRAIN)
     r = down * GRAIN + tl.arange(0, GRAIN)[:, None]
     c = right * GRAIN + tl.arange(0, GRAIN)[None, :]
-    plane, own_rows, own_keys = span.within(sequences, plane, rows, keys)
+    plane, own_rows, own_keys = span.within(extents, plane, rows, keys)
     own_rows, own_keys = tl.minimum(own_rows, rows), tl.minimum(own_keys, keys)
     exists = (r < own_rows) & (c < own_keys)
     real = hidden.real_rows(masks, plane, r, own_rows)
@@ -113,7 +113,7 @@ def list_blocks(
 @triton.jit
 def order(lists, plane, block, N: tl.constexpr):
     """What walk N visits for a block of a plane, in turn: 0 those tiles that take a mask, 1 those that take none."""
-    place = block if plane.packed is None else plane.packed.turn
+    place = block if len(plane.packed) == 0 else plane.packed.turn
     return tiles.pointers(tiles.matrix(lists, plane), place * 2 + N, place * 0) + 1
 
 

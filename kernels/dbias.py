@@ -16,7 +16,7 @@ def dbias(
     GradWeights,
     Rows,
     GradBias,
-    sequences,
+    extents,
     masks,
     marks,
     noise,
@@ -43,7 +43,7 @@ def dbias(
 
     They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `blocks`, is a
     View with the planes of GradBias: what any of those says that it sums over. most are q_len and k_len, or, with
-    sequences, of the longest.
+    extents, of `sequences`, of the longest.
     """
     block, tile, own = span.place_tile(tl.program_id(0), most_q, most_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -53,15 +53,15 @@ def dbias(
     heads: tl.constexpr = HEADS // BIAS_HEADS
     met, own_rows, own_keys = tile >= 0, q_len, k_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    if sequences is None:
+    if extents is None:
         begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         met = (tile >= begin) & (tile < end)
     met, every = blocks.covered(marks, own, block, tile, most_q, most_k, met, BLOCK_M, BLOCK_N, GRAIN)
     for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
-        plane = span.Plane(batch, head, batch * HEADS + head, None)
-        if sequences is not None:
-            plane, own_rows, own_keys = span.within(sequences, plane, q_len, k_len)
+        plane = span.Plane(batch, head, batch * HEADS + head, ())
+        if extents is not None:
+            plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len)
             band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
         kv = span.shared(plane, GROUP)
         real_rows = hidden.real_rows(masks, plane, rows, own_rows)

@@ -51,7 +51,7 @@ def _walk(
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, kv, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        slots = paging.slots(cache, j, PAGE, BLOCK_N)
+        slots = paging.slots_of_block(j, PAGE, BLOCK_N)
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
         k_tile = tiles.load(k, slots, exists, D)

@@ -11,13 +11,20 @@ from . import span, tiles
 class Cache(NamedTuple):
     """Views of K and V (pages, kv heads, PAGE, columns), of lengths (B,), and of a table (B, n) of pages.
 
-    Without a table the pages are the sequences.
+    Without a table the pages are the sequences. Where a sequence has one page, PAGE is None: how long caches are is then
+    no part of what is compiled.
     """
 
     K: tiles.View
     V: tiles.View  # `values` is a name of Triton's own
     lengths: tiles.View
     table: tiles.View
+
+
+@triton.constexpr_function
+def _several(PAGE, BLOCK):
+    """Whether a block of keys may lie in several pages."""
+    return PAGE is not None and PAGE % BLOCK != 0
 
 
 @triton.jit
@@ -34,7 +41,7 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
         return plane.batch + at * 0
     else:
         row = tl.cast(plane.batch, tl.int64) * cache.table.strides[0]
-        column = tl.cast(at // PAGE, tl.int64) * cache.table.strides[1]
+        column = tl.cast(at * 0 if PAGE is None else at // PAGE, tl.int64) * cache.table.strides[1]
         return tl.load(cache.table.base + row + column, mask=exists, other=0)
 
 
@@ -46,22 +53,26 @@ def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr)
     """
     if cache.table is None:
         return plane.batch
-    elif PAGE % BLOCK == 0:
-        return number(cache, plane, j * BLOCK, j * BLOCK < capacity, PAGE)
-    else:
+    elif _several(PAGE, BLOCK):
         at = (j * BLOCK + tl.arange(0, BLOCK))[:, None]
         return number(cache, plane, at, at < capacity, PAGE)
+    else:
+        return number(cache, plane, j * BLOCK, j * BLOCK < capacity, PAGE)
 
 
 @triton.jit
-def slots(cache, j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where in their pages the positions of block j lie."""
-    if cache.table is None:
-        return j * BLOCK + tl.arange(0, BLOCK)
-    elif PAGE % BLOCK == 0:
-        return j * BLOCK % PAGE + tl.arange(0, BLOCK)
+def slots(at, PAGE: tl.constexpr):
+    """Where in their pages positions lie."""
+    return at if PAGE is None else at % PAGE
+
+
+@triton.jit
+def slots_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """`slots` of the positions of block j."""
+    if _several(PAGE, BLOCK):
+        return slots(j * BLOCK + tl.arange(0, BLOCK), PAGE)
     else:
-        return (j * BLOCK + tl.arange(0, BLOCK)) % PAGE
+        return slots(j * BLOCK, PAGE) + tl.arange(0, BLOCK)
 
 
 @triton.jit

@@ -45,4 +45,4 @@ def take(schedule, n, program, programs, HEADS: tl.constexpr, BLOCK: tl.constexp
     within = at - before * schedule.blocks
     index = before + within % together
     first = (schedule.blocks - 1 - within // together) * BLOCK
-    return first, span.Plane(index // HEADS, index % HEADS, index, None)
+    return first, span.Plane(index // HEADS, index % HEADS, index, ())

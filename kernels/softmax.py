@@ -109,7 +109,7 @@ def join(states, unit):
 @triton.jit
 def finish(out, state, unit):
     """(normalised output, lse, rest): `row` needs top and rest. A row that saw nothing has 0, -inf and rest +inf."""
-    seen = state.total > 0
+    seen = state.total != 0  # of what is not a number, too
     rest = tl.math.log2(tl.where(seen, state.total, 1.0))
     if unit is None:
         lse = state.largest + rest * LN2

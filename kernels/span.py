@@ -16,7 +16,7 @@ class Sequences(NamedTuple):
 class Packed(NamedTuple):
     """Where a packed sequence begins: its first row and its first key, of so many of all sequences together.
 
-    turn is the one that a program has, or None.
+    turn is the one that a program has, or -1.
     """
 
     row: tl.tensor
@@ -27,7 +27,10 @@ class Packed(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """One head of one batch, and its place in the stack of all (batch, head) planes; packed is None if it is not."""
+    """One head of one batch, and its place in the stack of all (batch, head) planes; packed is () if it is not.
+
+    Not None: Triton 3.6 makes tensors of the constants that a function returns.
+    """
 
     batch: tl.tensor
     head: tl.tensor
@@ -50,16 +53,16 @@ def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """(block of rows, Plane) of one program of a one-dimensional grid, the only kind without a limit of 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
-    return pid % blocks, Plane(index // HEADS, index % HEADS, index, None)
+    return pid % blocks, Plane(index // HEADS, index % HEADS, index, ())
 
 
 @triton.jit
-def within(sequences, plane, q_len, k_len, turn=None):
-    """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or in all sequences together."""
-    if sequences is None:
+def within(extents, plane, q_len, k_len, turn=-1):
+    """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or, with Extents, in all sequences."""
+    if extents is None:
         return plane, q_len, k_len
     else:
-        extent = sequences.extents + tl.cast(plane.batch, tl.int64) * 4
+        extent = extents + tl.cast(plane.batch, tl.int64) * 4
         packed = Packed(tl.load(extent), tl.load(extent + 2), q_len, k_len, turn)
         return Plane(plane.batch, plane.head, plane.index, packed), tl.load(extent + 1), tl.load(extent + 3)
 
@@ -82,8 +85,8 @@ def place_in(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK:
         none, batch = block < 0, tl.maximum(batch, 0)
         if BY_KEYS:
             block = tl.maximum(block, 0)
-        plane = Plane(batch, head, batch * HEADS + head, None)
-        plane, rows, keys = within(sequences, plane, q_len, k_len, turn)
+        plane = Plane(batch, head, batch * HEADS + head, ())
+        plane, rows, keys = within(sequences.extents, plane, q_len, k_len, turn)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
 
 
@@ -110,7 +113,7 @@ def member(plane, i, GROUP: tl.constexpr):
 @triton.jit
 def moved(plane, batch):
     """The Plane of the same head of another batch: a page of a cache stands where a batch would."""
-    return Plane(batch, plane.head, plane.index, None)
+    return Plane(batch, plane.head, plane.index, ())
 
 
 @triton.jit

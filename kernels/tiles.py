@@ -44,14 +44,14 @@ def pointers(m, r, c):
 def of_rows(view, plane):
     """`matrix` of what has a row for each query: of those of all packed sequences, the plane's own."""
     m = matrix(view, plane)
-    return m if plane.packed is None else View(pointers(m, plane.packed.row, plane.packed.row * 0), m.strides)
+    return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.row, plane.packed.row * 0), m.strides)
 
 
 @triton.jit
 def of_keys(view, plane):
     """`matrix` of what has a row for each key."""
     m = matrix(view, plane)
-    return m if plane.packed is None else View(pointers(m, plane.packed.key, plane.packed.key * 0), m.strides)
+    return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.key, plane.packed.key * 0), m.strides)
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr):
 
     Packed sequences share one of (heads, all rows, COLUMNS).
     """
-    if plane.packed is None:
+    if len(plane.packed) == 0:
         first = tl.cast(plane.index, tl.int64) * n
     else:
         first = tl.cast(plane.head, tl.int64) * plane.packed.rows + plane.packed.row
@@ -70,7 +70,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr):
 @triton.jit
 def table_of_keys(base, plane, n, COLUMNS: tl.constexpr):
     """`table` of a buffer with a row a key."""
-    if plane.packed is None:
+    if len(plane.packed) == 0:
         first = tl.cast(plane.index, tl.int64) * n
     else:
         first = tl.cast(plane.head, tl.int64) * plane.packed.keys + plane.packed.key
@@ -116,7 +116,7 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
     """
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
-        if plane.packed is not None:
+        if len(plane.packed) > 0:
             # Rows past the end of a sequence are the next one's. What they would get is 0 times what may be NaN here.
             place = [plane.batch * 0, plane.head, first + plane.packed.row, 0]
             tile = tl.where(rows[:, None] < n, tile, 0.0)

@@ -14,7 +14,7 @@ from fusedattn import launch, views  # noqa: E402
 def add(Sums, n, D: tl.constexpr, ROWS: tl.constexpr):
     """A tile of ones to the second block of rows of the last head of the last batch."""
     rows = ROWS + tl.arange(0, ROWS)
-    plane = span.Plane(tl.program_id(0) + 1, tl.program_id(0) + 2, tl.program_id(0) + 5, None)
+    plane = span.Plane(tl.program_id(0) + 1, tl.program_id(0) + 2, tl.program_id(0) + 5, ())
     tiles.add(Sums, plane, rows, ROWS, n, tl.full([ROWS, tiles.width(D)], 1.0, tl.float32), D)
 
 

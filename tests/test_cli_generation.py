@@ -90,6 +90,26 @@ def test_bytes_may_part_at_a_tie_alone(model):
     assert not verdicts(model, without, late)["logits"].ok
 
 
+def test_each_text_is_read_as_far_as_it_is_the_same(model):
+    without = greedy(model, torch.randint(256, (3, 30)), False)
+    parted = swapped(without, 4, 67)
+    tokens, logits = without.tokens.clone(), without.logits.clone()
+    tokens[1], logits[1] = parted.tokens[1], parted.logits[1]
+    found = verdicts(model, without, Greedy(tokens, logits))
+    assert found["logits"].ok and "byte 5 is another" in found["bytes"].why
+    logits[2, -1, 7] += 1e-2
+    assert not verdicts(model, without, Greedy(tokens, logits))["logits"].ok
+    tokens[0, -1] = without.tokens[0, -1] ^ 1  # a later byte of another text, that is wrong by more or less
+    gaps = without.logits[[0, 1], [-1, 4]].double()
+    gaps = (
+        gaps.gather(1, without.tokens[[0, 1], [-1, 34]][:, None]) - gaps.gather(1, tokens[[0, 1], [-1, 34]][:, None])
+    ).abs()
+    assert (
+        f"byte {(CONTEXT - 29, 5)[int(gaps.argmax())]} is"
+        in verdicts(model, without, Greedy(tokens, logits))["bytes"].why
+    )
+
+
 def slightly_wrong(decode, need_lse, need_weights):
     out, *rest = reference.run_decode(decode, need_lse, need_weights)
     return out * 1.001, *rest

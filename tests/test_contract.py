@@ -42,6 +42,23 @@ def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
         assert (wild[name].movedim(1, 2)[hidden] == 0).all()
 
 
+@pytest.mark.parametrize("options", [{}, dict(softcap=3.0), dict(sinks=torch.zeros(2))], ids=["plain", "cap", "sinks"])
+@pytest.mark.parametrize("name, value", [("query", "nan"), ("key", "nan"), ("key", "inf")])
+def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backend):
+    """Nor does it reach a row that does not see it."""
+    tensors = {each: torch.ones(1, 2, 40, 16, device=device) for each in ("query", "key", "value")}
+    tensors[name][0, 1, 20, 3] = float(value)
+    options = {each: x.to(device) if isinstance(x, torch.Tensor) else x for each, x in options.items()}
+    out, lse = fa.attention(**tensors, **options, causal=True, return_lse=True, backend=backend)
+    reached = torch.zeros(1, 2, 40, dtype=torch.bool, device=device)
+    reached[0, 1, 20 : 21 if name == "query" else None] = True
+    if options.keys() == {"softcap"} and value == "inf":
+        assert out.isfinite().all() and lse.isfinite().all()  # tanh(inf) is 1
+    else:
+        assert torch.equal(lse.isfinite(), ~reached) and torch.equal(out.isnan().all(-1), reached)
+        assert torch.equal(out.isnan().any(-1), reached)
+
+
 def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
     got = results(case, device, backend)

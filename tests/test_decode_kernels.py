@@ -81,6 +81,41 @@ def test_however_many_share_a_sequence_the_answer_is_the_same(case, device, pois
         torch.testing.assert_close(lse, found[0][1], rtol=0, atol=error)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_not_a_number_is_not_hidden(splits, device, monkeypatch):
+    """Whichever share it is in."""
+    monkeypatch.setattr(configs, "splits", lambda *_: splits)
+    case = Cached("wrong", lengths=(44, 44, 44))
+    arguments = case.draw(device)
+    arguments["key_cache"][0, 0, 3, 1] = float("nan")
+    arguments["key_cache"][1, 1, 40, 1] = float("inf")
+    arguments["query"][2, 3] = float("nan")
+    out, lse = attend(arguments)
+    naive = fa.attention_decode(**arguments, return_lse=True, backend="naive")
+    assert not lse[0, :2].isfinite().any() and lse[0, 2:].isfinite().all()
+    for got, right in zip((out, lse), naive, strict=True):
+        assert torch.equal(got.isfinite(), right.isfinite())
+
+
+def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, monkeypatch):
+    """With a table of one page a sequence neither, as where rows of a cache are chosen by number."""
+    compiled, run = [], launch._run
+
+    def spy(name, programs, arguments, **options):
+        compiled.append((name, sorted((key, x) for key, x in arguments.items() if key.isupper() and key not in "QKV")))
+        return run(name, programs, arguments, **options)
+
+    monkeypatch.setattr(launch, "_run", spy)
+    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    for page in (None, 1):
+        found = []
+        for capacity in (20, 48, 64):
+            compiled.clear()
+            attend(Cached("room", C=capacity, page=page and capacity, lengths=(17, 11), new=2).draw(device))
+            found.append(list(compiled))
+        assert found[0] == found[1] == found[2] and [name for name, _ in found[0]] == ["append", "decode_16"]
+
+
 def test_heads_and_queries_share_tiles_of_their_number(device, monkeypatch):
     names = launched(monkeypatch)
     monkeypatch.setattr(configs, "splits", lambda *_: 1)

@@ -62,26 +62,24 @@ def _gradients(model, windows):
 def generation(model: LanguageModel, without: Greedy, cached: Greedy) -> list[Check]:
     """What was generated with a cache beside what was without: the logits of each step, and the bytes chosen.
 
-    Logits are held to the rule, as far as both read the same text. Rounding may choose between two bytes, which then
-    have different sequels: the bytes are right if float64 cannot tell the first two that differ by more than what the
-    rule allows the logits of either.
+    Logits are held to the rule, as far as both have read the same text. Rounding may choose between two bytes, which
+    then have different sequels: the bytes are right if float64 cannot tell the first two of a text that differ by more
+    than what the rule allows the logits of either.
     """
-    steps = without.logits.shape[1]
-    first = without.tokens.shape[1] - steps
-    differ = (without.tokens != cached.tokens)[:, first:].any(0).nonzero().flatten().tolist()
-    same = differ[0] if differ else steps
-    read = slice(0, min(same + 1, steps))  # of the text that follows both have read as much
+    first = without.tokens.shape[1] - without.logits.shape[1]
+    differ = without.tokens[:, first:] != cached.tokens[:, first:]
+    alike = differ.cumsum(1) - differ.long() == 0  # all bytes before this one
     exact, eager = (
-        model(without.tokens[:, :-1])[:, first - 1 :][:, read].detach()
+        model(without.tokens[:, :-1])[:, first - 1 :].detach()
         for model in (copy.deepcopy(model).double().take("naive"), _with_torch(copy.deepcopy(model)))
     )
-    logits = verdict(cached.logits[:, read], eager, exact)
-    gap = 0.0
-    if differ:
-        one, other = (exact[:, same].gather(1, each.tokens[:, first + same, None]) for each in (without, cached))
-        gap = (one - other).abs().max().item()
+    logits = verdict(cached.logits[alike], eager[alike], exact[alike])
+    parted = alike & differ
+    one, other = (exact[parted].gather(1, each.tokens[:, first:][parted][:, None]) for each in (without, cached))
+    gaps = (one - other).abs().flatten().tolist()
+    gap, step = max(zip(gaps, parted.nonzero()[:, 1].tolist(), strict=True), default=(0.0, 0))
     allowed = 2 * logits.max_allowed
-    why = "" if gap <= allowed else f"byte {same + 1} is another one, whose logit differs by {gap:.3g}"
+    why = "" if gap <= allowed else f"byte {step + 1} is another one, whose logit differs by {gap:.3g}"
     chosen = Verdict(not why, gap, allowed, gap, allowed, 0.0, why)
     return [Check("generated with a cache", name, one) for name, one in (("logits", logits), ("bytes", chosen))]
 
