@@ -158,7 +158,7 @@ TABLE = {
     ("dbias", 90, 2, 64): (Tile(64, 64, 4, 2),),
     ("dbias", 90, 2, 128): (Tile(64, 64, 8, 1),),
     ("dbias", 90, 2, 256): (Tile(64, 32, 8, 1),),
-    ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1, spills=40),),
+    ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1),),
     ("dbias", 80, 4, 128): (Tile(16, 32, 8, 1),),
     ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
     # Memory bound: as many keys in flight as fit, in tiles of as few rows as there are.

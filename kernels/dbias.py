@@ -45,6 +45,8 @@ def dbias(
     View with the planes of GradBias: what any of those says that it sums over. most are q_len and k_len, or, with
     extents, of `sequences`, of the longest.
     """
+    if extents is None:
+        most_q, most_k = q_len, k_len  # that they are the same the compiler cannot know: it is up to 58 registers
     block, tile, own = span.place_tile(tl.program_id(0), most_q, most_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
