@@ -24,6 +24,7 @@ from fusedattn import backends
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 from fusedattn.checks_varlen import Packed, checked_packed
+from fusedattn.naive import visible as pairs_seen
 from fusedattn.packing import Packing, packing
 
 from . import cases, variants
@@ -215,7 +216,7 @@ def naive(case, tensors):
 def _visible(case, tensors):
     """The pairs that masks and window leave, a bool tensor that broadcasts to the scores; None is all of them."""
     options = case.arguments(tensors.masks) | dict(dropout_p=0.0)
-    return fa.reference.visible(checked(Arguments(*tensors[:3], **options)), 0, case.Sq)
+    return pairs_seen(checked(Arguments(*tensors[:3], **options)), 0, case.Sq)
 
 
 def sdpa(backend, case, tensors):

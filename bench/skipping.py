@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import fusedattn as fa
+from fusedattn import naive
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
@@ -91,7 +92,7 @@ def _pairs_visible(call, step=1024):
     total = 0
     for first in range(0, length, step):
         last = min(first + step, length)
-        seen = fa.reference.visible(call, first, last)
+        seen = naive.visible(call, first, last)
         total += int(seen.expand(batch, 1, last - first, call.key.shape[2]).count_nonzero())
     return total
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import configs, decode_ops, ops, reference
+from . import configs, decode_ops, naive, ops
 from .call import Arguments, Call
 from .checks import checked, fail
 from .decode_call import Decode
@@ -114,7 +114,7 @@ BACKENDS = {
         "hopper", _hopper_reasons, ops.run_on_hopper, None if configs.HOPPER_PROVEN is not None else _UNPROVEN
     ),
     "triton": Backend("triton", _triton_reasons, ops.run),
-    "naive": Backend("naive", lambda call: [], reference.run),
+    "naive": Backend("naive", lambda call: [], naive.run),
 }
 
 
@@ -131,7 +131,7 @@ def _decode_reasons(decode: Decode) -> list[str]:
 DECODERS = {
     "hopper": Backend("hopper", lambda decode: ["it has no kernel for caches"], decode_ops.run),
     "triton": Backend("triton", _decode_reasons, decode_ops.run),
-    "naive": Backend("naive", lambda decode: [], reference.run_decode),
+    "naive": Backend("naive", lambda decode: [], naive.run_decode),
 }
 
 

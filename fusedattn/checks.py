@@ -49,17 +49,17 @@ def is_bool(name: str) -> Rule:
         TypeError,
         lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype != torch.bool,
         BOOL,
-        lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__),
+        kind_of(name),
     )
 
 
-def _is_floating(name: str) -> Rule:
+def is_floating(name: str) -> Rule:
     return Rule(
         name,
         TypeError,
         lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype not in FLOATING,
         "a floating tensor",
-        lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__),
+        kind_of(name),
     )
 
 
@@ -119,6 +119,11 @@ def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
 
 def shape_of(name: str) -> Callable[[Arguments], Any]:
     return lambda a: tuple(getattr(a, name).shape)
+
+
+def kind_of(name: str) -> Callable[[Any], Any]:
+    """The dtype of a tensor, or the type of what is none."""
+    return lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__)
 
 
 def dtype_of(name: str) -> Callable[[Arguments], Any]:
@@ -197,7 +202,7 @@ TENSORS = (
 
 OPTIONS = {
     "mask": (is_bool("mask"), *place("mask"), *_pairs("mask")),
-    "bias": (_is_floating("bias"), *place("bias"), *_pairs("bias")),
+    "bias": (is_floating("bias"), *place("bias"), *_pairs("bias")),
     "key_mask": (
         is_bool("key_mask"),
         *place("key_mask"),
@@ -264,7 +269,7 @@ OPTIONS = {
         ),
     ),
     "alibi_slopes": (
-        _is_floating("alibi_slopes"),
+        is_floating("alibi_slopes"),
         *place("alibi_slopes"),
         Rule(
             "alibi_slopes",
@@ -275,7 +280,7 @@ OPTIONS = {
         ),
     ),
     "sinks": (
-        _is_floating("sinks"),
+        is_floating("sinks"),
         *place("sinks"),
         Rule(
             "sinks", ValueError, lambda a: tuple(a.sinks.shape) != (_heads(a)[0],), "shape ({Hq},)", shape_of("sinks")

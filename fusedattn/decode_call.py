@@ -1,13 +1,12 @@
 """One call of `attention_decode`: what a caller can get wrong in it, and the one form that every backend takes."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .call import Arguments, Call, autocast_dtype, normalise
-from .checks import FLOATING, Rule, check, divides, fail, shape_of
+from .checks import Rule, check, divides, fail, is_floating, is_strided, kind_of, place, shape_of
 
 
 class CacheArguments(NamedTuple):
@@ -78,29 +77,7 @@ def _tensor(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
         return not isinstance(x, Tensor) or x.dtype != (dtype or a.query.dtype)
 
     expected = f"a tensor of {dtype}" if dtype else "a tensor of the dtype of query, {dtype}"
-    return (
-        Rule(name, TypeError, is_wrong, expected, _dtype(name)),
-        Rule(name, TypeError, lambda a: not _is_strided(getattr(a, name)), "a strided tensor", _layout(name)),
-        Rule(
-            name,
-            ValueError,
-            lambda a: getattr(a, name).device != a.query.device,
-            "the device of query, {device}",
-            lambda a: getattr(a, name).device,
-        ),
-    )
-
-
-def _dtype(name: str) -> Callable[[CacheArguments], Any]:
-    return lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__)
-
-
-def _is_strided(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_nested
-
-
-def _layout(name: str) -> Callable[[CacheArguments], Any]:
-    return lambda a: "a nested tensor" if getattr(a, name).is_nested else getattr(a, name).layout
+    return (Rule(name, TypeError, is_wrong, expected, kind_of(name)), *place(name))
 
 
 def _rank4(name: str) -> Rule:
@@ -133,20 +110,10 @@ def _alone(name: str) -> Rule:
     )
 
 
-def _is_floating(name: str) -> Rule:
-    return Rule(
-        name,
-        TypeError,
-        lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype not in FLOATING,
-        "a floating tensor",
-        _dtype(name),
-    )
-
-
 # In the order in which they are looked for: a rule may rely on those above it.
 RULES = (
-    _is_floating("query"),
-    Rule("query", TypeError, lambda a: not _is_strided(a.query), "a strided tensor", _layout("query")),
+    is_floating("query"),
+    is_strided("query"),
     _rank4("query"),
     Rule("query", ValueError, lambda a: a.query.shape[3] == 0, "a head dimension of 1 or more", shape_of("query")),
     *_tensor("key_cache"),
@@ -234,14 +201,7 @@ NEW = (
 ROTARY = (
     _both("rotary_cos", "rotary_sin"),
     _both("rotary_sin", "rotary_cos"),
-    *(
-        rule
-        for name in ("rotary_cos", "rotary_sin")
-        for rule in (
-            _is_floating(name),
-            *_tensor(name)[1:],
-        )
-    ),
+    *(rule for name in ("rotary_cos", "rotary_sin") for rule in (is_floating(name), *place(name))),
     Rule(
         "rotary_cos",
         ValueError,

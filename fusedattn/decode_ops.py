@@ -6,7 +6,7 @@ Neither has a derivative. As in `ops`, a schema, implementations for CUDA and fo
 import torch
 from torch import Tensor
 
-from . import decode_naive, reference
+from . import decode_naive, naive
 from .call import Call
 from .decode_call import Decode, stand_in
 from .layout import dense
@@ -79,5 +79,5 @@ def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Ten
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap
     out, lse = torch.ops.fusedattn.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
-    weights = reference.run(decode_naive.dense(decode), False, True)[2] if need_weights else None
+    weights = naive.run(decode_naive.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights

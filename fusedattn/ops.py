@@ -7,7 +7,7 @@ fake one that makes tensors of the same shapes, dtypes and strides. Autograd sit
 import torch
 from torch import Tensor
 
-from . import reference
+from . import naive
 from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths
 from .layout import dense
 
@@ -155,7 +155,7 @@ def _keep_again(ctx, inputs, output):
 def _differentiate_again(ctx, *grad_grads):
     """Gradients of the inputs of the backward: the formula, differentiated twice."""
     incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-    found = reference.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
+    found = naive.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
     return (*found[:3], None, None, None, *found[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
 
 

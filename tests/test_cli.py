@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fusedattn import backends, cli, reference
+from fusedattn import backends, cli, naive
 from fusedattn.cli import screen
 from fusedattn.cli.demo import text as texts
 from fusedattn.cli.demo import verify
@@ -41,12 +41,12 @@ def plant(monkeypatch, name, run):
 
 
 def slightly_wrong(call, need_lse, need_weights):
-    out, *rest = reference.run(call, need_lse, need_weights)
+    out, *rest = naive.run(call, need_lse, need_weights)
     return out * 1.001, *rest
 
 
 def doubled(decode, need_lse, need_weights):
-    out, *rest = reference.run_decode(decode, need_lse, need_weights)
+    out, *rest = naive.run_decode(decode, need_lse, need_weights)
     return 2 * out, *rest
 
 

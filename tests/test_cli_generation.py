@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedattn import backends, reference
+from fusedattn import backends, naive
 from fusedattn.cli.demo import model as demo
 from fusedattn.cli.demo import verify
 from fusedattn.cli.demo.generation import Greedy, greedy
@@ -111,12 +111,12 @@ def test_each_text_is_read_as_far_as_it_is_the_same(model):
 
 
 def slightly_wrong(decode, need_lse, need_weights):
-    out, *rest = reference.run_decode(decode, need_lse, need_weights)
+    out, *rest = naive.run_decode(decode, need_lse, need_weights)
     return out * 1.001, *rest
 
 
 def never_extended(decode, need_lse, need_weights):
-    return reference.run_decode(decode._replace(lengths=torch.zeros_like(decode.lengths)), need_lse, need_weights)
+    return naive.run_decode(decode._replace(lengths=torch.zeros_like(decode.lengths)), need_lse, need_weights)
 
 
 @pytest.mark.parametrize("run, wrong", [(slightly_wrong, {"logits"}), (never_extended, {"logits", "bytes"})])

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn import reference
+from fusedattn import naive
 
 from .inside import BACKENDS, HQ, OPTIONS, SK, SQ, draw, learned, loss, same
 
@@ -116,7 +116,7 @@ def test_second_derivatives_take_rows_by_the_block(device, monkeypatch):
         return torch.autograd.grad(sum(x.square().sum() for x in grads), inputs)
 
     whole = second()
-    monkeypatch.setattr(reference, "BUDGET", 4 * 2 * HQ * SK * 2)
+    monkeypatch.setattr(naive, "BUDGET", 4 * 2 * HQ * SK * 2)
     for a, b in zip(second(), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 

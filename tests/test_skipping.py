@@ -6,8 +6,7 @@ import pytest
 import torch
 from fusedattn.bench import cases, rows, skipping
 
-import fusedattn as fa
-from fusedattn import configs
+from fusedattn import configs, naive
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
@@ -30,7 +29,7 @@ def brute_force(case, tile, grain):
     """
     masks = case.masks("cpu")
     query = torch.zeros(case.B, 1, case.Sq, 1)
-    band = fa.reference.visible(checked(Arguments(query, query, query, **case.arguments({}))), 0, case.Sq)
+    band = naive.visible(checked(Arguments(query, query, query, **case.arguments({}))), 0, case.Sq)
     band = torch.ones(case.Sq, case.Sk, dtype=torch.bool) if band is None else band
     seen = bare = band.expand(case.B, 1, case.Sq, case.Sk)
     for name, mask in masks.items():

@@ -83,15 +83,13 @@ def test_random_lengths(seed, device, poison):
     "name", ["plain", "causal", "mask of pairs", "bias over heads", "slopes of each batch", "weights"]
 )
 def test_one_long_sequence_does_not_make_all_as_long(name, monkeypatch):
-    from fusedattn import padded, reference
+    from fusedattn import naive, padded
 
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
     monkeypatch.setattr(padded, "SLACK", 0)
     sizes = []
-    prepare = reference._prepared
-    monkeypatch.setattr(
-        reference, "_prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype)
-    )
+    prepare = naive._prepared
+    monkeypatch.setattr(naive, "_prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype))
     case = Case(name, grads=ALONE.get(name, {}).get("grads", "out and lse"))._replace(**ALONE.get(name, {}))
     tensors, options = case._replace(B=6, Sq=40, Sk=45).draw()
     got = with_gradients(attention_varlen(rows, keys, "naive"), tensors, options, case.grads)
