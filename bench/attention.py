@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import accuracy, cases, ceilings, command, cost, providers, rows, table, timing, variants
+from . import accuracy, calls, cases, ceilings, command, cost, providers, rows, table, timing, variants
 
 MODES = ("forward", "backward", "forward_backward")
 # Modes that time the same steps by another clock.
@@ -80,15 +80,15 @@ def measured(case, mode, call, tensors, truth, device, budget_ms):
     """The measured columns of one row, with a status, and what is wrong; truth None is a result nobody can judge."""
     kind, clock = CLOCKS.get(mode, (mode, timing.measure))
     if clock is timing.graph and torch.device(device).type != "cuda":
-        raise providers.Unsupported("a CUDA graph needs a GPU")
+        raise calls.Unsupported("a CUDA graph needs a GPU")
 
     def judge(result):
         if truth is None:
             return "", "", ""
-        return accuracy.judge(case, kind, providers.given_back(call, result), truth)
+        return accuracy.judge(case, kind, calls.given_back(call, result), truth)
 
-    with providers.around(kind, call):
-        step = providers.step(kind, call, tensors, bare=True)
+    with calls.around(kind, call):
+        step = calls.step(kind, call, tensors, bare=True)
         found, why = columns(step, judge, case.dtype, device, budget_ms, clock)
     milliseconds = found["ms_p50"]
     found |= dict(tflops=cost.flops(case, kind) / milliseconds / 1e9, gbps=cost.moved(case, kind) / milliseconds / 1e6)
@@ -136,7 +136,7 @@ def status(error):
     """What a row says that an error kept from being measured."""
     if out_of_memory(error):
         return "oom"
-    text = str(error) if isinstance(error, providers.Unsupported) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, calls.Unsupported) else f"{type(error).__name__}: {error}"
     # Of a crash of the GPU the first line says all, of the rest (advice on environment variables) nothing.
     return "unsupported: " + text.strip().partition("\n")[0][:300]
 

@@ -19,7 +19,7 @@ from fusedattn import naive
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
-from . import attention, cases, providers, rows, table, timing
+from . import attention, cases, peers, rows, table, timing
 
 GOAL = 1.1  # pairs computed over those that are visible
 GPU = 90  # whose tiles are counted
@@ -164,7 +164,7 @@ def _count_all(chosen, every, arguments):
 def _plans(case, device):
     """{provider: what makes its plan of the masks of a case}"""
     tensors = case._replace(Hq=1, Hkv=1).draw(device)
-    steps = {"flex": lambda: providers.block_mask(case, tensors)}
+    steps = {"flex": lambda: peers.block_mask(case, tensors)}
     if tensors.masks:
         steps["fusedattn+plan"] = lambda: fa.plan(**tensors.masks)
     return steps

@@ -13,6 +13,7 @@ from fusedattn.bench import (
     accuracy,
     attention,
     backward,
+    calls,
     cases,
     ceilings,
     decode,
@@ -80,17 +81,17 @@ def test_attention(benchmark, mode, case, name):
     _describe(benchmark, mode, name, case)
     try:
         call = providers.find(name)(case, tensors)
-        with providers.around(kind, call):
-            step = providers.step(kind, call, tensors, bare=True)
+        with calls.around(kind, call):
+            step = calls.step(kind, call, tensors, bare=True)
             step()
     except Exception as error:
         if name.startswith("fusedattn"):
             raise
         pytest.skip(attention.status(error))
-    with providers.around(kind, call):
+    with calls.around(kind, call):
         result = benchmark(step)
     if not providers.unchecked(case, name):
-        *_, wrong = accuracy.judge(case, kind, providers.given_back(call, result), truth)
+        *_, wrong = accuracy.judge(case, kind, calls.given_back(call, result), truth)
         benchmark.extra_info["wrong"] = wrong
         assert not (wrong and name.startswith("fusedattn")), wrong
 

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from . import cases, end_to_end, providers
+from . import calls, cases, end_to_end, providers
 
 NAMES = "fusedattn", "flex"
 PACKED = "fusedattn", "fusedattn+packed", "flex+packed"
@@ -39,7 +39,7 @@ def compile_one(case, name, device):
         tensors = case.draw(device)
         call = providers.find(name)(case, tensors)
         for mode in ("forward", "forward_backward"):
-            providers.step(mode, call, tensors)()
+            calls.step(mode, call, tensors)()
         if tensors.query.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from fusedattn.bench import (
     host,
     memory,
     minilm,
+    peers,
     providers,
     rows,
     table,
@@ -297,8 +298,8 @@ def test_the_gradient_of_a_bias_is_checked_and_the_dropout_of_others_is_not(tmp_
 def test_flex_attention_gets_the_same_options(case):
     """What is compiled on a GPU, as plain PyTorch, which has no backward on a CPU."""
     tensors = case.draw("cpu")
-    attend = providers.flex_function(case, tensors)
-    out = attend(*tensors.inputs, block_mask=providers.block_mask(case, tensors))
+    attend = peers.flex_function(case, tensors)
+    out = attend(*tensors.inputs, block_mask=peers.block_mask(case, tensors))
     assert accuracy.judge(case, "forward", out, accuracy.truth(case, tensors))[2] == ""
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, cost, decode, providers, rows
+from fusedattn.bench import attention, calls, cases, cost, decode, providers, rows
 
 import fusedattn as fa
 
@@ -27,10 +27,10 @@ def test_a_cache_and_pages_hold_the_same_keys(page):
         tensors = case.draw("cpu")
         got = providers.cached(page, case, tensors)(*tensors.inputs)
         torch.testing.assert_close(got, fa.reference.attention(*tensors.inputs))
-    with pytest.raises(providers.Unsupported, match="without options"):
+    with pytest.raises(calls.Unsupported, match="without options"):
         providers.cached(page, case._replace(options="softcap=3"), tensors)
     if page is not None:
-        with pytest.raises(providers.Unsupported, match="its keys are no multiple of the page, 16"):
+        with pytest.raises(calls.Unsupported, match="its keys are no multiple of the page, 16"):
             providers.cached(page, case._replace(Sk=40), case._replace(Sk=40).draw("cpu"))
 
 

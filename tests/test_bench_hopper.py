@@ -1,7 +1,7 @@
 """The benchmark of the kernel for Hopper: its table, who wins, what its goals are, and what is not timed."""
 
 import pytest
-from fusedattn.bench import attention, cases, contest, hopper, providers, table, variants
+from fusedattn.bench import attention, calls, cases, contest, hopper, providers, table, variants
 
 import fusedattn as fa
 
@@ -151,7 +151,7 @@ def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     with pytest.raises(ValueError, match="provider: expected one of 128x128s3, .* after fusedattn:hopper/, got 1x1s1"):
         providers.find("fusedattn:hopper/1x1s1")
     other = next(iter(variants.pipelines(cases.TINY_HOPPER[-1])))
-    with pytest.raises(providers.Unsupported, match="it is for another width"):
+    with pytest.raises(calls.Unsupported, match="it is for another width"):
         providers.find(variants.PIPELINE + other)(case, tensors)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusedattn.bench import accuracy, attention, cases, contest, passes, providers, table, variants
+from fusedattn.bench import accuracy, attention, calls, cases, contest, passes, providers, table, variants
 
 from fusedattn import configs, gradients, launch
 
@@ -76,7 +76,7 @@ def test_a_form_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     for name in variants.backwards(case):
         tile = variants.backwards()[name]
         call = providers.find(variants.BACKWARD + name)(case, tensors)
-        step = providers.step("backward", call, tensors)
+        step = calls.step("backward", call, tensors)
         ran.clear()
         result = step()
         assert accuracy.judge(case, "backward", result, truth)[2] == ""

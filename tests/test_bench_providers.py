@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from fusedattn.bench import accuracy, attention, cases, providers, rows, timing
+from fusedattn.bench import accuracy, attention, calls, cases, peers, providers, rows, timing
 
 import fusedattn as fa
 
@@ -126,7 +126,7 @@ def test_dropout_is_asked_for(name, installed):
     case = cases.Case(1, 2, 2, 64, 64, 16, 16, False, "float32", "dropout=0.5")
     tensors = case.draw("cpu")
     if name == "fa4":
-        with pytest.raises(providers.Unsupported, match="it has no dropout"):
+        with pytest.raises(calls.Unsupported, match="it has no dropout"):
             providers.find(name)(case, tensors)
         return
     out = providers.find(name)(case, tensors)(*tensors.inputs)
@@ -139,7 +139,7 @@ def test_one_that_is_not_installed_says_so(name, monkeypatch):
     for module in ("flash_attn", "flash_attn.cute.interface", "xformers.ops"):
         monkeypatch.setitem(sys.modules, module, None)
     case = cases.TINY[0]
-    with pytest.raises(providers.Unsupported, match=f"{providers.PACKAGES[name][0]}.* is not installed"):
+    with pytest.raises(calls.Unsupported, match=f"{peers.PACKAGES[name][0]}.* is not installed"):
         providers.find(name)(case, case.draw("cpu"))
 
 
@@ -159,13 +159,13 @@ def test_a_layout_of_its_own_is_made_before_anything_is_timed(monkeypatch):
 
     case = cases.Case(2, 4, 2, 48, 80, 16, 16, False, "float32")
     tensors = case.draw("cpu")
-    call = providers.Call(attend, by_token=True)
-    with providers.around("forward_backward", call):
-        step = providers.step("forward_backward", call, tensors, bare=True)
+    call = calls.Call(attend, by_token=True)
+    with calls.around("forward_backward", call):
+        step = calls.step("forward_backward", call, tensors, bare=True)
         first, again = step(), step()
     assert seen[-1] == seen[-2] or all(a is b for a, b in zip(seen[-1], seen[-2], strict=True))
     assert [tuple(x.shape) for x in seen[-1]] == [(2, 48, 4, 16), (2, 80, 2, 16), (2, 80, 2, 16)]
-    back = providers.given_back(call, first)
+    back = calls.given_back(call, first)
     assert [x.shape for x in back] == [x.shape for x in tensors[:3]]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -183,10 +183,10 @@ def test_torchs_own_backend_is_chosen_where_a_step_is_run():
 
     call = providers.find("sdpa:math")(case, tensors)._replace(attend=attend)
     assert call.inside.args == (SDPBackend.MATH,)
-    providers.step("forward", call, tensors)()
-    with providers.around("forward", call):
-        providers.step("forward", call, tensors, bare=True)()
-    providers.step("forward", call, tensors, bare=True)()  # outside of it: as torch comes
+    calls.step("forward", call, tensors)()
+    with calls.around("forward", call):
+        calls.step("forward", call, tensors, bare=True)()
+    calls.step("forward", call, tensors, bare=True)()  # outside of it: as torch comes
     assert called == [(False, False), (False, False), (True, True)]
 
 

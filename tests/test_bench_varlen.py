@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from fusedattn.bench import accuracy, attention, cases, cost, providers, rows, varlen
+from fusedattn.bench import accuracy, attention, calls, cases, cost, peers, providers, rows, varlen
 
 import fusedattn as fa
 
@@ -107,7 +107,7 @@ def installed(monkeypatch):
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(providers, "_compiled", lambda attend, tensors: attend)
+    monkeypatch.setattr(peers, "_compiled", lambda attend, tensors: attend)
 
 
 CASES = [
@@ -149,9 +149,9 @@ def test_each_gets_packed_sequences_as_it_wants_them(case, installed):
 def test_flex_attention_is_for_a_gpu_and_jagged_tensors_are_not_causal_on_a_cpu():
     case = cases.TINY_VARLEN[1]
     tensors = case.draw("cpu")
-    with pytest.raises(providers.Unsupported, match="compiled for CUDA only"):
+    with pytest.raises(calls.Unsupported, match="compiled for CUDA only"):
         providers.find("flex+packed")(case, tensors)
-    with pytest.raises(providers.Unsupported, match="No viable backend"):
+    with pytest.raises(calls.Unsupported, match="No viable backend"):
         providers.find("sdpa+packed")(case, tensors)(*tensors.inputs)
 
 
@@ -161,7 +161,7 @@ def test_torch_2_10_says_causal_in_a_word_and_has_no_window(options, right, monk
     case = MIXED._replace(causal=True, options=MIXED.options + options)
     tensors = case.draw("cpu")
     if not right:
-        with pytest.raises(providers.Unsupported, match="no window"):
+        with pytest.raises(calls.Unsupported, match="no window"):
             providers.find("torch:varlen")(case, tensors)
         return
     out = providers.find("torch:varlen")(case, tensors)(*tensors.inputs)
@@ -172,13 +172,11 @@ def test_a_call_gets_real_tokens_alone_and_gives_them_back():
     case = MIXED
     tensors, lengths = case.draw("cpu"), case.lengths("cpu").tolist()
     for by_token in (True, False):
-        call = providers.Call(
-            None, by_token=by_token, packing=providers.find("fusedattn+packed")(case, tensors).packing
-        )
-        query, key, value = providers.taken(call, tensors.inputs)
+        call = calls.Call(None, by_token=by_token, packing=providers.find("fusedattn+packed")(case, tensors).packing)
+        query, key, value = calls.taken(call, tensors.inputs)
         each = torch.cat([tensors.query[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
         assert torch.equal(query, each if by_token else each.transpose(0, 1)[None]) and query.is_contiguous()
-        back = providers.given_back(call, (query, key, value))
+        back = calls.given_back(call, (query, key, value))
         real = case.masks("cpu")["key_mask"][:, None, :, None]
         assert all(torch.equal(x, y * real) for x, y in zip(back, tensors.inputs, strict=True))
 
@@ -202,7 +200,7 @@ def test_offsets_that_are_wrong_are_found(monkeypatch):
     """Also those that are right of all sequences but the last two."""
     case = MIXED
     tensors = case.draw("cpu")
-    truth, right = accuracy.truth(case, tensors), providers._offsets
+    truth, right = accuracy.truth(case, tensors), calls.offsets_of
 
     def off_by_one(packed):
         cu_q, cu_k, *longest = right(packed)
@@ -210,7 +208,7 @@ def test_offsets_that_are_wrong_are_found(monkeypatch):
         cu_k[-2] -= 1
         return cu_q, cu_k, longest[0], longest[1] + 1
 
-    monkeypatch.setattr(providers, "_offsets", off_by_one)
+    monkeypatch.setattr(providers, "offsets_of", off_by_one)
     found = attention.unit(case, "fusedattn+packed", tensors, truth, ("forward", "backward"), "cpu", 0.1)
     assert [columns["status"] for _, _, columns, _ in found] == ["wrong", "wrong"]
 
