@@ -1,6 +1,7 @@
-"""Attention as flash-attn defines it, written out: (B, S, H, D), lower-right, in the dtype of the inputs."""
+"""Attention as flash-attn defines it, (B, S, H, D) and lower-right, in the dtype of the inputs; and its names."""
 
 import math
+import re
 
 import torch
 
@@ -56,3 +57,16 @@ def turned(x, places, cos, sin, interleaved):
     found = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[places.long()][:, None]
     found = torch.stack([found.real, found.imag], -1 if interleaved else -2).flatten(-2)
     return torch.cat([found.to(x.dtype), x[..., 2 * half :]], -1)
+
+
+NOT_THEIRS = re.compile(r"(?<!new )\b(query|key|value|key_cache|value_cache|new_key|new_value|scale|window)\b")
+
+
+def assert_names(error, name):
+    """An error is one line, begins with the name of the argument, and knows no name that flash-attn does not."""
+    assert str(error).startswith(f"{name}: expected ") and "\n" not in str(error)
+    assert not NOT_THEIRS.search(str(error)), error
+
+
+def described(wrong):
+    return f"{wrong.dtype}{tuple(wrong.shape)}" if isinstance(wrong, torch.Tensor) else getattr(wrong, "__name__", None)

@@ -11,8 +11,7 @@ from fusedattn.compat.flash_attn import flash_attn_with_kvcache
 from fusedattn.tolerance import verdict
 
 from .caches import bits
-from .flash import formula, turned
-from .test_compat_flash_attn import assert_names, described
+from .flash import assert_names, described, formula, turned
 
 HKV, D, DV, C = 2, 10, 6, 12
 

@@ -1,0 +1,109 @@
+"""`import flash_attn` after install(), and its padding."""
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from fusedattn.compat import flash_attn as compat
+
+INSTALL = """
+import importlib.util, json, sys
+import fusedattn
+before = importlib.util.find_spec("flash_attn") is None and not [name for name in sys.modules if "flash_attn" in name
+    and not name.startswith("fusedattn.")]
+known = set(sys.modules)
+fusedattn.compat.flash_attn.install()
+first = sys.modules["flash_attn"]
+fusedattn.compat.flash_attn.install()
+added = sorted(set(sys.modules) - known)
+import flash_attn, flash_attn.bert_padding, flash_attn.flash_attn_interface as interface
+from flash_attn import *
+specs = [importlib.util.find_spec(name).name for name in added]
+same = first is flash_attn and interface.flash_attn_func is flash_attn.flash_attn_func is flash_attn_func
+try:
+    import flash_attn.layers.rotary
+except ImportError as error:
+    missing = str(error)
+print(json.dumps(dict(before=before, added=added, specs=specs, same=same, version=flash_attn.__version__,
+    missing=missing)))
+"""
+
+
+def test_install():
+    done = subprocess.run([sys.executable, "-c", INSTALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    assert got["before"] and got["same"]
+    assert got["added"] == got["specs"] == ["flash_attn", "flash_attn.bert_padding", "flash_attn.flash_attn_interface"]
+    assert got["version"].startswith("2.8.") and got["version"].endswith("+fusedattn")
+    assert got["missing"] == "No module named 'flash_attn.layers'"
+
+
+@pytest.fixture
+def without_flash_attn(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed")
+    yield
+    for name in compat._MODULES:
+        sys.modules.pop(name, None)
+
+
+def test_install_holds_all_there_is(without_flash_attn):
+    compat.install()
+    flash_attn, padding = sys.modules["flash_attn"], sys.modules["flash_attn.bert_padding"]
+    functions = [name for name in vars(compat) if name.startswith("flash_attn_")]
+    assert len(functions) == 7
+    for name in functions:
+        assert getattr(flash_attn, name) is getattr(flash_attn.flash_attn_interface, name) is getattr(compat, name)
+    assert flash_attn.bert_padding is padding
+    for name in ("index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"):
+        assert callable(getattr(padding, name))
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash_attn")
+
+
+def test_install_refuses_where_the_real_one_is(without_flash_attn, monkeypatch, tmp_path):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '2.8.3'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"^install: .*flash_attn/__init__.py"):
+        compat.install()
+    assert "flash_attn" not in sys.modules
+    monkeypatch.undo()
+    real = types.ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", real)
+    with pytest.raises(RuntimeError, match="^install: .*imported flash_attn"):
+        compat.install()
+    assert sys.modules["flash_attn"] is real and "flash_attn.bert_padding" not in sys.modules
+
+
+def test_padding():
+    padding = compat._MODULES["flash_attn.bert_padding"]
+    lengths, x = torch.tensor([3, 0, 4]), torch.randn(3, 5, 2, 4, requires_grad=True)
+    mask = (torch.arange(5) < lengths[:, None]).int()
+    packed, indices, cu_seqlens, longest, used = padding.unpad_input(x, mask)
+    assert torch.equal(packed, torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))
+    assert cu_seqlens.tolist() == [0, 3, 3, 7] and cu_seqlens.dtype == used.dtype == torch.int32
+    assert longest == 4 and type(longest) is int and used.tolist() == [3, 0, 4]
+    assert torch.equal(indices, mask.flatten().nonzero().flatten())
+    padded = padding.pad_input(packed, indices, 3, 5)
+    assert torch.equal(padded, x * mask[..., None, None])
+    (grad,) = torch.autograd.grad(padded.sum(), x)
+    assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
+    # Some are kept that are not real, and counted apart.
+    kept = torch.zeros(3, 5, dtype=torch.bool)
+    kept[1, :2] = kept[2, 4] = True
+    packed, _, cu_seqlens, longest, used = padding.unpad_input(x, mask.bool(), kept)
+    assert cu_seqlens.tolist() == [0, 3, 5, 10] and longest == 5 and used.tolist() == [3, 0, 4] and len(packed) == 10
+    assert torch.equal(padding.index_first_axis(x, torch.tensor([2, 0])), x[[2, 0]])
+    put = padding.index_put_first_axis(x[:2], torch.tensor([3, 1]), 4)
+    assert torch.equal(put[[3, 1]], x[:2]) and not put[[0, 2]].any()
