@@ -300,6 +300,21 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
         assert size == len(turns) >= len(taken)
 
 
+def test_no_turn_is_written_where_there_is_no_room(device):
+    """Offsets that fall name more blocks than there are rows for."""
+    from fusedattn import launch
+
+    whole, extents = (torch.full((40, n), -7, dtype=torch.int32, device=device) for n in (2, 4))
+    wrong = torch.tensor([0, 200, 0, 200], dtype=torch.int32, device=device)
+    lengths = dict(OffsetsQ=wrong, OffsetsK=wrong, n=3, q_len=200, k_len=200, most_q=200, most_k=200)
+    for size in (0, 5, 13, 14):
+        whole.fill_(-7)
+        more = dict(Turns=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)
+        launch._run("take_turns", 3, lengths | more, num_warps=4)
+        assert (whole[size:] == -7).all() and (whole[:size] >= 0).all()
+        assert extents.tolist()[:4] == [[0, 200, 0, 200], [200, 0, 200, 0], [0, 200, 0, 200], [-7] * 4]
+
+
 WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 20), (40, 30, 20, 0), (0, 40, 0, 40)]
 
 
