@@ -59,8 +59,8 @@ $(READY): .ci/setup_venv.py pyproject.toml setup.py constraints.txt
 	@$(PYTHON) .ci/setup_venv.py $(PYTHON)
 
 .venv/checkers: $(READY)
-	$(PY) -m pip install -q -c constraints.txt ruff mypy
+	$(PY) -m pip install -q --no-compile -c constraints.txt ruff mypy
 	@touch $@
 
 .triton-%: | $(READY)
-	$(PY) -m pip install -q --no-deps --target $@ triton==$*
+	$(PY) -m pip install -q --no-compile --no-deps --target $@ triton==$*

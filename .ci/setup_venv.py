@@ -13,7 +13,8 @@ import sysconfig
 
 STAMP = ".venv/made-with"  # holds PYTHON; written last, so without it .venv is half made
 VENV_PYTHON = ".venv/bin/python"
-PIP = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "-c", "constraints.txt"]
+# Not compiled: torch has thousands of modules, of which a test run imports few, and those Python then compiles itself.
+PIP = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "-c", "constraints.txt"]
 
 
 def main(python):
