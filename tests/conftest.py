@@ -35,12 +35,35 @@ def _numpy_dtype(kind):
     return _dtypes[name]
 
 
+def _make_tensor(self, handle, kind):
+    """`tensor.__init__` without making the shape anew, of objects, each time: an eighth of it."""
+    shape = kind.shape if kind.is_block() else ()
+    if shape not in _shapes:
+        _tensor_of(self, handle, kind)
+        _shapes[shape] = self.shape, self.numel
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.shape, self.numel = _shapes[shape]
+
+
+def _make_block_type(self, element_type, shape):
+    """`block_type.__init__` likewise: what it finds out about a shape it has found out before."""
+    key = (*shape,)
+    if key not in _block_types:
+        _block_type_of(self, element_type, shape)
+        _block_types[key] = self.shape, self.numel
+    self.element_ty, (self.shape, self.numel) = element_type, _block_types[key]
+    self.name = f"<{self.shape}, {element_type}>"
+
+
 if INTERPRETED and importlib.util.find_spec("triton"):
+    from triton.language import core as language
     from triton.runtime import interpreter as upstream
 
     _dtypes, _dtype_of = {}, upstream._get_np_dtype
     upstream.InterpretedFunction.__call__ = _call_device_function_at_once
     upstream._get_np_dtype = _numpy_dtype
+    _shapes, _tensor_of, language.tensor.__init__ = {}, language.tensor.__init__, _make_tensor
+    _block_types, _block_type_of, language.block_type.__init__ = {}, language.block_type.__init__, _make_block_type
     _careful = upstream.interpreter_builder.options
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
 
