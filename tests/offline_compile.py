@@ -98,7 +98,7 @@ def _hopper_table():
 
 def _packed_table(capability):
     """Rows of packed sequences: their loops are those of the others, what comes before is not."""
-    yield Row("take_turns", capability, "bf16", 64, "packed", configs.Tile(64, None, 4, 1), (0, 1))
+    yield Row("take_turns", capability, "bf16", 128, "packed", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),
         ("forward", 128),
@@ -110,10 +110,10 @@ def _packed_table(capability):
         tiles = configs.tiles(kernel, capability, 2, width)
         yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
     for kernel in ("mark", "list_blocks"):
-        yield Row(kernel, capability, "bf16", 64, "packed all", configs.Tile(64, None, 4, 1), (0, 1))
+        yield Row(kernel, capability, "bf16", 128, "packed all", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel in ("forward", "weights", "dq", "dkdv", "dbias"):
-        tiles = configs.tiles(kernel, capability, 2, 64, "rich")
-        yield Row(kernel, capability, "bf16", 64, "packed all", tiles[0], (0, len(tiles)))
+        tiles = configs.tiles(kernel, capability, 2, 128, "rich")
+        yield Row(kernel, capability, "bf16", 128, "packed all", tiles[0], (0, len(tiles)))
 
 
 def _small_table():
@@ -156,7 +156,7 @@ def table(capabilities=(80, 90)):
         yield from _small_table()
     yield from _packed_table(capabilities[-1])
     for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
-        yield Row(kernel, capability, "bf16", 64, "everything", configs.Tile(64, None, 4, 1), (0, 1))
+        yield Row(kernel, capability, "bf16", 128, "everything", configs.Tile(64, None, 4, 1), (0, 1))
     yield from _cache_table(capabilities)
     others = [kernel for kernel in configs.INTERPRETED if kernel not in configs.ON_CACHES]
     for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
