@@ -6,6 +6,8 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
+unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
+
 .PHONY: help demo test interpreter compile on-gpu benchmarks check gpu bench tune clean
 .NOTPARALLEL:
 

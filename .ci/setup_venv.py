@@ -13,7 +13,7 @@ import sysconfig
 
 STAMP = ".venv/made-with"  # holds PYTHON; written last, so without it .venv is half made
 VENV_PYTHON = ".venv/bin/python"
-# Not compiled: torch has thousands of modules, of which a test run imports few, and those Python then compiles itself.
+# Of the thousands of modules of torch a test run imports few, and those Python compiles when it first does.
 PIP = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "-c", "constraints.txt"]
 
 

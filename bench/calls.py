@@ -71,8 +71,7 @@ def packing_of(case, tensors):
 
 
 def offsets_of(packed):
-    """(cu_seqlens of queries and of keys, their longest lengths), as everybody takes them, the first of whom were
-    flash-attn."""
+    """(cu_seqlens of queries, of keys, the longest of queries, of keys), in flash-attn's order."""
     offsets, longest = packed.offsets.int(), int(packed.lengths.max())
     return offsets, offsets, longest, longest
 

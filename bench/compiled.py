@@ -70,7 +70,8 @@ VARIANTS |= {
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), most_q=LENGTH, most_k=LENGTH),
 }
 ALL = ("everything", "packed all")  # variants with every option
-PAGES = {"contiguous": None, "pages": 256, "small pages": 16, "everything": 16}  # of calls to a cache
+# Of calls to a cache.
+PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
 CAPACITY = {"everything": 256}  # too few keys to share; the others have plenty
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 

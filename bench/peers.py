@@ -1,5 +1,5 @@
-"""Attention by others: torch's SDPA, each backend forced by name, and its function of packed sequences, FlexAttention,
-and flash-attn, FlashAttention-4 and xformers where they are installed.
+"""Attention by others: each backend of torch's SDPA, by name; FlexAttention; torch's own packed sequences; and
+flash-attn, FlashAttention-4 and xformers where they are installed.
 """
 
 import functools

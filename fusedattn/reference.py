@@ -1,4 +1,4 @@
-"""The functions of the package by the naive path alone: what they are right by, in any dtype and on any device."""
+"""The functions of the package, by the naive path alone: in any dtype that computes, and on any device."""
 
 from torch import Tensor
 

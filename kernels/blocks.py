@@ -21,7 +21,7 @@ def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, GRAIN, GRAIN)
     r = down * GRAIN + tl.arange(0, GRAIN)[:, None]
     c = right * GRAIN + tl.arange(0, GRAIN)[None, :]
-    plane, own_rows, own_keys = span.within(extents, plane, rows, keys)
+    plane, own_rows, own_keys = span.within(extents, plane, rows, keys, ())
     own_rows, own_keys = tl.minimum(own_rows, rows), tl.minimum(own_keys, keys)
     exists = (r < own_rows) & (c < own_keys)
     real = hidden.real_rows(masks, plane, r, own_rows)

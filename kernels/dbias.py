@@ -46,7 +46,7 @@ def dbias(
     extents, of `sequences`, of the longest.
     """
     if extents is None:
-        most_q, most_k = q_len, k_len  # that they are the same the compiler cannot know: it is up to 58 registers
+        most_q, most_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
     block, tile, own = span.place_tile(tl.program_id(0), most_q, most_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -63,7 +63,7 @@ def dbias(
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head, ())
         if extents is not None:
-            plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len)
+            plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len, ())
             band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
         kv = span.shared(plane, GROUP)
         real_rows = hidden.real_rows(masks, plane, rows, own_rows)

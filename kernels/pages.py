@@ -9,10 +9,10 @@ from . import span, tiles
 
 
 class Cache(NamedTuple):
-    """Views of K and V (pages, kv heads, PAGE, columns), of lengths (B,), and of a table (B, n) of pages.
+    """Views of K and V (pages, kv heads, rows, columns), of lengths (B,), and of a table (B, n) of pages.
 
-    Without a table the pages are the sequences. Where a sequence has one page, PAGE is None: how long caches are is
-    then no part of what is compiled.
+    Without a table the pages are the sequences. Pages have PAGE rows; it is None where a sequence has one page, by a
+    table or without: how long caches are is then no part of what is compiled.
     """
 
     K: tiles.View

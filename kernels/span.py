@@ -16,7 +16,7 @@ class Sequences(NamedTuple):
 class Packed(NamedTuple):
     """Where a packed sequence begins: its first row and its first key, of so many of all sequences together.
 
-    turn is the one that a program has, or -1.
+    turn is the one that a program has, or ().
     """
 
     row: tl.tensor
@@ -57,7 +57,7 @@ def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def within(extents, plane, q_len, k_len, turn=-1):
+def within(extents, plane, q_len, k_len, turn):
     """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or, with Extents, in all sequences."""
     if extents is None:
         return plane, q_len, k_len

@@ -36,7 +36,7 @@ def _numpy_dtype(kind):
 
 
 def _make_tensor(self, handle, kind):
-    """`tensor.__init__` without making the shape anew, of objects, each time: an eighth of it."""
+    """`tensor.__init__` without the objects that a shape is made of anew at each call, an eighth of the time."""
     shape = kind.shape if kind.is_block() else ()
     if shape not in _shapes:
         _tensor_of(self, handle, kind)
@@ -46,7 +46,7 @@ def _make_tensor(self, handle, kind):
 
 
 def _make_block_type(self, element_type, shape):
-    """`block_type.__init__` likewise: what it finds out about a shape it has found out before."""
+    """`block_type.__init__` without checking and printing a shape again."""
     key = (*shape,)
     if key not in _block_types:
         _block_type_of(self, element_type, shape)
@@ -62,8 +62,10 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     _dtypes, _dtype_of = {}, upstream._get_np_dtype
     upstream.InterpretedFunction.__call__ = _call_device_function_at_once
     upstream._get_np_dtype = _numpy_dtype
-    _shapes, _tensor_of, language.tensor.__init__ = {}, language.tensor.__init__, _make_tensor
-    _block_types, _block_type_of, language.block_type.__init__ = {}, language.block_type.__init__, _make_block_type
+    _shapes, _tensor_of = {}, language.tensor.__init__
+    language.tensor.__init__ = _make_tensor
+    _block_types, _block_type_of = {}, language.block_type.__init__
+    language.block_type.__init__ = _make_block_type
     _careful = upstream.interpreter_builder.options
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
 

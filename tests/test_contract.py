@@ -45,7 +45,7 @@ def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
 @pytest.mark.parametrize("options", [{}, dict(softcap=3.0), dict(sinks=torch.zeros(2))], ids=["plain", "cap", "sinks"])
 @pytest.mark.parametrize("name, value", [("query", "nan"), ("key", "nan"), ("key", "inf")])
 def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backend):
-    """Nor does it reach a row that does not see it."""
+    """Nor does what is wrong with a query or a key reach other rows than those that see it."""
     tensors = {each: torch.ones(1, 2, 40, 16, device=device) for each in ("query", "key", "value")}
     tensors[name][0, 1, 20, 3] = float(value)
     options = {each: x.to(device) if isinstance(x, torch.Tensor) else x for each, x in options.items()}
