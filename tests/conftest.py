@@ -86,6 +86,15 @@ def device(request):
     return request.param
 
 
+@pytest.fixture
+def cuda():
+    """The GPU, where kernels are compiled for it."""
+    triton = pytest.importorskip("triton", reason="kernels need Triton")
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
+    return "cuda"
+
+
 def pytest_runtest_logfinish():
     """A worker of xdist whose GPU takes no more work ends, for another to go on: its next tests would only fail."""
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():

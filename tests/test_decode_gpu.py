@@ -12,7 +12,6 @@ from fusedattn.tolerance import verdicts
 
 from .caches import EVERYTHING, Cached
 from .test_decode import check
-from .test_gpu import cuda  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 DIMS = (16, 40, 64, 80, 128, 160, 256)
@@ -49,7 +48,7 @@ def judged(arguments, held, **options):
 
 
 @pytest.mark.parametrize("number", range(2 * len(DIMS)), ids=lambda number: f"D {DIMS[number // 2]}, {number % 2}")
-def test_head_dimensions(number, cuda, poison):  # noqa: F811
+def test_head_dimensions(number, cuda, poison):
     """Each with two of the four ways that keys may lie."""
     dtype = (torch.bfloat16, torch.float16, torch.float32)[number // 2 % 3]
     judged(*filled(cuda, dim=DIMS[number // 2], dtype=dtype, page=(None, 16, 256, 48)[(number + number // 4 * 2) % 4]))
@@ -57,14 +56,14 @@ def test_head_dimensions(number, cuda, poison):  # noqa: F811
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("rows", [1, 4, 17, 200])
-def test_rows_and_groups(rows, kv_heads, cuda, poison):  # noqa: F811
+def test_rows_and_groups(rows, kv_heads, cuda, poison):
     judged(*filled(cuda, kv_heads=kv_heads, rows=rows, page=64), causal=True)
     judged(*filled(cuda, kv_heads=kv_heads, rows=rows), window=(700, 0), softcap=5.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):  # noqa: F811
+def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     choose = configs.tiles
     here = launch.capability(torch.device(cuda, torch.cuda.current_device()))
     for capability in (80, here):
@@ -82,7 +81,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("page", [None, 16])
-def test_a_graph_replays_with_other_lengths(page, cuda):  # noqa: F811
+def test_a_graph_replays_with_other_lengths(page, cuda):
     """Appended to, turned and read: by its lengths alone, as many tokens as there is room for."""
     case = Cached("graph", page=page, new=1, half=4, causal=True, lengths=(0, 3, 20), sinks=True, dtype=torch.float16)
     captured, eager = case.draw(cuda), case.draw(cuda)
@@ -117,7 +116,7 @@ def test_a_graph_replays_with_other_lengths(page, cuda):  # noqa: F811
     assert captured["cache_seqlens"].tolist() == [30, 33, 50]
 
 
-def test_nothing_is_fetched(cuda):  # noqa: F811
+def test_nothing_is_fetched(cuda):
     case = EVERYTHING._replace(new=2)
     fa.attention_decode(**case.draw(cuda), backend="triton")
     arguments = case.draw(cuda)
@@ -128,7 +127,7 @@ def test_nothing_is_fetched(cuda):  # noqa: F811
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_many_runs_give_the_same_bits(cuda):  # noqa: F811
+def test_many_runs_give_the_same_bits(cuda):
     arguments, _ = filled(cuda, batch=4, keys=20000, page=64)
     first = fa.attention_decode(**arguments, return_lse=True, backend="triton")
     for _ in range(200):
@@ -136,7 +135,7 @@ def test_many_runs_give_the_same_bits(cuda):  # noqa: F811
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_more_sequences_than_a_grid_axis_holds(cuda):  # noqa: F811
+def test_more_sequences_than_a_grid_axis_holds(cuda):
     batch = 70000
     query, keys = (torch.randn(batch, heads, 1, 16, device=cuda, dtype=torch.float16) for heads in (2, 1))
     cache, lengths = torch.zeros(2, batch, 1, 4, 16, device=cuda, dtype=torch.float16), torch.zeros(batch, device=cuda)
@@ -146,7 +145,7 @@ def test_more_sequences_than_a_grid_axis_holds(cuda):  # noqa: F811
 
 
 @pytest.mark.parametrize("page", [None, 64])
-def test_a_pool_beyond_two_to_the_31(page, cuda):  # noqa: F811
+def test_a_pool_beyond_two_to_the_31(page, cuda):
     arguments, held = filled(cuda, batch=2, keys=2**17, page=page)
     buffers = []
     for name in ("key_cache", "value_cache"):  # the last page, or sequence, begins past it

@@ -18,15 +18,6 @@ LENGTHS = (
 )
 
 
-@pytest.fixture
-def cuda():
-    """The GPU, where kernels are compiled for it."""
-    triton = pytest.importorskip("triton", reason="kernels need Triton")
-    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
-        pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
-    return "cuda"
-
-
 def check(case, device):
     tensors, options = case.draw(device)
     got = with_gradients(fa.attention, tensors, options, case.grads, backend="triton")

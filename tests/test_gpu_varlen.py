@@ -26,15 +26,6 @@ LARGE = {
 }
 
 
-@pytest.fixture
-def cuda():
-    """The GPU, where kernels are compiled for it."""
-    triton = pytest.importorskip("triton", reason="kernels need Triton")
-    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
-        pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
-    return "cuda"
-
-
 def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
     """query, key, value, the gradient of the output, cu_seqlens."""
     shapes = (sum(rows), heads[0], dim), *[(sum(keys), heads[1], dim)] * 2
