@@ -50,9 +50,9 @@ def _make_block_type(self, element_type, shape):
     key = (*shape,)
     if key not in _block_types:
         _block_type_of(self, element_type, shape)
-        _block_types[key] = self.shape, self.numel
-    self.element_ty, (self.shape, self.numel) = element_type, _block_types[key]
-    self.name = f"<{self.shape}, {element_type}>"
+        _block_types[key] = self.shape, self.numel, str(self.shape)
+    self.element_ty, (self.shape, self.numel, printed) = element_type, _block_types[key]
+    self.name = f"<{printed}, {element_type}>"
 
 
 if INTERPRETED and importlib.util.find_spec("triton"):

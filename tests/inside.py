@@ -22,6 +22,11 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
     return [torch.randn(s, dtype=dtype, device=device, requires_grad=requires_grad) for s in shapes]
 
 
+def leaves(*tensors):
+    """Copies that gradients are wanted of."""
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
 def same(got, want, atol=2e-6):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=atol)

@@ -8,6 +8,8 @@ import torch
 
 import fusedattn as fa
 
+from .inside import leaves
+
 AXES = {
     "mask": (2, 3),
     "bias": (2, 3),
@@ -20,6 +22,18 @@ AXES = {
 def offsets(lengths, device="cpu"):
     """cu_seqlens of lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def draw_packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torch.float32):
+    """query, key and value of packed sequences, and the gradient of the output."""
+    generator = torch.Generator(device).manual_seed(5)
+    shapes = (sum(rows), heads[0], dims[0]), (sum(keys), heads[1], dims[0]), (sum(keys), heads[1], dims[1])
+    drawn = (
+        torch.randn(shape, generator=generator, device=device).to(dtype)
+        for shape in (*shapes, (sum(rows), heads[0], dims[1]))
+    )
+    *inputs, grad = drawn
+    return *leaves(*inputs), grad
 
 
 def _sliced(option, axes, b, rows, keys):

@@ -9,15 +9,13 @@ import torch.nn.functional as F
 import fusedattn as fa
 import fusedattn.compat.torch as compat
 
+from .inside import leaves
+
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 given, settings = hypothesis.given, hypothesis.settings
 
 LOWEST = torch.finfo(torch.float32).min
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 def results(function, query, key, value, mask, **options):

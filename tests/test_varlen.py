@@ -12,7 +12,8 @@ from fusedattn.compare import with_gradients
 from . import cases
 from .cases import Case
 from .close import assert_close
-from .sequences import attention_varlen, by_sequence, offsets
+from .inside import leaves
+from .sequences import attention_varlen, by_sequence, draw_packed, offsets
 
 # (of rows, of keys): tiles of the interpreter are 32 by 16.
 PACKINGS = [
@@ -98,26 +99,10 @@ def test_one_long_sequence_does_not_make_all_as_long(name, monkeypatch):
     assert_close(got, tensors, options, case.grads, **of)
 
 
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
-def packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torch.float32):
-    """query, key, value and the gradient of the output."""
-    generator = torch.Generator(device).manual_seed(5)
-    shapes = (sum(rows), heads[0], dims[0]), (sum(keys), heads[1], dims[0]), (sum(keys), heads[1], dims[1])
-    drawn = (
-        torch.randn(shape, generator=generator, device=device).to(dtype)
-        for shape in (*shapes, (sum(rows), heads[0], dims[1]))
-    )
-    *inputs, grad = drawn
-    return *leaves(*inputs), grad
-
-
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(5, 3)), dict(dropout_p=0.3, seed=3)], ids=str)
 def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
     rows = keys = (40,) * 3
-    query, key, value, grad = packed(rows, keys, device)
+    query, key, value, grad = draw_packed(rows, keys, device)
     cu = offsets(rows, device)
     results = fa.attention_varlen(query, key, value, cu, cu, return_lse=True, backend="triton", **options)
     grads = torch.autograd.grad(results[0], (query, key, value), grad)
@@ -132,7 +117,7 @@ def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
 @pytest.mark.parametrize("backend", ["triton", "naive"])
 def test_a_sequence_does_not_see_its_neighbours(backend, device, two_passes):
     rows, keys = (20, 33, 9), (17, 40, 16)
-    query, key, value, grad = packed(rows, keys, device)
+    query, key, value, grad = draw_packed(rows, keys, device)
     cu = offsets(rows, device), offsets(keys, device)
 
     def middle(*inputs):
@@ -154,7 +139,7 @@ def test_a_sequence_does_not_see_its_neighbours(backend, device, two_passes):
 @pytest.mark.parametrize("backend", ["triton", "naive"])
 def test_the_longest_may_be_said_or_not(backend, device):
     rows, keys = (5, 0, 20), (9, 3, 12)
-    query, key, value, _ = packed(rows, keys, device)
+    query, key, value, _ = draw_packed(rows, keys, device)
     cu = offsets(rows, device), offsets(keys, device)
     call = dict(return_lse=True, return_weights=True, causal=True, backend=backend)
     want = fa.attention_varlen(query, key, value, *cu, **call)
@@ -174,7 +159,7 @@ def test_the_longest_may_be_said_or_not(backend, device):
     ("rows", "keys"), [((), ()), ((0, 0), (0, 0)), ((0, 0), (3, 0)), ((3, 2), (0, 0)), ((0,), (0,))], ids=str
 )
 def test_nothing(rows, keys, backend, device, poison):
-    query, key, value, grad = packed(rows, keys, device)
+    query, key, value, grad = draw_packed(rows, keys, device)
     results = fa.attention_varlen(
         *(query, key, value, offsets(rows, device), offsets(keys, device)),
         return_lse=True,
@@ -194,7 +179,7 @@ def test_nothing(rows, keys, backend, device, poison):
 
 def test_results_lie_as_the_query_does(device):
     rows = (5, 20)
-    query, key, value, _ = packed(rows, rows, device)
+    query, key, value, _ = draw_packed(rows, rows, device)
     cu = offsets(rows, device)
     for made in (query, query.detach().transpose(0, 1).contiguous().transpose(0, 1)):
         out = {name: fa.attention_varlen(made, key, value, cu, cu, backend=name) for name in ("triton", "naive")}
@@ -209,7 +194,7 @@ TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_blocks_that_are_all_seen_or_not_at_all(tokens, planned, device, two_passes):
     rows, keys = (40, 33), (50, 20)
-    query, key, value, grad = packed(rows, keys, device)
+    query, key, value, grad = draw_packed(rows, keys, device)
     mask = torch.rand(40, 50, device=device) < 0.5
     mask[:, 16:32], mask[:, :16], mask[16:, 32:48] = False, True, True
     lengths = dict(query_mask=sum(rows), key_mask=sum(keys))
@@ -230,7 +215,7 @@ def test_blocks_that_are_all_seen_or_not_at_all(tokens, planned, device, two_pas
 
 
 def test_a_plan_of_tokens_is_refused(device):
-    query, key, value, _ = packed((5, 3), (4, 4), device)
+    query, key, value, _ = draw_packed((5, 3), (4, 4), device)
     tensors = query, key, value, offsets((5, 3), device), offsets((4, 4), device)
     ones = torch.ones(5, 4, dtype=torch.bool, device=device)
     for name, length in (("key_mask", 4), ("query_mask", 5)):
@@ -244,7 +229,7 @@ def test_marks_know_how_long_sequences_are(device):
     from fusedattn import launch
 
     rows, keys = (3, 40), (20, 33)
-    query, key, value, _ = packed(rows, keys, device)
+    query, key, value, _ = draw_packed(rows, keys, device)
     most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), launch.grain(query.device)
     seen = torch.zeros(grain + 53, dtype=torch.bool, device=device)[:53]
     seen[20:] = True
@@ -265,7 +250,7 @@ def test_in_one_pass_too_a_sequence_does_not_see_its_neighbours(bulk, device, mo
         tile = configs.INTERPRETED["one_pass"][0]._replace(bulk=bulk)
         monkeypatch.setitem(configs.INTERPRETED, "one_pass", (tile,))
     rows = keys = (20, 33, 9)
-    query, key, value, grad = packed(rows, keys, device, dtype=torch.float16, dims=(16, 16))
+    query, key, value, grad = draw_packed(rows, keys, device, dtype=torch.float16, dims=(16, 16))
     cu = offsets(rows, device)
 
     def grads(value):
@@ -286,7 +271,7 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
     generator = random.Random(1)
     for count in (1, 3, 70):
         rows, keys = ([generator.choice((0, 1, generator.randint(2, 200))) for _ in range(count)] for _ in range(2))
-        query, key, value, _ = packed(rows, keys, device, (1, 1), (1, 1))
+        query, key, value, _ = draw_packed(rows, keys, device, (1, 1), (1, 1))
         call = checked_packed(Packed(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False)
         size = launch.turns(call, 32, by_keys)
         turns, extents = launch._sequences(call.lengths, 32, by_keys, size)
@@ -326,7 +311,7 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
 
     monkeypatch.setattr(checks_varlen, "apply", lambda *arguments: None)
     rows = keys = (20, 20)
-    query, key, value, grad = (x.detach() for x in packed(rows, keys, device))
+    query, key, value, grad = (x.detach() for x in draw_packed(rows, keys, device))
     cu = torch.tensor(wrong, dtype=torch.int32, device=device)
     slopes, sinks = torch.rand(3, 4, device=device), torch.rand(4, device=device)
     options = dict(causal=True, alibi_slopes=slopes, sinks=sinks) if most is None else dict(causal=True)
@@ -353,99 +338,3 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     gradients.fill(wanted, *incoming, out, weights, stats, call)
     for whole, _ in made:
         assert (whole[0] == 7).all() and (whole[2] == 7).all()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["triton", "naive"])
-def test_compiled_code_knows_no_lengths(backend, device):
-    torch._dynamo.reset()
-
-    def attend(query, key, value, cu_q, cu_k):
-        return fa.attention_varlen(
-            *(query, key, value, cu_q, cu_k), max_seqlen_q=64, max_seqlen_k=64, causal=True, backend=backend
-        )
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch._dynamo.utils.counters.clear()
-    counter = torch._dynamo.utils.counters["stats"]
-    for rows, keys in (((5, 20), (9, 30)), ((33, 4), (5, 6)), ((1, 40), (64, 2))):
-        query, key, value, grad = packed(rows, keys, device)
-        tensors = query, key, value, offsets(rows, device), offsets(keys, device)
-        got, want = (torch.autograd.grad(f(*tensors), (query, key, value), grad) for f in (compiled, attend))
-        torch.testing.assert_close(compiled(*tensors), attend(*tensors))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
-    assert counter["unique_graphs"] == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_operators_pass_opcheck(device):
-    rows, keys = (5, 0, 8), (9, 3, 4)
-    query, key, value, grad = packed(rows, keys, device)
-    bias = torch.randn(3, 1, 8, 9, device=device, requires_grad=True)
-    options = dict(bias=bias, causal=True, softcap=2.0)
-    tokens = dict(key_mask=torch.rand(16, device=device) < 0.8, query_mask=torch.rand(13, device=device) < 0.8)
-    call = checked_packed(
-        Packed(query, key, value, offsets(rows, device), offsets(keys, device), **tokens), options, True
-    )
-    torch.library.opcheck(torch.ops.fusedattn.forward, (*call, True, True, True, False))
-    call = call._make(x.detach() if isinstance(x, torch.Tensor) else x for x in call)
-    out, lse, weights, stats = torch.ops.fusedattn.forward(*call, True, True, True, False)
-    incoming = torch.randn_like(out), torch.randn_like(lse).nan_to_num(0), torch.randn_like(weights)
-    need = [True, True, True, True, False, False]
-    torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
-    torch.library.opcheck(torch.ops.fusedattn.mark, (None, call.key_mask, call.query_mask, call.bias, *call.lengths))
-
-
-@pytest.mark.parametrize("backend", ["triton", "naive"])
-def test_second_derivatives(backend, device):
-    rows, keys = (2, 0, 3), (3, 2, 2)
-    case = Case("", B=3, Sq=3, Sk=3, causal=True, softcap=1.5, bias="pairs", sinks=True, dtype=torch.float32)
-    tensors, options = case.draw(device)
-    inputs = [*(tensors[name] for name in ("query", "key", "value")), options.pop("bias"), options.pop("sinks")]
-
-    def derive(attend):
-        made = leaves(*inputs)
-        query, key, value, bias, sinks = made
-        out, lse, weights = attend(
-            query, key, value, bias=bias, sinks=sinks, return_lse=True, return_weights=True, **options
-        )
-        total = (out * tensors["out"]).sum() + lse[lse > -1e9].square().sum() + weights.pow(3).sum()
-        first = torch.autograd.grad(total, made, create_graph=True)
-        return torch.autograd.grad(sum(x[x.isfinite()].square().sum() for x in first), made)
-
-    got = derive(attention_varlen(rows, keys, backend))
-    for a, b in zip(got, derive(by_sequence(fa.reference.attention, rows, keys)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
-def test_vmap_is_refused_by_the_kernels(device):
-    query, key, value, _ = packed((5, 3), (4, 4), device)
-    cu = offsets((5, 3), device), offsets((4, 4), device)
-
-    def attend(query, backend):
-        return fa.attention_varlen(query, key, value, *cu, max_seqlen_q=5, max_seqlen_k=4, backend=backend)
-
-    several = torch.stack([query.detach(), query.detach() + 1])
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
-        torch.vmap(lambda x: attend(x, "triton"))(several)
-    got = torch.vmap(lambda x: attend(x, "naive"))(several)
-    torch.testing.assert_close(got, torch.stack([attend(x, "naive") for x in several]))
-
-
-def test_a_backend_that_has_no_packed_sequences_says_so():
-    query, key, value, _ = packed((5, 3), (4, 4))
-    with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
-        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)), backend="hopper")
-    with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
-        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(dtype):
-    query, key, value, _ = packed((5, 3), (4, 4))
-    cu = offsets((5, 3)), offsets((4, 4))
-    with torch.autocast("cpu", dtype):
-        got = fa.attention_varlen(query, key, value, *cu)
-    want = fa.attention_varlen(*(x.to(dtype) for x in (query, key, value)), *cu)
-    assert got.dtype == dtype and torch.equal(got, want)
