@@ -363,8 +363,8 @@ class Emulator:
             mbarrier=types.SimpleNamespace(
                 init=init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None
             ),
-            async_copy_global_to_shared=load,
-            async_copy_shared_to_global=store,
+            async_load=load,
+            async_store=store,
             store_wait=store_wait,
             fence_async_shared=fence,
             warpgroup_mma=warpgroup_mma,

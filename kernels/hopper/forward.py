@@ -14,14 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.language.nvidia.hopper.tma import (
-    async_copy_shared_to_global,
-    store_wait,
-    tensor_descriptor,
-)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from .. import schedule, softmax, span, tiles
 from . import ring
+from .copies import async_store
 
 WARPS = gl.constexpr(4)  # of a warpgroup
 
@@ -176,7 +173,7 @@ def _consume(
         shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
         fence_async_shared()
         place = [plane.batch, plane.head, first + g * ROWS, 0]
-        async_copy_shared_to_global(results.Out, place, shared.out.index(g))
+        async_store(results.Out, place, shared.out.index(g))
         store_wait(0)
         if SHARE:
             ring.release(shared.q, n * GROUPS + g)

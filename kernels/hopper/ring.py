@@ -9,7 +9,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared
+
+from .copies import async_load
 
 
 class Ring(NamedTuple):
@@ -37,9 +38,8 @@ def fill(ring, turn, desc, plane, row):
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.free.index(turn % TILES), turn // TILES & 1 ^ 1)
     mbarrier.expect(ring.ready.index(turn % TILES), desc.block_type.nbytes)
-    async_copy_global_to_shared(
-        desc, [plane.batch, plane.head, row, 0], ring.ready.index(turn % TILES), ring.tiles.index(turn % TILES)
-    )
+    place = [plane.batch, plane.head, row, 0]
+    async_load(desc, place, ring.ready.index(turn % TILES), ring.tiles.index(turn % TILES))
 
 
 @gluon.jit

@@ -1,0 +1,11 @@
+"""Copies by the tensor memory accelerator, by the names that Triton 3.8 gave them; before, they had others.
+
+Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
+"""
+
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+if hasattr(tma, "async_load"):
+    async_load, async_store = tma.async_load, tma.async_store
+else:
+    async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
