@@ -37,8 +37,8 @@ class Run:
     def _wrap(self, launcher):
         return lambda *grid_and_all: launcher(*grid_and_all)  # where descriptors are encoded, in Triton's
 
-    def __call__(self, *grid_and_all):
-        self.launch(*grid_and_all)
+    def __call__(self, gridX, gridY, gridZ, stream, function, *rest):
+        self.launch(gridX, gridY, gridZ, stream, function, *rest)
 
 
 class Driver:

@@ -86,7 +86,7 @@ def attention(
     if jagged.is_jagged(query):
         more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return jagged.attend(attention_varlen, arguments, **more)
-    call = checked(arguments)
+    call = checked(arguments)._replace(named=named is not None)
     chosen = backends.choose(call, named)
     again = repeat.learn(tensors, numbers, call, chosen.run) if chosen.run in repeat.REPEATS else None
     if again is not None:
@@ -154,6 +154,7 @@ def attention_varlen(
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
+    call = call._replace(named=backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)
 
@@ -231,6 +232,7 @@ def attention_decode(
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     decode = decode_call.checked(arguments, Arguments(None, None, None, *options))
+    decode = decode._replace(call=decode.call._replace(named=backends.named(backend) is not None))
     out, lse, weights = backends.choose(decode, backend).run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
 
@@ -253,8 +255,8 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     """
     check_plan(Plan(mask, key_mask, query_mask, None))
     device = next(x.device for x in (mask, key_mask, query_mask) if x is not None)
-    marks = None if backends.machine_reasons(device) else ops.mark(rank4(mask), rows(key_mask), rows(query_mask))
-    return Plan(mask, key_mask, query_mask, marks)
+    masks = rank4(mask), rows(key_mask), rows(query_mask), None
+    return Plan(mask, key_mask, query_mask, None if backends.machine_reasons(device) else ops.marks_or_none(masks))
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 import functools
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ from . import configs, decode_ops, naive, ops
 from .call import Arguments, Call
 from .checks import checked, fail
 from .decode_call import Decode
+from .failures import warn_once
+from .private import constant
 
 
 @functools.cache
@@ -40,13 +41,10 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+@constant
 def machine_reasons(device: torch.device) -> tuple[str, ...]:
     """Why Triton kernels cannot run on tensors of a device, whatever the call."""
     return _find_machine_reasons(device)
-
-
-# A constant to the compiler. torch.compiler.assume_constant_result sets the same mark, but imports the compiler.
-machine_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kernel_reasons(call: Call) -> list[str]:
@@ -70,9 +68,10 @@ def _triton_reasons(call: Call) -> list[str]:
         blocks += call.offsets_q.shape[0]  # each sequence begins with a block of its own
     if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
-    return reasons
+    return reasons or ops.failed(call, on_hopper=False)
 
 
+@constant
 def hopper_reasons(device: torch.device) -> tuple[str, ...]:
     """Why the kernel for Hopper cannot run on tensors of a device that other kernels can run on, whatever the call."""
     from . import launch
@@ -84,16 +83,13 @@ def hopper_reasons(device: torch.device) -> tuple[str, ...]:
     return ()
 
 
-hopper_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _hopper_reasons(call: Call) -> list[str]:
     """Why this call cannot take the kernel for Hopper; empty if it can."""
     if reasons := _triton_reasons(call):  # its backward, and weights, are by the universal kernels
         return reasons
     from . import hopper
 
-    return [*hopper_reasons(call.query.device), *hopper.reasons(call)]
+    return [*hopper_reasons(call.query.device), *hopper.reasons(call)] or ops.failed(call, on_hopper=True)
 
 
 class Backend(NamedTuple):
@@ -124,7 +120,7 @@ def _decode_reasons(decode: Decode) -> list[str]:
     batch, heads, rows, _ = decode.query.shape
     if batch * heads * max(rows, decode.added) >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
-    return reasons
+    return reasons or decode_ops.failed(decode)
 
 
 # The same of calls of `attention_decode`: reasons and run take a Decode.
@@ -140,7 +136,6 @@ class _Chosen(threading.local):
 
 
 _chosen = _Chosen()
-_warned: set[str] = set()
 
 
 def check_name(name) -> None:
@@ -171,6 +166,11 @@ def named(name: str | None) -> str | None:
     return name if name is not None else _chosen.name
 
 
+def _on_gpu(call: Call | Decode) -> bool:
+    """Whether kernels may take a call that names no backend: in Triton's interpreter they run only when named."""
+    return call.query.device.type == "cuda"
+
+
 def choose(call: Call | Decode, name: str | None = None) -> Backend:
     """The backend that takes a call: the one named, or else the first that has no reason not to."""
     check_name(name)
@@ -180,14 +180,12 @@ def choose(call: Call | Decode, name: str | None = None) -> Backend:
         if reasons := among[taken].reasons(call):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
         return among[taken]
-    if call.query.device.type != "cuda":
+    if not _on_gpu(call):
         return among["naive"]
     taken = next(name for name, known in among.items() if known.waits is None and not known.reasons(call))
     if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
         for reason in among["triton"].reasons(call):
-            if reason not in _warned:
-                _warned.add(reason)
-                warnings.warn(f"fusedattn takes the naive path: {reason}", stacklevel=3)
+            warn_once(reason, f"the naive one, since {reason}", stacklevel=3)
     return among[taken]
 
 
@@ -228,7 +226,7 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
             reasons[name].append(known.waits)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
-    elif call.query.device.type != "cuda":
+    elif not _on_gpu(call):
         taken, why = "naive", "the tensors are not on a GPU and no backend is named"
     else:
         taken = next(name for name, sentences in reasons.items() if not sentences)

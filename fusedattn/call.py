@@ -74,7 +74,8 @@ class Call(NamedTuple):
     broadcast to (n, Hq, most_q, most_k), of the longest. They count from the start of each sequence, as rows and keys
     do in all that is said above. most is None where nobody needs it.
 
-    in_order: its gradients have the same bits each time, also where torch is not told to want that of all.
+    in_order: its gradients have the same bits each time, also where torch is not told to want that of all. named: the
+    caller named the backend, and no other may take it.
     """
 
     query: Tensor
@@ -99,6 +100,7 @@ class Call(NamedTuple):
     most_q: int | None = None
     most_k: int | None = None
     in_order: bool = False
+    named: bool = False
 
     @property
     def lengths(self) -> Lengths | None:

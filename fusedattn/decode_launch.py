@@ -63,12 +63,23 @@ def splits(decode: Decode, programs, tile):
     return configs.splits(programs, cdiv(_seen(decode), tile.keys), many)
 
 
+def _rows_of_a_tile(decode: Decode) -> int:
+    """Rows that read one kv head: those of all its query heads."""
+    return decode.query.shape[2] * (decode.query.shape[1] // decode.key_cache.shape[1])
+
+
+def failed(decode: Decode):
+    """Why one of the kernels of a call to a cache is known not to run; None if none is."""
+    reading = configs.decoder(_rows_of_a_tile(decode)), "merge"
+    return launch.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
+
+
 def attend(out, lse, decode: Decode):
     """Fill out, and lse unless it is empty."""
     call = decode.call
     batch, heads, rows, _ = call.query.shape
     kv_heads = decode.key_cache.shape[1]
-    packed = rows * (heads // kv_heads)
+    packed = _rows_of_a_tile(decode)
     band = views.band(call)
     common = dict(q_len=rows, left=band["left"], right=band["right"], TOP_LEFT=call.top_left)
     common |= dict(Q=views.of(call.query), GROUP=heads // kv_heads, PRECISION=views.precision(call.query.dtype))

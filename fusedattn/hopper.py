@@ -11,6 +11,7 @@ from . import configs, views
 from .call import Call
 from .configs import Pipeline
 from .kernels.tiles import width
+from .private import has_storage
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
@@ -39,7 +40,7 @@ def _aligned(tensor: Tensor) -> bool:
 
     That is inside the compiler, under functorch's transforms, of fake tensors. The operator looks again.
     """
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not torch._C._has_storage(tensor):
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not has_storage(tensor):
         return True
     return tensor.data_ptr() % 16 == 0
 

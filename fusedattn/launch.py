@@ -6,9 +6,10 @@ import threading
 
 import torch
 from triton import cdiv, knobs
+from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from . import configs, hopper, views
+from . import configs, failures, hopper, launcher, views
 from .call import Call
 from .kernels import append, backward, blocks, dbias, decode, dkdv, dq, merge, sequences
 from .kernels import forward as attention
@@ -51,13 +52,33 @@ def _device(tensor):
     return tensor.device if recorder is None else recorder.device
 
 
-def _run(name, programs, arguments, **options):
-    """Run one kernel, or have it recorded."""
-    kernel, recorder = KERNELS[name], _recorder()
-    if recorder is None:
+def _run(name, programs, arguments, device, kind=None, last=True, **options):
+    """Run one kernel, or have it recorded.
+
+    Args:
+        kind: what calls share whose kernel fails where this one does; by default all on the device do.
+        last: whether there is no smaller tile to try.
+    Raises: Unusable for a kernel that does not compile or load; OutOfResources for a tile that is not the last.
+    """
+    kernel, recorder, compiled = KERNELS[name], _recorder(), None
+    if not interpreting():
+        kind = failures.kind(name, device) if kind is None else kind
+        if (why := failures.known(kind)) is not None:
+            raise why
+        options["enable_fp_fusion"] = True  # kernels are written for it, and from 3.10 on it is not the default
+        try:
+            compiled = launcher.load(kernel, programs, arguments, options)
+        except Exception as error:  # whatever Triton raises here is why the kernel is not to be had
+            if "out of memory" in str(error) or (isinstance(error, OutOfResources) and not last):
+                raise  # which may be otherwise another time, or for another tile
+            raise failures.remember(kind, error) from error
+    if recorder is not None:
+        recorder.add(kernel, compiled, programs, arguments, options)
+    elif compiled is None:
         kernel[(programs,)](**arguments, **options)
     else:
-        recorder.add(kernel, programs, arguments, options)
+        stream = driver.active.get_current_stream(device.index)
+        launcher.launched(compiled)(programs, stream, [arguments[name] for name in kernel.arg_names])
 
 
 @functools.cache
@@ -112,7 +133,8 @@ def widest(call):
 def _kind(name, call):
     query = call.query
     few = views.sizes(call)[2] <= configs.FEW_ROWS and name in ("forward", "dq")
-    return name, _device(query), query.dtype, widest(call), _load(call), configs.narrow(call.left, call.right) or few
+    narrow = configs.narrow(call.left, call.right) or few
+    return failures.kind(name, _device(query), query.dtype, widest(call), _load(call), narrow)
 
 
 def _load(call):
@@ -147,22 +169,22 @@ def run_tiled(name, call, programs, arguments, more=None):
     Args:
         programs: of a tile, how many there are to run. more: of a tile, what arguments there are besides.
     """
-    tiles, recorder = candidates(name, call), _recorder()
-    with surroundings(_device(call.query)):
+    tiles, recorder, device, kind = candidates(name, call), _recorder(), _device(call.query), _kind(name, call)
+    with surroundings(device):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
             before = None if recorder is None else recorder.position()
             sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
             if more is not None:
                 sizes |= more(tile)
             try:
-                _run(name, programs(tile), arguments | sizes, num_warps=tile.warps, num_stages=tile.stages)
+                options = dict(num_warps=tile.warps, num_stages=tile.stages)
+                _run(name, programs(tile), arguments | sizes, device, kind, last=not left, **options)
                 return
             except OutOfResources:
                 if not left:
                     raise
                 if recorder is not None:
                     recorder.back(before)  # the lists of this tile
-                kind = _kind(name, call)
                 # Counted from the end: another thread may have come as far meanwhile.
                 _too_large[kind] = len(_tiles(kind)) - left
 
@@ -220,7 +242,7 @@ def mark(mask, key_mask, query_mask, bias, lengths, grain):
         )
         with surroundings(_device(marks)):
             arguments |= dict(extents=extents(lengths) if packed else None)
-            _run("mark", marks.numel(), arguments, num_warps=4)
+            _run("mark", marks.numel(), arguments, _device(marks), num_warps=4)
     return marks
 
 
@@ -255,7 +277,7 @@ def _sequences(lengths, block, by_keys=False, count=0):
         CHUNK=64 if interpreting() else 1024,
     )
     if batch:
-        _run("take_turns", batch, arguments, num_warps=4)
+        _run("take_turns", batch, arguments, _device(found.extents), num_warps=4)
     return found
 
 
@@ -290,7 +312,7 @@ def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
             BY_KEYS=by_keys,
             CHUNK=256,
         )
-        _run("list_blocks", batches * planes * length, arguments, num_warps=4)
+        _run("list_blocks", batches * planes * length, arguments, _device(lists), num_warps=4)
     return views.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
@@ -314,6 +336,18 @@ def walks(call, marks, grain, tile, by_keys=False):
     )
 
 
+def failed(call: Call, names) -> "failures.Unusable | None":
+    """Why one of these kernels, or of those that go before them, is known not to run for a call; None if none is."""
+    device = _device(call.query)
+    kinds = [failures.kind(name, device) if name == "hopper" else _kind(name, call) for name in names]
+    reads_caches = names[0] in configs.ON_CACHES
+    if not reads_caches and (call.marks is not None or any(x is not None for x in call.hiding)):
+        kinds += [failures.kind(name, device) for name in ("mark", "list_blocks")]
+    if call.lengths is not None:
+        kinds.append(failures.kind("take_turns", device))
+    return next((why for why in map(failures.known, kinds) if why is not None), None)
+
+
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, with the kernels of its backward."""
     names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), *backward]
@@ -330,7 +364,7 @@ def _forward_on_hopper(out, lse, stats, call):
     registers, *_ = configs.REGISTERS[taken.warpgroups]
     with surroundings(device):
         programs = hopper.programs(call, taken, multiprocessors(device))
-        _run("hopper", programs, arguments, num_warps=4, maxnreg=registers)
+        _run("hopper", programs, arguments, device, num_warps=4, maxnreg=registers)
     if target is not out:
         out.copy_(target)
 

@@ -11,6 +11,7 @@ from .call import DIFFERENTIABLE, Call, autocasting
 from .decode_call import Decode
 from .layout import arrange
 from .padded import joined, packed, padded, parts
+from .private import transforms_active
 
 BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
 
@@ -210,7 +211,7 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     tensors = (x for x in call if isinstance(x, Tensor))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
-    if needs_grad and not torch._C._are_functorch_transforms_active():
+    if needs_grad and not transforms_active():
         parts = [
             checkpoint(_block_of, *span, need_lse, *call, use_reentrant=False, preserve_rng_state=False)
             for span in spans

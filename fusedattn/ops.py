@@ -4,19 +4,23 @@ Operators are opaque to the compiler: a schema, an implementation for CUDA and f
 fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from . import naive
+from . import fallback, naive
 from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths
+from .failures import Unusable, any_known, take_next
 from .layout import dense
+from .private import forward_mode, has_storage, transforms_active
 
 _CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
     "Tensor? offsets_q, Tensor? offsets_k, "
     "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? most_q, SymInt? most_k, bool in_order"
+    "SymInt? most_q, SymInt? most_k, bool in_order, bool named"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does
@@ -65,8 +69,16 @@ def _forward(*arguments):
     if out.numel():
         from . import launch  # the first call imports Triton, nothing before it does
 
-        filled = [x if x.numel() else None for x in rest]
-        launch.forward(out, *filled, Call(*arguments[:-_AFTER]), arguments[-1])
+        filled, call = [x if x.numel() else None for x in rest], Call(*arguments[:-_AFTER])
+        for on_hopper in (True, False) if arguments[-1] else (False,):
+            try:
+                launch.forward(out, *filled, call, on_hopper)
+                break
+            except Unusable as why:
+                if on_hopper:
+                    take_next(why, call.named)
+                else:
+                    fallback.forward(results, call, why)
     return results
 
 
@@ -77,7 +89,7 @@ def _backward(*arguments):
         for grad in grads:
             grad.zero_()
         return grads
-    from . import gradients
+    from . import gradients, launch
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
@@ -85,7 +97,12 @@ def _backward(*arguments):
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
     wanted = [grad if grad.numel() else None for grad in grads]
     call = Call(*arguments[_BEFORE:-1])
-    gradients.fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
+    try:
+        if (why := launch.failed(call, ["forward", *["weights"] * (weights.dim() == 4)])) is not None:
+            raise why  # the forward was computed by the naive path, and there are no stats
+        gradients.fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
+    except Unusable as why:
+        fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
     return grads
 
 
@@ -227,8 +244,8 @@ class Backward(torch.autograd.Function):
 
 def backward(*arguments):
     """`Backward.apply`; it raises for a second derivative that nothing would come of."""
-    batched = any(x is not None and not torch._C._has_storage(x) for x in arguments[:3])
-    if batched and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    batched = any(x is not None and not has_storage(x) for x in arguments[:3])
+    if batched and torch.is_grad_enabled() and not transforms_active():
         raise NotImplementedError("fusedattn: is_grads_batched with create_graph needs backend='naive', or torch.func")
     return Backward.apply(*arguments)
 
@@ -260,7 +277,7 @@ def _attend(
     inputs = [x for x in call[:DIFFERENTIABLE] if isinstance(x, Tensor)]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # Neither of these shows in requires_grad.
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    transformed = transforms_active() or forward_mode()
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
@@ -269,7 +286,7 @@ def _attend(
         masks = call.hiding
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if call.marks is None and not transformed and any(x is not None for x in masks):
-            call = call._replace(marks=mark(*masks, lengths=call.lengths))
+            call = call._replace(marks=marks_or_none(masks, call.lengths))
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
         out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, False, on_hopper)
@@ -296,6 +313,27 @@ def mark(
     """The marks of a Plan of these masks, in the form that a Call has them; a bias of -inf hides as well."""
     bias = None if bias is None else bias.detach()
     return torch.ops.fusedattn.mark(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
+
+
+def marks_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
+    """`mark`; None where its kernel does not compile or load on this machine, which a call will say."""
+    try:
+        mask, key_mask, query_mask, bias = masks
+        return mark(mask, key_mask, query_mask, bias, lengths)
+    except Unusable:
+        return None
+
+
+def failed(call: Call, on_hopper: bool) -> list[str]:
+    """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
+    if not any_known() or torch.compiler.is_compiling():
+        return []
+    from . import gradients, launch
+
+    need = [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
+    backward = gradients.passes(call, need) if torch.is_grad_enabled() and any(need) else ()
+    names = ["hopper" if on_hopper else "forward", *backward]
+    return [str(why)] if (why := launch.failed(call, names)) is not None else []
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:

@@ -6,8 +6,6 @@ the addresses: to repeat a call is to put these into their places.
 """
 
 import contextlib
-import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -15,16 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
-from triton import knobs
-from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from . import hopper, launch
+from . import hopper, launch, launcher
 from .kernels.tiles import View
-
-# Of (shape, strides, dtype), on the device that is current: in half the time that a tensor's own method takes.
-EMPTY = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}
+from .private import EMPTY, current_device, storage
 
 
 class New(NamedTuple):
@@ -59,7 +52,7 @@ class Recipe(NamedTuple):
 
     def run(self, given: Sequence) -> list:
         """Do it; returns the given tensors and the made ones, in one list."""
-        if self.interpreted or (self.kind == "cuda" and torch._C._cuda_getDevice() != self.device.index):
+        if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
         return self._run(given)
@@ -80,66 +73,6 @@ class Recipe(NamedTuple):
             for index, value in others:
                 arguments[index] = value(tensors)
             run(programs, stream, arguments)
-
-
-def _rebased(descriptor, tensor):
-    """A descriptor of another tensor."""
-    return dataclasses.replace(descriptor, base=tensor)
-
-
-class _Encoded:
-    """What the driver makes of a descriptor, of tensors that differ in their address alone: it stays what it is."""
-
-    MOST = 256
-
-    def __init__(self, descriptor, metadata):
-        self.descriptor, self.metadata = descriptor, metadata
-        self.known: dict[int, Any] = {}
-
-    def __call__(self, tensor):
-        address = tensor.data_ptr()
-        found = self.known.get(address)
-        if found is None:
-            if len(self.known) >= self.MOST:
-                self.known.clear()
-            found, *_ = nvidia.make_tensordesc_arg(_rebased(self.descriptor, tensor), self.metadata)
-            self.known[address] = found
-        return found
-
-
-def _without_encoding(kernel):
-    """The launcher of a compiled kernel less the function that encodes descriptors each time; None if it is not known.
-
-    That is how Triton 3.6 and 3.7 have it.
-    """
-    wrapped = getattr(kernel.run, "launch", None)
-    names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
-    known = "launcher" in names and hasattr(nvidia, "make_tensordesc_arg")
-    if not (known and getattr(kernel.metadata, "tensordesc_meta", None)):
-        return None
-    plain = copy.copy(kernel.run)
-    plain.launch = wrapped.__closure__[names.index("launcher")].cell_contents
-    return plain
-
-
-def _compiled(kernel, run):
-    """launch(programs, stream, arguments) of a compiled kernel, by its own `run`: what Triton's launch ends in.
-
-    What that does before, 10 us of it, finds the kernel by the arguments. Hooks, such as a profiler's, are called.
-    """
-    function, packed = kernel.function, kernel.packed_metadata
-    hooks = knobs.runtime
-
-    def launched(programs, stream, arguments):
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # A chain of hooks, empty or not, or one; or None.
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            metadata = kernel.launch_metadata((programs, 1, 1), stream, *arguments)
-            run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
-        else:
-            run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
-
-    return launched
 
 
 def _interpreted(kernel, options, views):
@@ -163,7 +96,7 @@ class Recorder:
         self.made: list[New] = []
         self.steps: list[Step] = []
         self.tensors = list(given)  # kept, so that no storage is used again
-        self.numbers = {_storage(x): number for number, x in enumerate(given) if x is not None}
+        self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
 
     def __enter__(self):
         self._within = contextlib.ExitStack()
@@ -176,7 +109,7 @@ class Recorder:
 
     def make(self, tensor: Tensor) -> Tensor:
         """A tensor of the recipe's own, as it will be made."""
-        self.numbers[_storage(tensor)] = len(self.tensors)
+        self.numbers[storage(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         self.made.append(New(tuple(tensor.shape), tensor.stride(), tensor.dtype))
         return tensor
@@ -190,22 +123,22 @@ class Recorder:
         steps, made = position
         del self.steps[steps:]
         for tensor in self.tensors[len(self.tensors) - len(self.made) + made :]:
-            del self.numbers[_storage(tensor)]
+            del self.numbers[storage(tensor)]
         del self.tensors[len(self.tensors) - len(self.made) + made :]
         del self.made[made:]
 
     def number(self, tensor: Tensor | None) -> int | None:
         """The place of a tensor among those that `Recipe.run` returns."""
-        return None if tensor is None else self.numbers[_storage(tensor)]
+        return None if tensor is None else self.numbers[storage(tensor)]
 
-    def add(self, kernel, programs: int, arguments: dict, options: dict) -> None:
+    def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
+        """Keep a launch of a kernel: of what it is compiled to, or if that is None of the interpreted one."""
         values: list = []
         views: list[tuple] = []
         others: list[tuple] = []
-        compiled = None if launch.interpreting() else kernel.warmup(grid=(programs,), **arguments, **options)
-        described = any(map(hopper.is_descriptor, arguments.values()))
-        plain = _without_encoding(compiled) if described and compiled is not None else None
-        encodings = iter(() if plain is None else compiled.metadata.tensordesc_meta)  # type: ignore[union-attr]
+        described = [value for value in arguments.values() if hopper.is_descriptor(value)]
+        encoders = launcher.encoders(compiled, described, self.device) if described and compiled is not None else None
+        encoding = iter(encoders or ())
         for value in (arguments[name] for name in kernel.arg_names):
             index = len(values)
             if isinstance(value, View):
@@ -213,12 +146,8 @@ class Recorder:
                 values.append(None)
             elif hopper.is_descriptor(value):
                 number = self._number(value.base)
-                if plain is None:
-                    encode: Callable = functools.partial(_rebased, value)
-                    values.append(None)
-                else:
-                    encode = _Encoded(value, next(encodings))
-                    values += [None, *value.shape, *value.strides]
+                encode = next(encoding, None) or functools.partial(launcher.rebased, value)
+                values += [None] if encoders is None else [None, *value.shape, *value.strides]
                 others.append((index, lambda tensors, encode=encode, number=number: encode(tensors[number])))
             elif (place := self._place(value)) is not None:
                 others.append((index, place))
@@ -228,15 +157,15 @@ class Recorder:
         if compiled is None:
             run = _interpreted(kernel, options, views)
         else:
-            run = _compiled(compiled, compiled.run if plain is None else plain)
+            run = launcher.launched(compiled, encodes=encoders is None)
         self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
 
     def _number(self, tensor):
         """`number` of a tensor in an argument: one that is not known is a buffer of the launches' own."""
         assert tensor.storage_offset() == 0, "a place in a recipe is the beginning of a tensor"
-        if _storage(tensor) not in self.numbers:
+        if storage(tensor) not in self.numbers:
             self.make(tensor if tensor._base is None else tensor._base)
-        return self.numbers[_storage(tensor)]
+        return self.numbers[storage(tensor)]
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
         """What an argument is of all tensors; None if it is of none."""
@@ -254,7 +183,3 @@ class Recorder:
 
     def recipe(self) -> Recipe:
         return Recipe(self.device, self.device.type, launch.interpreting(), tuple(self.made), tuple(self.steps))
-
-
-def _storage(tensor):
-    return tensor.untyped_storage()._cdata

@@ -10,14 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, float32, strided
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
-from torch._C._dynamo.guards import TensorGuards
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import ops
 from .call import DIFFERENTIABLE, Call, asked_in_order, rank4, rows, seed_tensor
+from .failures import Unusable
+from .private import (
+    TensorGuards,
+    any_autocast,
+    can_replay,
+    dispatch_modes,
+    forward_mode,
+    has_storage,
+    tracing,
+    transforms_active,
+)
 
 MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
 MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
@@ -59,7 +67,7 @@ def forget() -> None:
 
 def _watched() -> bool:
     """Whether something must see what is computed as operators of torch."""
-    return is_compiling() or _len_torch_dispatch_stack() != 0 or _are_functorch_transforms_active()
+    return is_compiling() or dispatch_modes() != 0 or transforms_active()
 
 
 def _usual(numbers: tuple) -> bool:
@@ -97,7 +105,7 @@ def _aligned(tensors: tuple) -> bool:
 
 def _in_memory(tensors: tuple) -> bool:
     """Whether ordinary tensors are what lies in memory: not wrappers of others, nor views that negate it."""
-    return all(torch._C._has_storage(x) and not x.is_neg() for x in tensors)
+    return all(has_storage(x) and not x.is_neg() for x in tensors)
 
 
 def _precision(tensor: Tensor) -> str | None:
@@ -107,7 +115,7 @@ def _precision(tensor: Tensor) -> str | None:
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
     """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
-    if _watched() or _get_tracing_state() is not None or forward_ad._current_level >= 0:
+    if _watched() or tracing() or forward_mode():
         return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
     given: tuple = (query, key, value)
@@ -122,14 +130,14 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
 
 
 def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Kind | None:
-    if torch._C._is_any_autocast_enabled() or not _in_memory(given) or not _aligned(given):
+    if any_autocast() or not _in_memory(given) or not _aligned(given):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
     return Kind(*most, tuple(facts))
 
 
 def _remember(given: tuple, most: tuple, repeated: "Repeated") -> None:
-    if len(set(map(id, given))) < len(given):
+    if TensorGuards is None or len(set(map(id, given))) < len(given):
         return  # guards want each tensor to be another
     # Guards compare what dispatches too: autocast, and what wraps or negates a tensor, make it another.
     guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -163,7 +171,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeate
 
     None if it is of no kind, or of one that was met less than MEETINGS times.
     """
-    split = _split(tensors, numbers)
+    split = _split(tensors, numbers) if can_replay else None
     if split is None or call.query is not tensors[0]:
         return None
     given, most = split
@@ -176,7 +184,11 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeate
     if _met[kind] < MEETINGS:
         return None
     del _met[kind]
-    _known[kind] = repeated = Repeated(call, numbers, run is ops.run_on_hopper)
+    try:
+        repeated = Repeated(call, numbers, run is ops.run_on_hopper)
+    except Unusable:
+        return None  # the long way says so, and takes another
+    _known[kind] = repeated
     _remember(given, most, repeated)
     return repeated
 
@@ -259,7 +271,11 @@ class Repeated:
         if kind not in self.backwards:
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
-            self.backwards[kind] = self._backward(given, need)
+            try:
+                self.backwards[kind] = self._backward(given, need)
+            except Unusable:
+                forget()  # the next forward is better computed as its backward has to be
+                return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         recipe, places = self.backwards[kind]
         made = recipe.run(given)
         return [None if place is None else made[place] for place in places]

@@ -117,11 +117,10 @@ def poison(monkeypatch):
 
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
-    if importlib.util.find_spec("triton"):
-        from fusedattn import recipe
+    from fusedattn import private
 
-        for name, make in recipe.EMPTY.items():
-            monkeypatch.setitem(recipe.EMPTY, name, poisoned(make))
+    for name, make in private.EMPTY.items():
+        monkeypatch.setitem(private.EMPTY, name, poisoned(make))
 
 
 @pytest.fixture
@@ -168,8 +167,9 @@ def at_once(monkeypatch):
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """A test draws what it would draw alone, and repeats no call of another, which may have changed the tiles."""
-    from fusedattn import repeat
+    from fusedattn import failures, repeat
 
     torch.manual_seed(0)
     repeat.forget()
+    failures.forget()
     monkeypatch.setattr(repeat, "MEETINGS", 1)  # a call is made once in most tests

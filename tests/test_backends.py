@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import backends
+from fusedattn import backends, failures
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
@@ -71,14 +71,14 @@ def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
         device = torch.device("cuda")
 
     call = backends.checked(backends.Arguments(*draw()))._replace(query=Pretender())
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
     for reasons, expected in ((["too old"], 1), (["too old"], 0), (["too old", "too wide"], 1), ([], 0)):
         table = {**backends.BACKENDS, "triton": backends.BACKENDS["triton"]._replace(reasons=lambda _, r=reasons: r)}
         monkeypatch.setattr(backends, "BACKENDS", table)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert backends.choose(call).name == ("naive" if reasons else "triton")
-        assert len(caught) == expected and all("takes the naive path" in str(w.message) for w in caught)
+        assert len(caught) == expected and all("takes a slower path: the naive one" in str(w.message) for w in caught)
 
 
 def test_without_triton_the_reason_says_so():

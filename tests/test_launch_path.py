@@ -1,5 +1,7 @@
 """The host's part of a call of the kernels: launches that repeat earlier ones, and how long they take."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -7,11 +9,12 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import absent, launch_path, rows
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn import configs, hopper, launch, ops, recipe, repeat
+from fusedattn import configs, hopper, launch, launcher, ops, repeat
 from fusedattn.call import Arguments
 from fusedattn.checks import checked
 
@@ -60,7 +63,8 @@ class Launches:
         described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
         for value in arguments:
             if hopper.is_descriptor(value):
-                yield from make_tensordesc_arg(value, next(described))
+                unused = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+                yield from make_tensordesc_arg(value, next(described), *unused)
             else:
                 yield value
 
@@ -138,15 +142,29 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options):
     assert [x[0] for x in arguments if isinstance(x, tuple)] == ["given [0]", "given [1]", "given [2]", "made"]
 
 
+# What another version of Triton may have: {what: (where, name, value)}.
+OTHER_FORMS = {
+    "a function with another parameter": (nvidia, "make_tensordesc_arg", lambda a, b, c, d: [a]),
+    "no function": (nvidia, "make_tensordesc_arg", None),
+    "more arguments for a descriptor": (nvidia, "make_tensordesc_arg", lambda a, b: [a, *a.shape, *a.strides, 0]),
+    "a wrapper without a launcher": (launcher, "_launcher_of", lambda run: None),
+    "another run": (launcher, "_RUN_NOW", ("grid", "stream")),
+}
+
+
 @compiled
-def test_descriptors_are_passed_on_where_it_is_not_known_how_triton_encodes_them(monkeypatch):
-    monkeypatch.setattr(recipe, "_without_encoding", lambda kernel: None)
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_what_is_not_known_of_triton_is_left_to_its_own_launch(form, monkeypatch):
+    where, name, value = OTHER_FORMS[form]
+    if name == "_RUN_NOW":
+        monkeypatch.setattr(launcher, "_RUN", ("grid",))
+    monkeypatch.setattr(where, name, value)
     test_the_kernel_for_hopper_is_launched_again_with_other_tensors({})
 
 
 @compiled
 def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(recipe._Encoded, "MOST", 3)
+    monkeypatch.setattr(launcher.Encoded, "MOST", 3)
     seen = Launches()
     with absent.gpu(load=seen.load):
         kept = [draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16) for _ in range(9)]
@@ -155,7 +173,7 @@ def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
         (repeated,) = repeat._known.values()
     (step,) = repeated.forward.steps
     encoded = [cell.cell_contents for _, place in step.others for cell in place.__closure__ or ()]
-    encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, recipe._Encoded)]
+    encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, launcher.Encoded)]
     assert [len(x.known) <= 3 for x in encoded] == [True] * 4
 
 

@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 # Imports go one way: nothing in this table imports what is not in it, the public names and what is built on them.
 CORE = {
+    "private": set(),
+    "failures": set(),
     "call": set(),
     "checks": {"call"},
     "packing": set(),
@@ -25,20 +27,23 @@ CORE = {
     "philox": set(),
     "decode_call": {"call", "checks"},
     "decode_naive": {"call", "decode_call", "layout"},
-    "naive": {"call", "decode_call", "decode_naive", "layout", "padded", "philox"},
+    "naive": {"call", "decode_call", "decode_naive", "layout", "padded", "philox", "private"},
+    "fallback": {"call", "decode_call", "decode_naive", "failures", "naive", "private"},
     "reference": {"call", "checks", "checks_varlen", "decode_call", "jagged", "naive"},
     "configs": set(),
     "interpreter": set(),
     "views": {"configs", "kernels"},
     "decode_launch": {"configs", "decode_call", "kernels", "launch", "views"},
-    "decode_ops": {"call", "decode_call", "decode_launch", "decode_naive", "layout", "naive"},
-    "hopper": {"call", "configs", "kernels", "views"},
-    "launch": {"call", "configs", "hopper", "interpreter", "kernels", "views"},
-    "recipe": {"hopper", "kernels", "launch"},
+    "decode_ops": {"call", "decode_call", "decode_launch", "decode_naive", "failures", "fallback", "layout", "naive"},
+    "hopper": {"call", "configs", "kernels", "private", "views"},
+    "launcher": set(),
+    "launch": {"call", "configs", "failures", "hopper", "interpreter", "kernels", "launcher", "views"},
+    "recipe": {"hopper", "kernels", "launch", "launcher", "private"},
     "gradients": {"call", "configs", "launch", "packing", "views"},
-    "ops": {"call", "gradients", "launch", "layout", "naive"},
-    "repeat": {"call", "gradients", "launch", "ops", "recipe"},
-    "backends": {"call", "checks", "configs", "decode_call", "decode_ops", "hopper", "launch", "naive", "ops"},
+    "ops": {"call", "failures", "fallback", "gradients", "launch", "layout", "naive", "private"},
+    "repeat": {"call", "failures", "gradients", "launch", "ops", "private", "recipe"},
+    "backends": {"call", "checks", "configs", "decode_call", "decode_ops", "failures", "hopper", "launch"}
+    | {"naive", "ops", "private"},
     "tolerance": set(),
     "compare": {"reference", "tolerance"},
 }
@@ -48,6 +53,7 @@ KNOWS_TRITON = {
     "views",
     "hopper",
     "launch",
+    "launcher",
     "interpreter",
     "recipe",
 }  # the only files of fusedattn/ that import it before a call asks for it

@@ -1,0 +1,86 @@
+"""Kernels that do not compile or load on this machine: which, why, and what its user can do about it.
+
+Triton compiles a kernel when it is first called, so a compiler that is missing, or a kernel that it rejects, shows only
+then. What was found is kept: calls of the same kind take another backend from then on.
+"""
+
+import subprocess
+import warnings
+from typing import Any
+
+import torch
+
+# What stops every kernel, not one: a compiler, a header or a library that is missing.
+_OF_THE_MACHINE = (subprocess.SubprocessError, OSError, ImportError)
+_known: dict[tuple, tuple[str, str]] = {}  # (sentence, advice)
+_warned: set[str] = set()
+
+
+class Unusable(Exception):
+    """A kernel cannot run here; the message says which, why, and in `advice` what to do."""
+
+    def __init__(self, sentence: str, advice: str):
+        super().__init__(sentence)
+        self.advice = advice
+
+
+def forget() -> None:
+    """Try every kernel again."""
+    _known.clear()
+    _warned.clear()
+
+
+def kind(name: str, device: torch.device, *rest: Any) -> tuple:
+    """What calls share whose kernel fails for all of them if it fails for one."""
+    return name, device, *rest
+
+
+def any_known() -> bool:
+    """Whether any kernel is known not to run."""
+    return bool(_known)
+
+
+def known(key: tuple) -> "Unusable | None":
+    """Why a kernel is known not to run for calls of a kind; None if it is not."""
+    found = _known.get(("every kernel", key[1])) or _known.get(key) if _known else None
+    return None if found is None else Unusable(*found)
+
+
+def remember(key: tuple, error: Exception) -> "Unusable":
+    """Keep that a kernel failed for calls of a kind; returns what to raise."""
+    name, device, *_ = key
+    whole = isinstance(error, _OF_THE_MACHINE) or "C compiler" in str(error)
+    stage = "Triton cannot build what launches kernels" if whole else f"the kernel {name!r} does not compile or load"
+    found = f"{stage} on {device} ({_cause(error)})", _advice(error, whole)
+    _known[("every kernel", device) if whole else key] = found
+    return Unusable(*found)
+
+
+def take_next(why: "Unusable", named: bool) -> None:
+    """Let another backend take a call, with a warning for each cause; or raise, if the call names its backend."""
+    if named:
+        raise NotImplementedError(f"backend: the one named cannot take this call: {why}; {why.advice}") from why
+    warn_once(str(why), f"{why}; {why.advice}", stacklevel=2)
+
+
+def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
+    """Say why kernels do not take calls, the first time that this is the reason."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"fusedattn takes a slower path: {sentence}", stacklevel=stacklevel + 1)
+
+
+def _cause(error: Exception) -> str:
+    """The type of an error and the line of its message that says most, without what surrounds it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower()] or lines
+    text = telling[0] if telling else ""
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _advice(error: Exception, whole: bool) -> str:
+    if whole:
+        return "install a C compiler and Python's headers (apt install gcc python3-dev)"
+    if type(error).__name__ == "OutOfResources":
+        return "this GPU has too little of that for every tile of it: leave backend unset"
+    return "leave backend unset, and report this with what `fusedattn info` prints"

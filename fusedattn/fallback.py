@@ -1,0 +1,57 @@
+"""What the operators compute where a kernel does not compile or load on this machine: the same, by the naive path."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import decode_naive, naive, private
+from .call import Call
+from .decode_call import Decode
+from .failures import Unusable, take_next
+
+
+def forward(results: Sequence[Tensor], call: Call, why: Unusable) -> None:
+    """Fill (output, lse, weights, stats) of a call; empty ones are not wanted.
+
+    No kernel of a backward can use stats: it is the naive path's as well, and they are NaN.
+    """
+    take_next(why, call.named)
+    out, lse, weights, stats = results
+    found = naive.run(call, bool(lse.numel()), bool(weights.numel()))
+    for target, x in zip((out, lse, weights), found, strict=True):
+        if target.numel():
+            target.copy_(x)
+    stats.fill_(float("nan"))
+
+
+def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call, why: Unusable) -> None:
+    """Fill gradients of the first fields of a call, from those of its results; empty ones are not wanted."""
+    take_next(why, call.named)
+    with private.autograd_inside(call.query.device), torch.enable_grad():
+        wanted = {name: grad for name, grad in zip(Call._fields, grads, strict=False) if grad.numel()}
+        leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
+        of_lse, of_weights = (grad is not None for grad in incoming[1:])
+        outcome = naive.run(call._replace(**leaves), of_lse, of_weights)
+        pairs = [(x, grad.to(x.dtype)) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
+        results, cotangents = zip(*pairs, strict=True)
+        inputs = list(leaves.values())
+        found = torch.autograd.grad(results, inputs, cotangents, allow_unused=True, materialize_grads=True)
+    for grad, x in zip(wanted.values(), found, strict=True):
+        grad.copy_(x)
+
+
+def append(decode: Decode, why: Unusable) -> None:
+    """Write what is new into the caches."""
+    take_next(why, decode.call.named)
+    decode_naive.append(decode)
+
+
+def decode(results: Sequence[Tensor], decode: Decode, why: Unusable) -> None:
+    """Fill (output, lse) of a call to a cache, which has been appended to; an empty lse is not wanted."""
+    take_next(why, decode.call.named)
+    out, lse = results
+    found = naive.run(decode_naive.dense(decode), bool(lse.numel()), False)
+    for target, x in zip((out, lse), found, strict=False):
+        if target.numel():
+            target.copy_(x)

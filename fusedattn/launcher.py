@@ -1,0 +1,127 @@
+"""One kernel, compiled and loaded; and the launch of it, by the shortest way that this version of Triton allows.
+
+All that we know of Triton below `kernel[grid](...)` is in this file, and each piece is probed before it is used. Where
+one is not as we know it, Triton's own launch of a compiled kernel, `compiled[grid](...)`, takes its place.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+
+# Parameters of what runs a loaded kernel, in 3.6, and those that came in 3.7; the kernel's own follow.
+_RUN = ("gridX", "gridY", "gridZ", "stream", "function")
+_RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+
+
+def load(kernel, programs: int, arguments: dict, options: dict):
+    """The compiled kernel of these arguments, ready to launch. Raises whatever Triton raises where there is none."""
+    compiled = kernel.warmup(grid=(programs,), **arguments, **options)
+    run = compiled.run  # a property: the first time, it loads the kernel and builds what launches it
+    if isinstance(run, functools.partial):
+        run()  # raises what that first time has raised
+    return compiled
+
+
+def launched(compiled, encodes: bool = True) -> Callable:
+    """launch(programs, stream, arguments) of a loaded kernel; hooks, such as a profiler's, are called.
+
+    encodes: whether descriptors are among the arguments; otherwise, what `encoders` make of them.
+    """
+    run = _run_of(compiled)
+    if run is None:
+        return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
+    if not encodes:
+        run = _without_encoding(run)
+    function, packed, hooks = compiled.function, compiled.packed_metadata, knobs.runtime
+
+    def launch(programs, stream, arguments):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # A chain of hooks, empty or not, or one; or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            metadata = compiled.launch_metadata((programs, 1, 1), stream, *arguments)
+            run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
+        else:
+            run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
+
+    return launch
+
+
+def _run_of(compiled) -> Any:
+    """What Triton's own launch of a loaded kernel ends in; None where it takes other arguments than we know."""
+    if not all(hasattr(compiled, name) for name in ("function", "packed_metadata", "launch_metadata")):
+        return None
+    *named, rest = inspect.signature(compiled.run).parameters.values()
+    known = tuple(x.name for x in named) in (_RUN, _RUN_NOW) and rest.kind is inspect.Parameter.VAR_POSITIONAL
+    return compiled.run if known else None
+
+
+def _launcher_of(run) -> Any:
+    """What a function that encodes descriptors at each launch hands them on to; None where it is not to be seen."""
+    wrapped: Any = getattr(run, "launch", None)
+    names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
+    return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
+
+
+def _without_encoding(run):
+    """`run` of a loaded kernel less the function that encodes descriptors at each launch."""
+    plain = copy.copy(run)
+    plain.launch = _launcher_of(run)
+    return plain
+
+
+def rebased(descriptor, tensor: Tensor):
+    """A descriptor of another tensor."""
+    return dataclasses.replace(descriptor, base=tensor)
+
+
+class Encoded:
+    """What the driver makes of a descriptor, of tensors that differ in their address alone: it stays what it is."""
+
+    MOST = 256
+
+    def __init__(self, descriptor, encode: Callable):
+        self.descriptor, self.encode = descriptor, encode
+        self.known: dict[int, Any] = {}
+
+    def __call__(self, tensor: Tensor):
+        address = tensor.data_ptr()
+        found = self.known.get(address)
+        if found is None:
+            if len(self.known) >= self.MOST:
+                self.known.clear()
+            found, *_ = self.encode(rebased(self.descriptor, tensor))
+            self.known[address] = found
+        return found
+
+
+def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Encoded] | None:
+    """What stands for each descriptor among the arguments of a kernel, followed by its shape and strides.
+
+    None where it is not known how this version of Triton encodes them. It is tried once, on a tensor of the device.
+    """
+    run, kinds = _run_of(compiled), getattr(compiled.metadata, "tensordesc_meta", None)
+    if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
+        return None
+    make = getattr(nvidia, "make_tensordesc_arg", None)
+    unused = 0 if make is None else len(inspect.signature(make).parameters) - 2  # since 3.8 one more, of other vendors
+    if make is None or unused not in (0, 1):
+        return None
+    found = []
+    for descriptor, kind in zip(descriptors, kinds, strict=True):
+
+        def encode(descriptor, kind=kind):
+            return make(descriptor, kind, *(None,) * unused)
+
+        _, *rest = encode(rebased(descriptor, torch.empty(16, dtype=descriptor.base.dtype, device=device)))
+        if rest != [*descriptor.shape, *descriptor.strides]:
+            return None
+        found.append(Encoded(descriptor, encode))
+    return found
