@@ -49,7 +49,7 @@ tune: $(READY) ## tiles for fusedattn/configs.py: timed on a GPU, without one ra
 	$(PY) -m fusedattn.bench.tune $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf .venv .triton-* build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache
+	rm -rf .venv .triton-* .torch-* build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when the Python is another one.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .call import Arguments, Call, autocast_dtype, normalise
 from .checks import Rule, check, divides, fail, is_floating, is_strided, kind_of, place, shape_of
+from .private import forward_mode
 
 
 class CacheArguments(NamedTuple):
@@ -261,7 +262,7 @@ def rules(a: CacheArguments) -> tuple[Rule, ...]:
 
 def _check_gradients(tensors: dict) -> None:
     """Raise for a tensor that somebody may want a gradient of."""
-    dual = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+    dual = not torch.compiler.is_compiling() and forward_mode()
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             continue

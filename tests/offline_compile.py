@@ -2,6 +2,7 @@
 
 python tests/offline_compile.py [--capability 80 90] [--filter forward]
 python tests/offline_compile.py --report    # writes bench/results/kernels.md
+python tests/offline_compile.py --differences    # by another Triton: its part of bench/results/kernels-versions.md
 
 Every tile of `fusedattn.configs` is compiled for every GPU that would take it. The exit status is 1 if one of them
 breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
@@ -13,6 +14,7 @@ import itertools
 import pathlib
 import sys
 import time
+from typing import NamedTuple
 
 import triton
 from fusedattn.bench import hazards
@@ -23,6 +25,15 @@ from fusedattn import configs, launch
 
 ROOT = pathlib.Path(__file__).parent.parent
 TABLE = ROOT / "bench" / "results" / "kernels.md"
+VERSIONS = ROOT / "bench" / "results" / "kernels-versions.md"
+VERSIONS_HEADING = """\
+# What other versions of Triton make of the kernels
+
+Where they differ from what the version of [kernels.md](kernels.md) makes: rows that spill more than their tile may, and
+kernels for Hopper whose loop is over 5% longer or shorter. `spills` are bytes that a thread stores, `loops`
+instructions of one step of each main loop. `make compile TRITON=3.9.0` allows what is said here of that version and no
+more; with `ARGS=--differences` it writes here what it finds. **Nothing here was measured.**
+"""
 
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn, and one pass, which has all that the two have, spill more. What is
@@ -38,12 +49,49 @@ HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + 
 )
 
 
-def faults(row, report, committed=None):
-    """What is wrong with a compiled row, in words; committed are the `kernels.loops` to compare it with."""
+class Noted(NamedTuple):
+    """What another version of Triton is known to make of a row."""
+
+    spills: int
+    loops: tuple[int, ...]
+
+
+def noted(version):
+    """{a Row as text: Noted} of a version of Triton, as VERSIONS has it."""
+    found, of = {}, None
+    for line in VERSIONS.read_text().splitlines() if VERSIONS.exists() else ():
+        if line.startswith("triton "):
+            of = line.removeprefix("triton ").rstrip(":")
+        elif line.startswith("    ") and of == version:
+            row, _, counts = line.strip().partition(" spills ")
+            spills, _, loops = counts.partition(" loops ")
+            found[row.rstrip()] = Noted(int(spills), tuple(map(int, loops.split())))
+    return found
+
+
+def write_noted(version, rows, reports):
+    """Put (Row, Report)s that a version is to be noted for into VERSIONS; what it said of other rows stays."""
+    known = {row: x for row, x in noted(version).items() if row not in {str(row).rstrip() for row in rows}}
+    known |= {str(row).rstrip(): Noted(x.spills, tuple(map(len, x.turns))) for row, x in reports}
+    text = VERSIONS.read_text() if VERSIONS.exists() else VERSIONS_HEADING
+    heading, *parts = text.split("\ntriton ")
+    parts = {part.partition(":")[0]: part for part in parts}
+    lines = [f"    {row:80} spills {x.spills} loops {' '.join(map(str, x.loops))}" for row, x in sorted(known.items())]
+    parts[version] = "\n".join([f"{version}:", "", *(line.rstrip() for line in lines), ""])
+    VERSIONS.write_text(heading + "".join(f"\ntriton {parts[name]}" for name in sorted(parts)))
+
+
+def faults(row, report, committed=None, known=None):
+    """What is wrong with a compiled row, in words.
+
+    Args:
+        committed: `kernels.loops` to compare it with. known: what is `noted` of the version of Triton that compiled it.
+    """
+    was = (known or {}).get(str(row).rstrip(), Noted(0, ()))
     index, count = row.place
     on_hopper = isinstance(row.tile, configs.Pipeline)
     extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_SPILLS
-    budget = 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0)
+    budget = max(was.spills, 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0))
     if report.spills > budget:
         yield f"spills {report.spills} bytes, of {budget} allowed"
     limit = SHARED[row.capability]
@@ -59,10 +107,11 @@ def faults(row, report, committed=None):
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
     yield from map(str, report.overwritten)
     if on_hopper:
-        yield from _faults_on_hopper(row, report, (committed or {}).get(str(row).rstrip()))
+        length = (committed or {}).get(str(row).rstrip())
+        yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.turns))
 
 
-def _faults_on_hopper(row, report, committed):
+def _faults_on_hopper(row, report, lengths):
     groups = row.tile.warpgroups
     launched, each, fewer = configs.REGISTERS[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
@@ -76,12 +125,12 @@ def _faults_on_hopper(row, report, committed):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
     if len(report.turns) != groups:
         yield f"has {len(report.turns)} main loops, of {groups} warpgroups"
-    for number, turn in enumerate(report.turns):
+    for number, (turn, length) in enumerate(zip(report.turns, lengths, strict=False)):
         under, exponentials = hazards.overlapped(turn)
         if not 0 < under == exponentials:
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
-        if committed is not None and abs(len(turn) - committed) > DRIFT * committed:
-            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {committed} as committed"
+        if length is not None and abs(len(turn) - length) > DRIFT * length:
+            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
 
 
 def _hopper_table():
@@ -211,12 +260,12 @@ def reported(row):
     return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
 
 
-def measure(rows, say=print, read=False, committed=None):
+def measure(rows, say=print, read=False, committed=None, known=None):
     """Compile rows; ({row: faults} of those that have some, the reports)."""
     bad, reports = {}, []
     with pool() as processes:
         for row, report in zip(rows, processes.map(functools.partial(compile_row, read=read), rows), strict=True):
-            found = list(faults(row, report, committed))
+            found = list(faults(row, report, committed, known))
             if found:
                 bad[row] = found
             reports.append(report._replace(asm={}))
@@ -229,6 +278,9 @@ def main(arguments=None):
     parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
     parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
+    parser.add_argument(
+        "--differences", action="store_true", help=f"write {VERSIONS.relative_to(ROOT)}, of this Triton"
+    )
     options = parser.parse_args(arguments)
     if options.report and (options.capability or options.filter):
         parser.error("--report: it writes the whole table, so --capability and --filter cannot choose from it")
@@ -240,10 +292,13 @@ def main(arguments=None):
         rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
     committed = None if options.report else kernels.loops(TABLE.read_text())
-    bad, reports = measure(rows, functools.partial(print, flush=True), options.report, committed)
+    known = {} if options.differences else noted(triton.__version__)
+    bad, reports = measure(rows, functools.partial(print, flush=True), options.report, committed, known)
     print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")
+    if options.differences:
+        write_noted(triton.__version__, rows, [(row, x) for row, x in zip(rows, reports, strict=True) if row in bad])
     if options.report:
         TABLE.write_text(kernels.text(zip(rows, reports, strict=True)))
     return bool(bad)

@@ -252,3 +252,19 @@ def test_the_bound_knows_the_other_products():
 )
 def test_how_many_blocks_a_multiprocessor_holds(registers, shared, warps, expected):
     assert bounds.blocks(bounds.GPUS[90], registers, shared, warps, compiling.SHARED[90]) == expected
+
+
+def test_what_another_triton_makes_of_a_row_is_noted_and_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(offline, "VERSIONS", tmp_path / "versions.md")
+    row = first("hopper")
+    length = {str(row).rstrip(): len(TURN)}
+    found = ON_HOPPER._replace(spills=8, turns=((*TURN, "NOP", "NOP"), TURN))
+    assert len(list(offline.faults(row, found, length, offline.noted("3.9.0")))) == 2
+    offline.write_noted("3.9.0", [row], [(row, found)])
+    offline.write_noted("3.8.0", [], [])
+    known = offline.noted("3.9.0")
+    assert known == {str(row).rstrip(): (8, (len(TURN) + 2, len(TURN)))} and offline.noted("3.8.0") == {}
+    assert list(offline.faults(row, found, length, known)) == []
+    assert list(offline.faults(row, found._replace(spills=12), length, known)) == ["spills 12 bytes, of 8 allowed"]
+    offline.write_noted("3.9.0", [row], [])
+    assert offline.noted("3.9.0") == {}
