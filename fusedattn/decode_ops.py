@@ -6,22 +6,11 @@ Neither has a derivative. As in `ops`, a schema, implementations for CUDA and fo
 import torch
 from torch import Tensor
 
-from . import decode_naive, naive
+from . import checks_operators, decode_naive, naive
 from .call import Call
-from .decode_call import Decode, stand_in
+from .decode_call import CacheArguments, Decode, check_gradients, stand_in
 from .layout import dense
-
-_LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")
-_LIBRARY.define(
-    "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor lengths, Tensor? table, Tensor new_key, "
-    "Tensor new_value, Tensor? cos, Tensor? sin, bool interleaved) -> ()"
-)
-_LIBRARY.define(
-    "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? table, SymInt added, "
-    "Tensor? cos, Tensor? sin, bool interleaved, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, "
-    "Tensor? key_mask, Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, "
-    "bool need_lse) -> (Tensor out, Tensor lse)"
-)
+from .namespace import OPERATORS, register, register_derivative
 
 
 def _append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved):
@@ -44,28 +33,58 @@ def _new(query, key_cache, value_cache, *rest):
     return out, query.new_empty(rows if rest[-1] else (0,), dtype=wide)
 
 
-def _decode(query, key_cache, value_cache, lengths, table, added, cos, sin, interleaved, *rest):
-    out, lse = _new(query, key_cache, value_cache, *rest)
+def _parts(query, key_cache, value_cache, lengths, table, added, cos, sin, interleaved, *rest):
+    """(CacheArguments without what is new, Call, added) of the arguments of `decode`."""
+    *options, softcap, _ = rest
+    bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
+    neither = dict.fromkeys(("seed", "marks", "offsets_q", "offsets_k"))
+    numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, dropout_p=0.0)
+    keys = _stand_ins(key_cache, value_cache, table)
+    call = Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
+    return CacheArguments(query, key_cache, value_cache, lengths, table, None, None, cos, sin, interleaved), call, added
+
+
+def _decode(*arguments):
+    out, lse = _new(*arguments)
     if out.numel():
         from . import decode_launch
 
-        *options, softcap, _ = rest
-        bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
-        keys = _stand_ins(key_cache, value_cache, table)
-        neither = dict.fromkeys(("seed", "marks", "offsets_q", "offsets_k"))
-        numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, dropout_p=0.0)
-        call = Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
-        turning = cos, sin, interleaved
-        decode = Decode(call, key_cache, value_cache, lengths, table, added, None, None, *turning)
-        decode_launch.attend(out, lse, decode)
+        (_, *caches, new_key, new_value, cos, sin, interleaved), call, added = _parts(*arguments)
+        decode_launch.attend(out, lse, Decode(call, *caches, added, new_key, new_value, cos, sin, interleaved))
     return out, lse
 
 
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("append", _append, _key)
-    _LIBRARY.impl("decode", _decode, _key)
-torch.library.register_fake("fusedattn::append", lambda *_: None, lib=_LIBRARY)
-torch.library.register_fake("fusedattn::decode", _new, lib=_LIBRARY)
+def _check_decode(*arguments):
+    checks_operators.check_decode(*_parts(*arguments))
+
+
+_TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
+register(
+    "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
+    f"Tensor new_value, {_TURNING}) -> ()",
+    _append,
+    lambda *_: None,
+    checks_operators.check_append,
+)
+register(
+    "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, "
+    f"SymInt added, {_TURNING}, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, Tensor? key_mask, "
+    "Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, bool need_lse) "
+    "-> (Tensor out, Tensor lse)",
+    _decode,
+    _new,
+    _check_decode,
+)
+
+
+def _refuse(name):
+    """Have an operator raise where somebody may want a derivative of it."""
+    named = [argument.name for argument in getattr(OPERATORS, name).default._schema.arguments]
+    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=True))))
+
+
+_refuse("append")
+_refuse("decode")
 
 
 def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -73,11 +92,11 @@ def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Ten
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
     if decode.new_key is not None:
-        torch.ops.fusedattn.append(*caches, decode.new_key, decode.new_value, *turning)
+        OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning)
         if not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
             torch.autograd.graph.increment_version(caches[:2])
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap
-    out, lse = torch.ops.fusedattn.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+    out, lse = OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
     weights = naive.run(decode_naive.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
