@@ -173,8 +173,6 @@ def check_mark(*arguments: Any) -> None:
     names = "mask", "key_mask", "query_mask", "bias"
     given = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
     lengths = Lengths(*arguments[len(names) :])
-    if not given:
-        fail(ValueError, "mask", "a mask, a key_mask, a query_mask or a bias", "none of them")
     check_masks(given, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in given.items()}
     if lengths.offsets_q is not None or lengths.offsets_k is not None:
@@ -210,9 +208,8 @@ def check_append(key_cache, value_cache, lengths, table, new_key, new_value, *ro
     decode_call.check_sizes(arguments._replace(query=level))
 
 
-def check_decode(arguments: CacheArguments, call: Call, added: int) -> None:
-    """Those of `decode`: without what is new, and as a Call whose keys and values are those of a Decode."""
+def check_caches(arguments: CacheArguments, added: int) -> None:
+    """Those of `decode` but for the options, which are those of a Call."""
     decode_call.check_sizes(arguments)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)
-    check_call(call)

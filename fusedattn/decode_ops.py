@@ -33,15 +33,14 @@ def _new(query, key_cache, value_cache, *rest):
     return out, query.new_empty(rows if rest[-1] else (0,), dtype=wide)
 
 
-def _parts(query, key_cache, value_cache, lengths, table, added, cos, sin, interleaved, *rest):
-    """(CacheArguments without what is new, Call, added) of the arguments of `decode`."""
-    *options, softcap, _ = rest
+def _call(query, key_cache, value_cache, lengths, table, *rest):
+    """The Call of a Decode, of the arguments of `decode`."""
+    *options, softcap, _ = rest[4:]
     bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
     neither = dict.fromkeys(("seed", "marks", "offsets_q", "offsets_k"))
     numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, dropout_p=0.0)
     keys = _stand_ins(key_cache, value_cache, table)
-    call = Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
-    return CacheArguments(query, key_cache, value_cache, lengths, table, None, None, cos, sin, interleaved), call, added
+    return Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
 
 
 def _decode(*arguments):
@@ -49,13 +48,16 @@ def _decode(*arguments):
     if out.numel():
         from . import decode_launch
 
-        (_, *caches, new_key, new_value, cos, sin, interleaved), call, added = _parts(*arguments)
-        decode_launch.attend(out, lse, Decode(call, *caches, added, new_key, new_value, cos, sin, interleaved))
+        _, *caches, added, cos, sin, interleaved = arguments[:9]
+        decode = Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved)
+        decode_launch.attend(out, lse, decode)
     return out, lse
 
 
 def _check_decode(*arguments):
-    checks_operators.check_decode(*_parts(*arguments))
+    *caches, added, cos, sin, interleaved = arguments[:9]
+    checks_operators.check_caches(CacheArguments(*caches, None, None, cos, sin, interleaved), added)
+    checks_operators.check_call(_call(*arguments))
 
 
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"

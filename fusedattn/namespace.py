@@ -75,7 +75,7 @@ def register_derivative(name: str, differentiate: Callable) -> None:
     def run(keyset, *arguments):
         if differentiated(arguments):
             if torch._C._are_functorch_transforms_active():
-                raise NotImplementedError(f"{operator}: torch.func needs the function that calls it")
+                raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
             return differentiate(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)

@@ -182,8 +182,8 @@ def _folded(size, dims, arguments, batch, first=0):
         if not isinstance(x, Tensor):
             return x
         x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        if not x[0].numel():
-            return x[0]
+        if x.dim() == 2:
+            return x[0]  # lse, weights or stats that nobody asked for
         # What is broadcast over the batch may differ between calls, and then no longer can be.
         return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
