@@ -96,8 +96,8 @@ def _check_packed(call: Call, need_weights: bool) -> None:
     """Raise for offsets, and what comes with them, that do not go with the packed tensors of a Call."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
-    rows = (x[0].transpose(0, 1) for x in call[:3])
-    _check_lengths(Packed(*rows, call.offsets_q, call.offsets_k, call.most_q, call.most_k))
+    query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+    _check_lengths(Packed(query, key, value, call.offsets_q, call.offsets_k, call.most_q, call.most_k))
     if need_weights or any(x is not None for x in (call.mask, call.bias, call.key_mask)):
         _check_longest(call.most_q, call.most_k, "mask, bias, key_mask and need_weights")
 
@@ -182,12 +182,13 @@ def check_mark(*arguments: Any) -> None:
 
 def _tokens_of_packed(given: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
     """The shapes among the pairs of masks of packed rows and keys."""
-    first, _, rows, keys, most_q, most_k = *list(given.values())[:1], *lengths[1:]
+    first = next(iter(given.values()))
+    _, _, rows, keys, most_q, most_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
         if length < 0:
             fail(ValueError, name, "0 or more", length)
-    sizes = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys, keys))
-    _check_lengths(Packed(*sizes, lengths.offsets_q, lengths.offsets_k, most_q, most_k))
+    query, key = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys))
+    _check_lengths(Packed(query, key, key, lengths.offsets_q, lengths.offsets_k, most_q, most_k))
     for name, length in (("key_mask", keys), ("query_mask", rows)):
         if name in given and tuple(given[name].shape) != (1, length):
             fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(given[name].shape))

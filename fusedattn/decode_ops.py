@@ -3,6 +3,8 @@
 Neither has a derivative. As in `ops`, a schema, implementations for CUDA and for Triton's interpreter, and a fake one.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from . import checks_operators, decode_naive, naive
 from .call import Call
 from .decode_call import CacheArguments, Decode, check_gradients, stand_in
 from .layout import dense
-from .namespace import OPERATORS, register, register_derivative
+from .namespace import OPERATORS, below_autograd, register, register_derivative
 
 
 def _append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved):
@@ -93,12 +95,14 @@ def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Ten
     """(output, lse or None, weights or None) of a checked call: the backend "triton". Weights are computed naively."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
-    if decode.new_key is not None:
-        OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning)
-        if not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
-            torch.autograd.graph.increment_version(caches[:2])
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap
-    out, lse = OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+    compiling = torch.compiler.is_compiling()
+    with contextlib.nullcontext() if compiling else below_autograd():  # the call has been checked for derivatives
+        if decode.new_key is not None:
+            OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning)
+            if not compiling:  # to a compiler the operator's schema says so
+                torch.autograd.graph.increment_version(caches[:2])
+        out, lse = OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
     weights = naive.run(decode_naive.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights

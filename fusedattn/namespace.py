@@ -7,12 +7,14 @@ mypkg._vendor.fusedattn, has torch.ops.mypkg__vendor_fusedattn: so both live in 
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 from .call import differentiated
 
 NAME = __name__.rpartition(".")[0].replace(".", "_")
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
 OPERATORS = getattr(torch.ops, NAME)
+below_autograd = torch._C._AutoDispatchBelowAutograd  # in the `with` nobody looks for derivatives of operators
 MOST = 1024  # kinds of arguments that are remembered as right, before all are forgotten
 
 
@@ -25,7 +27,7 @@ def _once(check: Callable) -> Callable:
             [
                 (x.shape, x.stride(), x.dtype, x.device)
                 if isinstance(x, torch.Tensor)
-                else tuple(x)
+                else (*x,)
                 if isinstance(x, list)
                 else x
                 for x in arguments
@@ -73,11 +75,12 @@ def register_derivative(name: str, differentiate: Callable) -> None:
     operator = getattr(OPERATORS, name).default
 
     def run(keyset, *arguments):
-        if differentiated(arguments):
+        recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        if recorded or (forward_ad._current_level >= 0 and differentiated(arguments)):
             if torch._C._are_functorch_transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
             return differentiate(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     LIBRARY.impl(name, run, "Autograd", with_keyset=True)

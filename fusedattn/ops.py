@@ -10,7 +10,7 @@ from torch import Tensor
 from . import checks_operators, naive
 from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths
 from .layout import dense
-from .namespace import OPERATORS, register, register_derivative
+from .namespace import OPERATORS, below_autograd, register, register_derivative
 
 _CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
@@ -204,7 +204,8 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return OPERATORS.backward(*arguments)
+        with below_autograd():
+            return OPERATORS.backward(*arguments)
 
     setup_context = staticmethod(_keep_again)
     backward = staticmethod(_differentiate_again)
@@ -236,7 +237,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return OPERATORS.forward(*arguments)
+        with below_autograd():
+            return OPERATORS.forward(*arguments)
 
     setup_context = staticmethod(_keep)
 
@@ -275,7 +277,8 @@ def _attend(
             call = call._replace(marks=mark(*masks, lengths=call.lengths))
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
-        out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, False, on_hopper)
+        with below_autograd():
+            out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, False, on_hopper)
     return out, lse if need_lse else None, weights if need_weights else None
 
 
