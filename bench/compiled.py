@@ -221,10 +221,10 @@ def _call_on_cache(row):
         masks = bias, each_head, each_head, _meta(BATCH, 1, rows, capacity), _meta(BATCH, capacity), _meta(BATCH, rows)
         numbers = 100, 10
     if row.kernel == "append":
-        decode_ops._append(*caches, new, new, *turning)
+        decode_ops._append(*caches, new, new, *turning, True)
     else:
         cap = 30.0 if row.variant == "everything" else None
-        decode_ops._decode(query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True)
+        decode_ops._decode(query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True)
 
 
 def compile_row(row, read=False, heads=None):

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from . import backends, decode_call, jagged, ops, repeat
 from .call import Arguments, Plan, rank4, rows
-from .checks import FLOATING, check_plan, checked, fail
+from .checks import FLOATING, checked, fail
+from .checks_plan import check_plan
 from .checks_varlen import Packed, checked_packed
 from .decode_call import CacheArguments
 from .reference import packed_results, results

@@ -1,11 +1,15 @@
 """One call of attention: as the caller wrote it, and as every backend takes it."""
 
 import threading
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from .private import forward_mode
 
 DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
 TENSORS = 13  # how many are tensors, or None
@@ -146,6 +150,15 @@ def in_order(wanted: bool):
 def asked_in_order() -> bool:
     """Whether the `with` around a call wants that."""
     return _asked.in_order
+
+
+def differentiated(arguments: Iterable) -> bool:
+    """Whether somebody may want a derivative of what comes of arguments, tensors and others."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    dual = not torch.compiler.is_compiling() and forward_mode()
+    return dual and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def autocasting(tensor: Tensor) -> bool:

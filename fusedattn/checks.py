@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Arguments, Call, Plan, autocast, normalise, rank4, rows
+from .call import Arguments, Call, Plan, autocast, normalise
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 BOOL = "a bool tensor, True = may attend (say .bool())"
@@ -63,6 +63,10 @@ def is_floating(name: str) -> Rule:
     )
 
 
+def has_rank(rank: int, name: str) -> Rule:
+    return Rule(name, ValueError, lambda a: getattr(a, name).dim() != rank, f"rank {rank}", shape_of(name))
+
+
 def _is_number(name: str) -> Rule:
     kinds = int | float | torch.SymFloat | torch.SymInt
     return Rule(
@@ -79,7 +83,7 @@ def _pairs(name: str) -> tuple[Rule, ...]:
     rank, shape = "rank 2 or that of query, {rank}", "broadcastable to {scores}"
     return (
         Rule(name, ValueError, lambda a: getattr(a, name).dim() not in (2, a.query.dim()), rank, shape_of(name)),
-        Rule(name, ValueError, lambda a: not _broadcasts(getattr(a, name), _scores(a)), shape, shape_of(name)),
+        Rule(name, ValueError, lambda a: not broadcasts(getattr(a, name), _scores(a)), shape, shape_of(name)),
     )
 
 
@@ -98,7 +102,7 @@ def place(name: str) -> tuple[Rule, ...]:
     return (is_strided(name), _on_device(name))
 
 
-def _broadcasts(tensor: Tensor, shape: tuple) -> bool:
+def broadcasts(tensor: Tensor, shape: tuple) -> bool:
     sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
     return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
 
@@ -112,7 +116,7 @@ def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
 
     def wrong(a):
         mask = getattr(a, name)
-        return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not _broadcasts(mask, (_batch(a), size(a)))
+        return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not broadcasts(mask, (_batch(a), size(a)))
 
     return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", shape_of(name))
 
@@ -378,28 +382,3 @@ def checked(arguments: Arguments) -> Call:
         marks = plan.marks
     check(arguments)
     return normalise(arguments, marks)
-
-
-def check_plan(plan: Plan) -> None:
-    """Raise for masks that no call could take together; whether they fit a call, the call will see."""
-    given = {name: x for name, x in plan._asdict().items() if x is not None}
-    if not given:
-        fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
-    for name, mask in given.items():
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            fail(TypeError, name, BOOL, getattr(mask, "dtype", type(mask).__name__))
-        if mask.layout != torch.strided or mask.is_nested:
-            fail(TypeError, name, "a strided tensor", "a nested tensor" if mask.is_nested else mask.layout)
-        ranks = (2, 3, 4) if name == "mask" else (1, 2)
-        if mask.dim() not in ranks:
-            fail(ValueError, name, f"rank {ranks[0]} to {ranks[-1]}", tuple(mask.shape))
-        first = next(iter(given.values()))
-        if mask.device != first.device:
-            fail(ValueError, name, f"the device of the other masks, {first.device}", mask.device)
-    shape = tuple(rank4(plan.mask).shape) if plan.mask is not None else (1, 1, 1, 1)
-    for name, axis in (("key_mask", 3), ("query_mask", 2)):
-        if name in given:
-            batch, length = tuple(rows(given[name]).shape)
-            if any(1 != size != other != 1 for size, other in ((batch, shape[0]), (length, shape[axis]))):
-                fail(ValueError, name, f"shape (B, S) that fits the other masks, {shape}", (batch, length))
-            shape = (max(batch, shape[0]), *shape[1:])

@@ -40,8 +40,31 @@ def _rank(name: str) -> Rule:
     return Rule(name, ValueError, lambda a: getattr(a, name).dim() != 3, "rank 3, (T, H, D)", shape_of(name))
 
 
-def _offsets(name: str, tensor: str) -> tuple[Rule, ...]:
-    """int32 offsets of sequences in the rows of a tensor; those on a GPU are not looked at."""
+def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
+    """int32 offsets of sequences in the rows of a tensor, whatever they hold."""
+    return (
+        is_tensor(name),
+        Rule(name, TypeError, lambda a: getattr(a, name).dtype != torch.int32, "an int32 tensor", dtype_of(name)),
+        *place(name),
+        Rule(
+            name,
+            ValueError,
+            lambda a: getattr(a, name).dim() != 1 or getattr(a, name).shape[0] == 0,
+            "shape (n + 1,), of n sequences",
+            shape_of(name),
+        ),
+        Rule(
+            name,
+            ValueError,
+            lambda a: getattr(a, name).shape[0] == 1 and getattr(a, tensor).shape[0] != 0,
+            f"a sequence, for there are rows in {tensor}",
+            shape_of(name),
+        ),
+    )
+
+
+def _values(name: str, tensor: str) -> tuple[Rule, ...]:
+    """What offsets hold; those on a GPU are not looked at."""
 
     def values(a):
         offsets = getattr(a, name)
@@ -62,23 +85,6 @@ def _offsets(name: str, tensor: str) -> tuple[Rule, ...]:
         return getattr(a, tensor).shape[0]
 
     return (
-        is_tensor(name),
-        Rule(name, TypeError, lambda a: getattr(a, name).dtype != torch.int32, "an int32 tensor", dtype_of(name)),
-        *place(name),
-        Rule(
-            name,
-            ValueError,
-            lambda a: getattr(a, name).dim() != 1 or len(getattr(a, name)) == 0,
-            "shape (n + 1,), of n sequences",
-            shape_of(name),
-        ),
-        Rule(
-            name,
-            ValueError,
-            lambda a: len(getattr(a, name)) == 1 and rows(a) != 0,
-            f"a sequence, for there are rows in {tensor}",
-            shape_of(name),
-        ),
         rule(lambda a, offsets: offsets[0] != 0, "0 as its first", lambda a: values(a)[0]),
         rule(falls, "no value below the one before it", fall),
         rule(
@@ -89,13 +95,8 @@ def _offsets(name: str, tensor: str) -> tuple[Rule, ...]:
     )
 
 
-def _most(name: str, offsets: str) -> tuple[Rule, ...]:
-    """The longest length that a caller says there is."""
-
-    def too_short(a):
-        given = getattr(a, offsets)
-        known = given.device.type == "cpu" and not torch.compiler.is_compiling()
-        return known and longest(given, name) > getattr(a, name)
+def _longest(name: str) -> tuple[Rule, ...]:
+    """The longest length, whatever the offsets hold."""
 
     def number(a):
         given = getattr(a, name)
@@ -104,8 +105,16 @@ def _most(name: str, offsets: str) -> tuple[Rule, ...]:
     return (
         Rule(name, TypeError, lambda a: not number(a), "an int or None", lambda a: type(getattr(a, name)).__name__),
         Rule(name, ValueError, lambda a: getattr(a, name) < 0, "a length of 0 or more", lambda a: getattr(a, name)),
-        Rule(name, ValueError, too_short, f"at least the longest length in {offsets}", lambda a: getattr(a, name)),
     )
+
+
+def _is_longest(name: str, offsets: str) -> Rule:
+    def too_short(a):
+        given = getattr(a, offsets)
+        known = given.device.type == "cpu" and not torch.compiler.is_compiling()
+        return known and longest(given, name) > getattr(a, name)
+
+    return Rule(name, ValueError, too_short, f"at least the longest length in {offsets}", lambda a: getattr(a, name))
 
 
 def _tokens(name: str, tensor: str) -> tuple[Rule, ...]:
@@ -124,6 +133,18 @@ def _tokens(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 # In the order in which they are looked for, as in `checks`.
+OFFSETS = (
+    *_sizes("cu_seqlens_q", "query"),
+    *_sizes("cu_seqlens_k", "key"),
+    Rule(
+        "cu_seqlens_k",
+        ValueError,
+        lambda a: a.cu_seqlens_k.shape[0] != a.cu_seqlens_q.shape[0],
+        "as many as cu_seqlens_q has, {offsets}",
+        shape_of("cu_seqlens_k"),
+    ),
+)
+LONGEST = {name: _longest(name) for name in ("max_seqlen_q", "max_seqlen_k")}
 TENSORS = (
     *(is_tensor(name) for name in ("query", "key", "value")),
     is_strided("query"),
@@ -158,19 +179,13 @@ TENSORS = (
         "a number of heads that divides the {Hq} of query",
         lambda a: f"{a.key.shape[1]} heads",
     ),
-    *_offsets("cu_seqlens_q", "query"),
-    *_offsets("cu_seqlens_k", "key"),
-    Rule(
-        "cu_seqlens_k",
-        ValueError,
-        lambda a: len(a.cu_seqlens_k) != len(a.cu_seqlens_q),
-        "as many as cu_seqlens_q has, {offsets}",
-        shape_of("cu_seqlens_k"),
-    ),
+    *OFFSETS,
+    *_values("cu_seqlens_q", "query"),
+    *_values("cu_seqlens_k", "key"),
 )
 OPTIONS = {
-    "max_seqlen_q": _most("max_seqlen_q", "cu_seqlens_q"),
-    "max_seqlen_k": _most("max_seqlen_k", "cu_seqlens_k"),
+    "max_seqlen_q": (*LONGEST["max_seqlen_q"], _is_longest("max_seqlen_q", "cu_seqlens_q")),
+    "max_seqlen_k": (*LONGEST["max_seqlen_k"], _is_longest("max_seqlen_k", "cu_seqlens_k")),
     "key_mask": _tokens("key_mask", "key"),
     "query_mask": _tokens("query_mask", "query"),
 }
@@ -182,7 +197,7 @@ FACTS = {
     "Tq": lambda a: a.query.shape[0],
     "Tk": lambda a: a.key.shape[0],
     "key": lambda a: tuple(a.key.shape),
-    "offsets": lambda a: len(a.cu_seqlens_q),
+    "offsets": lambda a: a.cu_seqlens_q.shape[0],
 }
 
 

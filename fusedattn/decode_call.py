@@ -1,13 +1,13 @@
 """One call of `attention_decode`: what a caller can get wrong in it, and the one form that every backend takes."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .call import Arguments, Call, autocast_dtype, normalise
-from .checks import Rule, check, divides, fail, is_floating, is_strided, kind_of, place, shape_of
-from .private import forward_mode
+from .call import Arguments, Call, autocast_dtype, differentiated, normalise
+from .checks import Rule, check, divides, fail, has_rank, is_floating, is_strided, kind_of, place, shape_of
 
 
 class CacheArguments(NamedTuple):
@@ -81,10 +81,6 @@ def _tensor(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
     return (Rule(name, TypeError, is_wrong, expected, kind_of(name)), *place(name))
 
 
-def _rank4(name: str) -> Rule:
-    return Rule(name, ValueError, lambda a: getattr(a, name).dim() != 4, "rank 4", shape_of(name))
-
-
 def _both(name: str, other: str) -> Rule:
     return Rule(
         name,
@@ -115,12 +111,12 @@ def _alone(name: str) -> Rule:
 RULES = (
     is_floating("query"),
     is_strided("query"),
-    _rank4("query"),
+    has_rank(4, "query"),
     Rule("query", ValueError, lambda a: a.query.shape[3] == 0, "a head dimension of 1 or more", shape_of("query")),
     *_tensor("key_cache"),
     *_tensor("value_cache"),
-    _rank4("key_cache"),
-    _rank4("value_cache"),
+    has_rank(4, "key_cache"),
+    has_rank(4, "value_cache"),
     Rule(
         "key_cache",
         ValueError,
@@ -260,15 +256,17 @@ def rules(a: CacheArguments) -> tuple[Rule, ...]:
     return (*found, INTERLEAVED)
 
 
-def _check_gradients(tensors: dict) -> None:
+def check_sizes(a: CacheArguments) -> None:
+    """Raise for what is wrong with arguments, whatever the tensors hold."""
+    for rule in rules(a):
+        if rule.wrong(a):
+            fail(rule.error, rule.argument, rule.expected.format(**_facts(a)), rule.got(a))
+
+
+def check_gradients(arguments: Mapping[str, Any]) -> None:
     """Raise for a tensor that somebody may want a gradient of."""
-    dual = not torch.compiler.is_compiling() and forward_mode()
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            continue
-        if (torch.is_grad_enabled() and x.requires_grad) or (
-            dual and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
-        ):
+    for name, x in arguments.items():
+        if differentiated((x,)):
             expected = "a tensor without a gradient, for attention_decode has none (see torch.no_grad)"
             fail(ValueError, name, expected, "one that requires it")
 
@@ -336,14 +334,12 @@ def checked(arguments: CacheArguments, options: Arguments) -> Decode:
     a = arguments
     if isinstance(a.query, Tensor):
         a = a._replace(query=a.query.to(autocast_dtype(a.query)))
-    for rule in rules(a):
-        if rule.wrong(a):
-            fail(rule.error, rule.argument, rule.expected.format(**_facts(a)), rule.got(a))
+    check_sizes(a)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=a.query, key=key, value=value)
     check(options)
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
-    _check_gradients({**arguments._asdict(), **learned})
+    check_gradients({**arguments._asdict(), **learned})
     _check_values(a, options)
     call = normalise(options)
     if a.rotary_cos is not None:

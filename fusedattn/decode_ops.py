@@ -3,26 +3,18 @@
 Neither has a derivative. As in `ops`, a schema, implementations for CUDA and for Triton's interpreter, and a fake one.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from . import decode_naive, fallback, naive
+from . import checks_operators, decode_naive, fallback, naive
 from .call import Call
-from .decode_call import Decode, stand_in
+from .decode_call import CacheArguments, Decode, check_gradients, stand_in
 from .failures import Unusable, any_known
 from .layout import dense
-
-_LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")
-_LIBRARY.define(
-    "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor lengths, Tensor? table, Tensor new_key, "
-    "Tensor new_value, Tensor? cos, Tensor? sin, bool interleaved, bool named) -> ()"
-)
-_LIBRARY.define(
-    "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? table, SymInt added, "
-    "Tensor? cos, Tensor? sin, bool interleaved, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, "
-    "Tensor? key_mask, Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, "
-    "bool named, bool need_lse) -> (Tensor out, Tensor lse)"
-)
+from .namespace import OPERATORS, register, register_derivative
+from .private import below_autograd
 
 
 def _append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named):
@@ -49,20 +41,24 @@ def _new(query, key_cache, value_cache, *rest):
     return out, query.new_empty(rows if rest[-1] else (0,), dtype=wide)
 
 
-def _decode(query, key_cache, value_cache, lengths, table, added, cos, sin, interleaved, *rest):
-    out, lse = _new(query, key_cache, value_cache, *rest)
+def _call(query, key_cache, value_cache, lengths, table, *rest):
+    """The Call of a Decode, of the arguments of `decode`."""
+    *options, softcap, named, _ = rest[4:]
+    bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
+    neither = dict.fromkeys(("seed", "marks", "offsets_q", "offsets_k"))
+    numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, dropout_p=0.0)
+    numbers["named"] = named
+    keys = _stand_ins(key_cache, value_cache, table)
+    return Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
+
+
+def _decode(*arguments):
+    out, lse = _new(*arguments)
     if out.numel():
         from . import decode_launch
 
-        *options, softcap, named, _ = rest
-        bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
-        keys = _stand_ins(key_cache, value_cache, table)
-        neither = dict.fromkeys(("seed", "marks", "offsets_q", "offsets_k"))
-        numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, dropout_p=0.0)
-        numbers["named"] = named
-        call = Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
-        turning = cos, sin, interleaved
-        decode = Decode(call, key_cache, value_cache, lengths, table, added, None, None, *turning)
+        _, *caches, added, cos, sin, interleaved = arguments[:9]
+        decode = Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved)
         try:
             decode_launch.attend(out, lse, decode)
         except Unusable as why:
@@ -70,24 +66,54 @@ def _decode(query, key_cache, value_cache, lengths, table, added, cos, sin, inte
     return out, lse
 
 
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("append", _append, _key)
-    _LIBRARY.impl("decode", _decode, _key)
-torch.library.register_fake("fusedattn::append", lambda *_: None, lib=_LIBRARY)
-torch.library.register_fake("fusedattn::decode", _new, lib=_LIBRARY)
+def _check_decode(*arguments):
+    *caches, added, cos, sin, interleaved = arguments[:9]
+    checks_operators.check_caches(CacheArguments(*caches, None, None, cos, sin, interleaved), added)
+    checks_operators.check_call(_call(*arguments))
+
+
+_TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
+register(
+    "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
+    f"Tensor new_value, {_TURNING}, bool named) -> ()",
+    _append,
+    lambda *_: None,
+    checks_operators.check_append,
+)
+register(
+    "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, "
+    f"SymInt added, {_TURNING}, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, Tensor? key_mask, "
+    "Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, bool named, "
+    "bool need_lse) -> (Tensor out, Tensor lse)",
+    _decode,
+    _new,
+    _check_decode,
+)
+
+
+def _refuse(name):
+    """Have an operator raise where somebody may want a derivative of it."""
+    named = [argument.name for argument in getattr(OPERATORS, name).default._schema.arguments]
+    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=True))))
+
+
+_refuse("append")
+_refuse("decode")
 
 
 def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, lse or None, weights or None) of a checked call: the backend "triton". Weights are computed naively."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
-    if decode.new_key is not None:
-        torch.ops.fusedattn.append(*caches, decode.new_key, decode.new_value, *turning, call.named)
-        if not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
-            torch.autograd.graph.increment_version(caches[:2])
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap, call.named
-    out, lse = torch.ops.fusedattn.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+    compiling = torch.compiler.is_compiling()
+    with contextlib.nullcontext() if compiling else below_autograd():  # the call has been checked for derivatives
+        if decode.new_key is not None:
+            OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning, call.named)
+            if not compiling:  # to a compiler the operator's schema says so
+                torch.autograd.graph.increment_version(caches[:2])
+        out, lse = OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
     weights = naive.run(decode_naive.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 

@@ -285,9 +285,16 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
             fields of the call. Any of both may be None.
     Returns: gradients of the incoming and of the fields; None where one is None.
     """
+    if call.offsets_q is not None and type(call.offsets_q) is not Tensor:
+        # Inside a graph nobody knows the lengths; but none is longer than all together.
+        most = ((call.most_q, call.query), (call.most_k, call.key))
+        most_q, most_k = (x.shape[2] if length is None else length for length, x in most)
+        call = call._replace(most_q=most_q, most_k=most_k)
     names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
+    if not wanted or not present:
+        return (None,) * (len(incoming) + DIFFERENTIABLE)
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
     total: list[Tensor] = []
     # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch (torch.ops.fusedattn), and their derivatives.
+"""The kernels as operators of torch, in the namespace of `namespace`, and their derivatives.
 
 Operators are opaque to the compiler: a schema, an implementation for CUDA and for CPU (Triton's interpreter), and a
 fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
@@ -9,31 +9,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import fallback, naive
+from . import checks_operators, fallback, naive
 from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths
 from .failures import Unusable, any_known, take_next
 from .layout import dense
-from .private import forward_mode, has_storage, transforms_active
+from .namespace import OPERATORS, register, register_derivative
+from .private import below_autograd, forward_mode, has_storage, transforms_active
 
 _CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
-    "Tensor? offsets_q, Tensor? offsets_k, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? most_q, SymInt? most_k, bool in_order, bool named"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool in_order, bool named"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
-_LIBRARY = torch.library.Library("fusedattn", "FRAGMENT")  # at module level: operators live as long as it does
-_LIBRARY.define(
-    f"forward({_CALL}, bool need_lse, bool need_weights, bool save, bool on_hopper) "
-    "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
-)
-_LIBRARY.define(
-    "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
-    f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})"
-)
-_LENGTHS = "Tensor? offsets_q, Tensor? offsets_k, SymInt rows, SymInt keys, SymInt? most_q, SymInt? most_k"
-_LIBRARY.define(f"mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, {_LENGTHS}) -> Tensor")
 _AFTER = 4  # how many arguments of forward come after the fields of the Call
 _MASKS = 4  # how many arguments of mark come before the lengths
 _BEFORE = 6  # how many arguments of backward come before them
@@ -126,14 +116,27 @@ def _mark(*arguments):
     return launch.mark(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))
 
 
-for _name, _run, _new in (
-    ("forward", _forward, new_forward),
-    ("backward", _backward, new_backward),
-    ("mark", _mark, _new_marks),
-):
-    for _key in ("CUDA", "CPU"):
-        _LIBRARY.impl(_name, _run, _key)
-    torch.library.register_fake(f"fusedattn::{_name}", _new, lib=_LIBRARY)
+register(
+    f"forward({_CALL}, bool need_lse, bool need_weights, bool save, bool on_hopper) "
+    "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
+    _forward,
+    new_forward,
+    checks_operators.check_forward,
+)
+register(
+    "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
+    f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
+    _backward,
+    new_backward,
+    checks_operators.check_backward,
+)
+register(
+    "mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
+    _mark,
+    _new_marks,
+    checks_operators.check_mark,
+)
 
 
 def _keep(ctx, inputs, output):
@@ -142,13 +145,13 @@ def _keep(ctx, inputs, output):
     out, _, weights, stats = output
     # As `repeat` keeps them: what is computed again for a checkpoint may take the other way.
     ctx.save_for_backward(*fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats)
-    ctx.numbers = fields[TENSORS:]
+    ctx.numbers, ctx.on_hopper = fields[TENSORS:], inputs[-1]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(run, ctx, grad_out, grad_lse, grad_weights):
-    """Gradients of the inputs of the forward, from `run`, which is the backward operator in one form or another."""
+def _differentiate(ctx, grad_out, grad_lse, grad_weights):
+    """Gradients of the inputs of the forward."""
     # A graph makes zeros of what did not come, of what there was none as well.
     grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
     incoming = grad_out, grad_lse, grad_weights
@@ -158,32 +161,27 @@ def _differentiate(run, ctx, grad_out, grad_lse, grad_weights):
     need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
     *fields, out, weights, stats = ctx.saved_tensors
     weights = out.new_empty(0) if weights is None else weights
-    grads = run(*incoming, out, weights, stats, *fields, *ctx.numbers, need)
+    if stats.dim() == 1:  # a graph that was recorded without gradients saves nothing
+        with torch.no_grad():
+            *_, stats = OPERATORS.forward(*fields, *ctx.numbers, False, False, True, ctx.on_hopper)
+    grads = backward(*incoming, out, weights, stats, *fields, *ctx.numbers, need)
     return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *rest)
 
 
 def _keep_again(ctx, inputs, output):
     """setup_context of the backward."""
     ctx.save_for_backward(*inputs[:3], *inputs[_BEFORE : _BEFORE + TENSORS])
-    ctx.numbers = inputs[_BEFORE + TENSORS : -1]
+    ctx.numbers, ctx.need = inputs[_BEFORE + TENSORS : -1], inputs[-1]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_again(ctx, *grad_grads):
     """Gradients of the inputs of the backward: the formula, differentiated twice."""
     incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    # A graph makes zeros of what did not come, of what nobody needed as well.
+    grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
     found = naive.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
     return (*found[:3], None, None, None, *found[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
-
-
-# Of the operators themselves, for graphs that are compiled or exported, and for who calls them by name.
-torch.library.register_autograd(
-    "fusedattn::forward",
-    lambda ctx, *incoming: _differentiate(torch.ops.fusedattn.backward, ctx, *incoming[:3]),
-    setup_context=_keep,
-    lib=_LIBRARY,
-)
-torch.library.register_autograd("fusedattn::backward", _differentiate_again, setup_context=_keep_again, lib=_LIBRARY)
 
 
 def _folded(size, dims, arguments, batch, first=0):
@@ -201,8 +199,8 @@ def _folded(size, dims, arguments, batch, first=0):
         if not isinstance(x, Tensor):
             return x
         x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        if not x[0].numel():
-            return x[0]
+        if x.dim() == 2:
+            return x[0]  # lse, weights or stats that nobody asked for
         # What is broadcast over the batch may differ between calls, and then no longer can be.
         return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
@@ -223,7 +221,8 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return torch.ops.fusedattn.backward(*arguments)
+        with below_autograd():
+            return OPERATORS.backward(*arguments)
 
     setup_context = staticmethod(_keep_again)
     backward = staticmethod(_differentiate_again)
@@ -255,19 +254,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return torch.ops.fusedattn.forward(*arguments)
+        with below_autograd():
+            return OPERATORS.forward(*arguments)
 
     setup_context = staticmethod(_keep)
 
     @staticmethod
     def backward(ctx, *incoming):
-        return _differentiate(backward, ctx, *incoming[:3])
+        return _differentiate(ctx, *incoming[:3])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
         batch = _sizes(arguments[0], in_dims[0])[0]
         results = _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch))
         return tuple(_unfolded(info.batch_size, x) for x in results), (0,) * len(results)
+
+
+# For graphs that are compiled or exported, and for who calls operators by name.
+register_derivative("forward", _Attention.apply)
+register_derivative("backward", backward)
 
 
 def _attend(
@@ -281,7 +286,7 @@ def _attend(
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
-        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, save, on_hopper)
+        out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, on_hopper)
     elif save or transformed:
         masks = call.hiding
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
@@ -289,7 +294,8 @@ def _attend(
             call = call._replace(marks=marks_or_none(masks, call.lengths))
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
-        out, lse, weights, _ = torch.ops.fusedattn.forward(*call, need_lse, need_weights, False, on_hopper)
+        with below_autograd():
+            out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, False, on_hopper)
     return out, lse if need_lse else None, weights if need_weights else None
 
 
@@ -312,7 +318,7 @@ def mark(
 ) -> Tensor:
     """The marks of a Plan of these masks, in the form that a Call has them; a bias of -inf hides as well."""
     bias = None if bias is None else bias.detach()
-    return torch.ops.fusedattn.mark(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
+    return OPERATORS.mark(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
 
 
 def marks_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:

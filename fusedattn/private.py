@@ -12,6 +12,9 @@
 | `_C._dynamo.guards._empty_strided_cpu`, `..._cuda` | make a tensor | `torch.empty_strided` |
 | `_C._cuda_getDevice` | the current device | `torch.cuda.current_device` |
 | `UntypedStorage._cdata` | is this the same storage? | no replay |
+| `_C._any_requires_grad` | does a tensor want a gradient? | each is asked |
+| `_C._AutoDispatchBelowAutograd` | operators of which nobody wants a derivative | they look for who does |
+| `_C._after_autograd_keyset` | the same, from within one | the operator is called again |
 | `_C._ForceDispatchKeyGuard` and what it is told | autograd in an operator | a backward that does not compile raises |
 | the attribute `_dynamo_marked_constant` | the compiler does not trace a function | it traces it: maybe a graph break |
 
@@ -43,6 +46,10 @@ def _storage_there(tensor: Tensor) -> bool:
     return True
 
 
+def _wants_gradient(*arguments: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
 def _made_on(device: str) -> Callable[[tuple, tuple, torch.dtype], Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
@@ -51,6 +58,8 @@ transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_acti
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _storage_there)
 current_device: Callable[[], int] = _find("_C._cuda_getDevice", torch.cuda.current_device)
+any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _wants_gradient)
+below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 # Of (shape, strides, dtype), on the device that is current: in half the time that a tensor's own method takes.
 EMPTY: dict[str, Callable[[tuple, tuple, torch.dtype], Tensor]] = {
@@ -77,6 +86,13 @@ def forward_mode() -> bool:
 def storage(tensor: Tensor) -> int:
     """What tensors share that share their storage; where `can_replay`."""
     return tensor.untyped_storage()._cdata
+
+
+def redispatch(operator: Any, keyset: Any, arguments: tuple) -> Any:
+    """What an operator computes below autograd, from within what autograd has for it."""
+    after = _find("_C._after_autograd_keyset")
+    with below_autograd():
+        return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
 
 def autograd_inside(device: torch.device):

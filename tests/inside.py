@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.call import Call
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
@@ -25,6 +26,20 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
 def leaves(*tensors):
     """Copies that gradients are wanted of."""
     return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def fields(query, key, value, **options):
+    """A Call, whose fields are the operators' arguments."""
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, in_order=False)
+    return Call(**plain | dict(query=query, key=key, value=value) | options)
+
+
+def leaves_of(arguments):
+    """Arguments of an operator, with gradients wanted of all that may have one."""
+    return [
+        x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in arguments
+    ]
 
 
 def same(got, want, atol=2e-6):

@@ -155,9 +155,9 @@ def test_a_plan_of_masks_that_do_not_go_together():
         (dict(mask=torch.ones(3, 4)), TypeError, "mask: expected a bool tensor"),
         (dict(mask=bools(3)), ValueError, "mask: expected rank 2 to 4"),
         (dict(key_mask=bools(1, 2, 3)), ValueError, "key_mask: expected rank 1 to 2"),
-        (dict(mask=bools(3, 4), key_mask=bools(2, 5)), ValueError, "key_mask: expected shape"),
-        (dict(mask=bools(2, 1, 3, 4), query_mask=bools(3, 3)), ValueError, "query_mask: expected shape"),
-        (dict(key_mask=bools(2, 5), query_mask=bools(3, 5)), ValueError, "query_mask: expected shape"),
+        (dict(mask=bools(3, 4), key_mask=bools(2, 5)), ValueError, "key_mask: expected a shape"),
+        (dict(mask=bools(2, 1, 3, 4), query_mask=bools(3, 3)), ValueError, "query_mask: expected a shape"),
+        (dict(key_mask=bools(2, 5), query_mask=bools(3, 5)), ValueError, "query_mask: expected a shape"),
         (dict(mask=bools(3, 4), key_mask=bools(4).to("meta")), ValueError, "key_mask: expected the device"),
     ):
         with pytest.raises(error) as raised:

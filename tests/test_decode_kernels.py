@@ -248,12 +248,12 @@ def test_operators_pass_opcheck(case, device, monkeypatch):
     caches = decode.key_cache.nan_to_num(), decode.value_cache.nan_to_num(), decode.lengths, decode.table
     if decode.new_key is not None:
         new = decode.new_key, decode.new_value
-        torch.library.opcheck(torch.ops.fusedattn.append.default, (*caches, *new, *turning))
+        torch.library.opcheck(torch.ops.fusedattn.append.default, (*caches, *new, *turning, True))
     options = call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap
     query = call.query.nan_to_num()
     for need_lse in (False, True):
-        given = (query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+        given = (query, *caches, decode.added, *turning, *options, *numbers, True, need_lse)
         torch.library.opcheck(torch.ops.fusedattn.decode.default, given)
 
 

@@ -17,6 +17,8 @@ FORBIDDING = {
     "_current_level": torch.autograd.forward_ad,
 }
 SLOWING = {
+    "_any_requires_grad": torch._C,
+    "_AutoDispatchBelowAutograd": torch._C,
     "_has_storage": torch._C,
     "_cuda_getDevice": torch._C,
     "_ForceDispatchKeyGuard": torch._C,

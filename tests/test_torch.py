@@ -7,9 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn.call import WHOLE, Call
 
-from .inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, learned, loss, same
+from .inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, fields, learned, loss, same
 
 pytestmark = pytest.mark.usefixtures("in_order")
 
@@ -92,42 +91,6 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
     loaded = torch.export.load(file).module()
     x, key_mask = torch.randn(4, 17, 16, device=device), torch.rand(4, 17, device=device) < 0.8
     same([loaded(x, key_mask)], [block(x, key_mask)])
-
-
-def fields(query, key, value, **options):
-    """A Call, whose fields are the operators' arguments."""
-    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, in_order=False)
-    return Call(**plain | dict(query=query, key=key, value=value) | options)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("grads", "permuted", "rich"),
-    [(True, True, True), (True, False, False), (False, True, False), (False, False, True)],
-)
-def test_operators_pass_opcheck(grads, permuted, rich, device):
-    query, key, value = draw(device, sq=7, sk=13)
-    if permuted:
-        query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
-    options = dict(key_mask=torch.rand(1, 13, device=device) < 0.7, left=5, right=0)
-    if rich:
-        options |= dict(bias=torch.randn(1, HQ, 1, 13, device=device), sinks=torch.randn(1, HQ, device=device))
-        options |= dict(alibi_slopes=torch.randn(1, HQ, device=device), softcap=2.0)
-        options |= dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
-    call = fields(query, key, value, **options)
-    leaves = [x.requires_grad_(grads) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call]
-    torch.library.opcheck(torch.ops.fusedattn.forward, (*leaves, rich or grads, rich, grads, False))
-    if grads:
-        call = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
-        out, lse, weights, stats = torch.ops.fusedattn.forward(*call, True, rich, True, False)
-        given = torch.randn_like(out), torch.randn_like(lse), torch.randn_like(weights) if rich else None
-        for *incoming, need in (
-            (*given, [True, True, True, rich, rich, rich]),
-            (given[0], None, None, [True, False, False, False, False, False]),
-            (None, given[1], None, [False, True, False, False, False, rich]),
-        ):
-            torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
-    torch.library.opcheck(torch.ops.fusedattn.mark, (None, options["key_mask"], None, call[3], *WHOLE))
 
 
 @pytest.mark.filterwarnings("ignore")

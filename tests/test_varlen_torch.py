@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.checks_varlen import Packed, checked_packed
 
 from .cases import Case
 from .inside import leaves
@@ -32,25 +31,6 @@ def test_compiled_code_knows_no_lengths(backend, device):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
     assert counter["unique_graphs"] == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_operators_pass_opcheck(device):
-    rows, keys = (5, 0, 8), (9, 3, 4)
-    query, key, value, grad = draw_packed(rows, keys, device)
-    bias = torch.randn(3, 1, 8, 9, device=device, requires_grad=True)
-    options = dict(bias=bias, causal=True, softcap=2.0)
-    tokens = dict(key_mask=torch.rand(16, device=device) < 0.8, query_mask=torch.rand(13, device=device) < 0.8)
-    call = checked_packed(
-        Packed(query, key, value, offsets(rows, device), offsets(keys, device), **tokens), options, True
-    )
-    torch.library.opcheck(torch.ops.fusedattn.forward, (*call, True, True, True, False))
-    call = call._make(x.detach() if isinstance(x, torch.Tensor) else x for x in call)
-    out, lse, weights, stats = torch.ops.fusedattn.forward(*call, True, True, True, False)
-    incoming = torch.randn_like(out), torch.randn_like(lse).nan_to_num(0), torch.randn_like(weights)
-    need = [True, True, True, True, False, False]
-    torch.library.opcheck(torch.ops.fusedattn.backward, (*incoming, out, weights, stats, *call, need))
-    torch.library.opcheck(torch.ops.fusedattn.mark, (None, call.key_mask, call.query_mask, call.bias, *call.lengths))
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])

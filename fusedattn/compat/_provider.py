@@ -13,8 +13,7 @@ from .. import backends
 from ..api import attention
 from ..call import Arguments, Call
 from ..checks import checked
-
-NAME = "fusedattn"
+from ..namespace import NAME, OPERATORS
 
 
 def register() -> None:
@@ -161,7 +160,7 @@ def backward(
     rest = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(rest), rest], -1)
     need = [True, True, True, False, False, False]
-    grads = torch.ops.fusedattn.backward(grad_out, None, None, out, out.new_empty(0), stats, *call, need)
+    grads = OPERATORS.backward(grad_out, None, None, out, out.new_empty(0), stats, *call, need)
     return grads[:3]
 
 

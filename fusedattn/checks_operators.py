@@ -1,0 +1,217 @@
+"""What can be wrong in the arguments of an operator that is called by its name, in rules as `checks` has them.
+
+Sizes, dtypes, devices and numbers. What offsets, lengths, pages and marks hold is not looked at: kernels stay inside of
+the tensors whatever that is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, checks_varlen, decode_call
+from .call import DIFFERENTIABLE, Call, Lengths
+from .checks import FLOATING, Rule, apply, fail, has_rank, is_floating, is_strided, place, shape_of
+from .checks_plan import check_fit, check_masks, pairs_of
+from .checks_varlen import Packed
+from .decode_call import CacheArguments
+
+
+def _each_head(name: str) -> tuple[Rule, ...]:
+    """One number a head, of each batch or of all."""
+
+    def wrong(a):
+        batch, heads = a.query.shape[:2]
+        return tuple(getattr(a, name).shape) not in ((1, heads), (batch, heads))
+
+    shape = Rule(name, ValueError, wrong, "shape (1, {Hq}) or ({B}, {Hq})", shape_of(name))
+    return is_floating(name), *place(name), shape
+
+
+def _side(name: str) -> Rule:
+    return Rule(
+        name,
+        ValueError,
+        lambda a: getattr(a, name) is not None and getattr(a, name) < 0,
+        "no negative number; None is unbounded",
+        lambda a: getattr(a, name),
+    )
+
+
+TENSORS = (has_rank(4, "query"), *checks.TENSORS)
+NUMBERS = (
+    _side("left"),
+    _side("right"),
+    *checks.OPTIONS["scale"],
+    *checks.OPTIONS["dropout_p"],
+    Rule("seed", ValueError, lambda a: a.dropout_p and a.seed is None, "a tensor beside dropout_p", lambda a: None),
+)
+# Of the fields of a Call that may be None. The first two are as long as all packed rows; the others know sequences.
+TOKENS = {name: (*checks.OPTIONS[name], has_rank(2, name)) for name in ("key_mask", "query_mask")}
+OPTIONS = {
+    "mask": (*checks.OPTIONS["mask"], has_rank(4, "mask")),
+    "bias": (*checks.OPTIONS["bias"], has_rank(4, "bias")),
+    "alibi_slopes": _each_head("alibi_slopes"),
+    "sinks": _each_head("sinks"),
+    "softcap": checks.OPTIONS["softcap"],
+    "seed": checks.OPTIONS["seed"],
+}
+NEW_KEY_CACHE = (
+    is_floating("key_cache"),
+    is_strided("key_cache"),
+    has_rank(4, "key_cache"),
+    Rule(
+        "key_cache",
+        ValueError,
+        lambda a: a.key_cache.shape[3] == 0,
+        "a head dimension of 1 or more",
+        shape_of("key_cache"),
+    ),
+    has_rank(1, "cache_seqlens"),
+)
+
+
+def check_call(call: Call, need_weights: bool = False) -> None:
+    """Raise for fields of a Call that the kernels cannot take."""
+    apply(TENSORS, call)
+    scores = call
+    if call.offsets_q is not None or call.offsets_k is not None:
+        _check_packed(call, need_weights)
+        count, longest = call.offsets_q.shape[0] - 1, (call.most_q, call.most_k)  # type: ignore[union-attr]
+        query, key = (
+            x.new_empty(()).expand(count, x.shape[1], x.shape[2] if most is None else most, x.shape[3])
+            for x, most in zip((call.query, call.key), longest, strict=True)
+        )
+        scores = call._replace(query=query, key=key)
+    apply(NUMBERS, call)
+    for rules, arguments in ((TOKENS, call), (OPTIONS, scores)):
+        for name in rules:
+            if getattr(call, name) is not None:
+                apply(rules[name], arguments)
+    if call.marks is not None:
+        _check_marks(call.marks, scores)
+
+
+def _check_packed(call: Call, need_weights: bool) -> None:
+    """Raise for offsets, and what comes with them, that do not go with the packed tensors of a Call."""
+    if call.query.shape[0] != 1:
+        fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
+    query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+    _check_lengths(Packed(query, key, value, call.offsets_q, call.offsets_k, call.most_q, call.most_k))
+    if need_weights or any(x is not None for x in (call.mask, call.bias, call.key_mask)):
+        _check_longest(call.most_q, call.most_k, "mask, bias, key_mask and need_weights")
+
+
+def _check_lengths(packed: Packed) -> None:
+    apply(checks_varlen.OFFSETS, packed, checks_varlen.FACTS)
+    for name, rules in checks_varlen.LONGEST.items():
+        if getattr(packed, name) is not None:
+            apply(rules, packed, checks_varlen.FACTS)
+
+
+def _check_longest(most_q: int | None, most_k: int | None, needed: str) -> None:
+    for name, most in (("max_seqlen_q", most_q), ("max_seqlen_k", most_k)):
+        if most is None:
+            fail(ValueError, name, f"an int beside {needed}", None)
+
+
+def _check_marks(marks: Tensor, call: Call) -> None:
+    from . import launch  # it has imported Triton before there were marks
+
+    (*planes, rows, _), keys, grain = call.query.shape, call.key.shape[2], launch.grain(call.query.device)
+    shape = (*planes, -(-rows // grain), -(-keys // grain))
+    apply(place("marks"), call)
+    if marks.dtype != torch.uint8:
+        fail(TypeError, "marks", "a tensor of uint8", marks.dtype)
+    if marks.dim() != 4 or not checks.broadcasts(marks, shape):
+        fail(ValueError, "marks", f"rank 4, broadcastable to {shape}", tuple(marks.shape))
+
+
+def check_forward(*arguments: Any) -> None:
+    """Those of `forward`."""
+    *fields, _, need_weights, _, on_hopper = arguments
+    call = Call(*fields)
+    check_call(call, need_weights)
+    options = {name: x for name, x in call._asdict().items() if name in (*TOKENS, *OPTIONS, "marks", "offsets_q")}
+    if on_hopper and (given := [name for name, x in options.items() if x is not None]):
+        fail(ValueError, "on_hopper", f"False beside {given[0]}, which its kernel does not know", True)
+
+
+def check_backward(*arguments: Any) -> None:
+    """Those of `backward`."""
+    grad_out, grad_lse, grad_weights, out, weights, stats, *fields, need = arguments
+    call, needs_weights = Call(*fields), grad_weights is not None
+    check_call(call, needs_weights)
+    rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
+    columns = call.key.shape[2] if call.offsets_q is None else call.most_k
+    results: dict[str, tuple] = {
+        "grad_out": (grad_out, dtype, (*rows, call.value.shape[3])),
+        "grad_lse": (grad_lse, None, rows),
+        "grad_weights": (grad_weights, dtype, (*rows, columns)),
+        "out": (out, dtype, (*rows, call.value.shape[3])),
+        "weights": (weights if needs_weights else None, dtype, (*rows, columns)),
+        "stats": (stats, torch.promote_types(dtype, torch.float32), (*rows, 2)),
+    }
+    for name, (x, wanted, shape) in results.items():
+        if x is None:
+            continue
+        if x.dtype != wanted if wanted else x.dtype not in FLOATING:
+            fail(TypeError, name, wanted or "a floating tensor", x.dtype)
+        if tuple(x.shape) != shape:
+            fail(ValueError, name, f"shape {shape}, as forward returns it", tuple(x.shape))
+        if x.device != call.query.device:
+            fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
+    if len(need) != DIFFERENTIABLE:
+        fail(ValueError, "need", f"{DIFFERENTIABLE} bools", need)
+    for name, x, needed in zip(Call._fields, call, need, strict=False):
+        if needed and x is None:
+            fail(ValueError, "need", f"False for {name}, which is None", True)
+
+
+def check_mark(*arguments: Any) -> None:
+    """Those of `mark`."""
+    names = "mask", "key_mask", "query_mask", "bias"
+    given = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
+    lengths = Lengths(*arguments[len(names) :])
+    check_masks(given, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
+    shapes = {name: pairs_of(name, x) for name, x in given.items()}
+    if lengths.offsets_q is not None or lengths.offsets_k is not None:
+        shapes |= _tokens_of_packed(given, lengths)
+    check_fit(shapes)
+
+
+def _tokens_of_packed(given: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
+    """The shapes among the pairs of masks of packed rows and keys."""
+    first = next(iter(given.values()))
+    _, _, rows, keys, most_q, most_k = lengths
+    for name, length in (("rows", rows), ("keys", keys)):
+        if length < 0:
+            fail(ValueError, name, "0 or more", length)
+    query, key = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys))
+    _check_lengths(Packed(query, key, key, lengths.offsets_q, lengths.offsets_k, most_q, most_k))
+    for name, length in (("key_mask", keys), ("query_mask", rows)):
+        if name in given and tuple(given[name].shape) != (1, length):
+            fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(given[name].shape))
+    tokens = [name for name in ("key_mask", "query_mask") if name in given]
+    if tokens:
+        _check_longest(most_q, most_k, tokens[0])
+    count = lengths.offsets_q.shape[0] - 1  # type: ignore[union-attr]
+    shapes = dict(key_mask=(count, 1, 1, most_k), query_mask=(count, 1, most_q, 1))
+    return {name: shapes[name] for name in tokens}
+
+
+def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named) -> None:
+    """Those of `append`."""
+    new, turning = (new_key, new_value), (cos, sin, interleaved)
+    arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
+    apply(NEW_KEY_CACHE, arguments)
+    _, heads, _, dim = key_cache.shape
+    level = key_cache.new_empty(()).expand(lengths.shape[0], heads, 0, dim)  # a query that there might be
+    decode_call.check_sizes(arguments._replace(query=level))
+
+
+def check_caches(arguments: CacheArguments, added: int) -> None:
+    """Those of `decode` but for the options, which are those of a Call."""
+    decode_call.check_sizes(arguments)
+    if added < 0:
+        fail(ValueError, "added", "0 or more", added)

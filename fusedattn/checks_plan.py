@@ -1,0 +1,53 @@
+"""What can be wrong with masks before there is a call: dtypes, ranks, and shapes that do not go together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Plan, rank4, rows
+from .checks import BOOL, FLOATING, fail
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise for masks that no call could take together; whether they fit a call, the call will see."""
+    given = {name: x for name, x in plan._asdict().items() if x is not None}
+    if not given:
+        fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
+    check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
+    check_fit({name: pairs_of(name, rank4(x) if name == "mask" else rows(x)) for name, x in given.items()})
+
+
+def check_masks(given: Mapping[str, Any], ranks: Mapping[str, tuple]) -> None:
+    """Raise for masks, or a bias, of other dtypes or ranks, or on several devices."""
+    first = next(iter(given.values()))
+    for name, mask in given.items():
+        floating = name == "bias"
+        if not isinstance(mask, Tensor) or not (mask.dtype in FLOATING if floating else mask.dtype == torch.bool):
+            expected = "a floating tensor" if floating else BOOL
+            fail(TypeError, name, expected, getattr(mask, "dtype", type(mask).__name__))
+        if mask.layout != torch.strided or mask.is_nested:
+            fail(TypeError, name, "a strided tensor", "a nested tensor" if mask.is_nested else mask.layout)
+        if mask.dim() not in ranks[name]:
+            least, most = ranks[name][0], ranks[name][-1]
+            fail(ValueError, name, f"rank {least}" + (f" to {most}" if most > least else ""), tuple(mask.shape))
+        if mask.device != first.device:
+            fail(ValueError, name, f"the device of the other masks, {first.device}", mask.device)
+
+
+def pairs_of(name: str, mask: Tensor) -> tuple:
+    """The shape that a mask or bias of rank 4, a key_mask or a query_mask of rank 2, has among the pairs."""
+    if name in ("mask", "bias"):
+        return tuple(mask.shape)
+    batch, length = mask.shape
+    return (batch, 1, 1, length) if name == "key_mask" else (batch, 1, length, 1)
+
+
+def check_fit(shapes: Mapping[str, tuple]) -> None:
+    """Raise for shapes of rank 4, by the names of what has them, that do not broadcast together."""
+    whole: tuple = (1, 1, 1, 1)
+    for name, shape in shapes.items():
+        if any(1 != size != other != 1 for size, other in zip(shape, whole, strict=True)):
+            fail(ValueError, name, f"a shape that fits the other masks, {whole}", shape)
+        whole = tuple(other if size == 1 else size for size, other in zip(shape, whole, strict=True))

@@ -1,0 +1,84 @@
+"""The operators of this copy of the package: their namespace in torch, and how one of them is registered.
+
+The namespace is the package's own name, torch.ops.fusedattn as installed. A copy in another package, such as
+mypkg._vendor.fusedattn, has torch.ops.mypkg__vendor_fusedattn: so both live in one process.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from .call import differentiated
+from .private import any_requires_grad, forward_mode, redispatch, transforms_active
+
+NAME = __name__.rpartition(".")[0].replace(".", "_")
+LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
+OPERATORS = getattr(torch.ops, NAME)
+MOST = 1024  # kinds of arguments that are remembered as right, before all are forgotten
+
+
+def _once(check: Callable) -> Callable:
+    """`check`, but for arguments that differ in nothing it may look at from some that it let pass."""
+    known: set[tuple] = set()
+
+    def checked(*arguments):
+        kind = tuple(
+            [
+                (x.shape, x.stride(), x.dtype, x.device)
+                if isinstance(x, torch.Tensor)
+                else (*x,)
+                if isinstance(x, list)
+                else x
+                for x in arguments
+            ]
+        )
+        if kind not in known:
+            check(*arguments)
+            if len(known) >= MOST:
+                known.clear()
+            known.add(kind)
+
+    return checked
+
+
+def register(schema: str, run: Callable, new: Callable, check: Callable) -> None:
+    """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
+
+    Args:
+        run: computes it. new: makes results of the same shapes, dtypes and strides, for tensors without data.
+        check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It does not look at what
+            tensors hold. Both are called after it.
+    """
+    name = schema.partition("(")[0]
+    known = _once(check)
+
+    def checked_run(*arguments):
+        known(*arguments)
+        return run(*arguments)
+
+    def checked_new(*arguments):
+        check(*arguments)
+        return new(*arguments)
+
+    LIBRARY.define(schema)
+    for key in ("CUDA", "CPU"):
+        LIBRARY.impl(name, checked_run, key)
+    torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
+
+
+def register_derivative(name: str, differentiate: Callable) -> None:
+    """Have `differentiate` take the calls of an operator that somebody may want a derivative of.
+
+    torch's own register_autograd drops tangents in silence.
+    """
+    operator = getattr(OPERATORS, name).default
+
+    def run(keyset, *arguments):
+        recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
+        if recorded or (forward_mode() and differentiated(arguments)):
+            if transforms_active():
+                raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
+            return differentiate(*arguments)
+        return redispatch(operator, keyset, arguments)
+
+    LIBRARY.impl(name, run, "Autograd", with_keyset=True)
