@@ -19,6 +19,7 @@ from ..namespace import NAME, OPERATORS
 def register() -> None:
     """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()`. Nothing is activated.
 
+    In a copy of the package under another name that name stands for it, as it does for the operators.
     `torch.nn.attention.activate_flash_attention_impl("fusedattn")` then puts our kernels, and sdpa_provider() for the
     length of a `with`, where F.scaled_dot_product_attention runs flash attention on CUDA tensors.
     """
