@@ -13,6 +13,7 @@ from torch import nn
 import fusedattn as fa
 import fusedattn.compat.torch as compat
 from fusedattn.compat import _provider
+from fusedattn.compat._override import Override
 
 
 class Block(nn.Module):
@@ -343,7 +344,7 @@ def override(monkeypatch, device):
     if device != "cpu":
         pytest.skip("on a GPU the provider itself is tested")
     monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Original(name))
-    made = _provider.Override("CPU")
+    made = Override(_provider.OPERATORS, "CPU")
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     yield operator
     made.remove()

@@ -8,8 +8,18 @@ from ..checks import fail
 from ..modules import attend, check_fits, check_shares
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
+from ._switch import disable_sdpa, enable_sdpa, sdpa
 
-__all__ = ["MultiheadAttention", "convert", "register", "scaled_dot_product_attention", "sdpa_provider"]
+__all__ = [
+    "MultiheadAttention",
+    "convert",
+    "disable_sdpa",
+    "enable_sdpa",
+    "register",
+    "scaled_dot_product_attention",
+    "sdpa",
+    "sdpa_provider",
+]
 
 
 def _stay(module, inputs):
