@@ -1,5 +1,7 @@
 """Drop-ins for torch's own attention: one function, one module, one call that converts a model, and one provider."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
@@ -20,6 +22,7 @@ __all__ = [
     "sdpa",
     "sdpa_provider",
 ]
+_log = logging.getLogger("fusedattn")
 
 
 def _stay(module, inputs):
@@ -250,7 +253,8 @@ def convert(model: nn.Module) -> nn.Module:
 
     The new modules share all that the old ones hold: parameters, buffers, hooks, flags and mode. Subclasses of torch's
     stay as they are; a second call changes nothing. Names and order of modules, parameters and state dict stay. Copies
-    and pickles are converted, too.
+    and pickles are converted, too. The logger "fusedattn" says how many modules were replaced, at level INFO, and warns
+    where there is none.
 
     torch.nn.TransformerEncoderLayer has a fast path for eval without gradients that calls no module, and
     torch.nn.TransformerEncoder packs padded batches for it: where attention was converted, neither is taken any more.
@@ -268,7 +272,9 @@ def convert(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
     if type(model) is nn.MultiheadAttention:
+        _report(model, 1, 0)
         return _converted(model)
+    there = sum(isinstance(x, MultiheadAttention) for x in model.modules())
     made: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -280,7 +286,25 @@ def convert(model: nn.Module) -> nn.Module:
         if isinstance(encoder, nn.TransformerEncoder):
             if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
                 encoder.use_nested_tensor = False
+    _report(model, len(made), there)
     return model
+
+
+def _report(model, replaced, there):
+    """Say what `convert` did: how many modules it replaced, and how many were ours before."""
+    name = type(model).__name__
+    if replaced or there:
+        already = f", {there} were converted before" if there else ""
+        _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", replaced, name, already)
+        return
+    subclasses = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
+    _log.warning(
+        "convert: found no torch.nn.MultiheadAttention in %s%s, and replaced nothing. Where it calls "
+        "F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(); for a model of Hugging Face Transformers, "
+        'fusedattn.compat.transformers.register() and attn_implementation="fusedattn"',
+        name,
+        f" but {subclasses} of subclasses, which stay as they are" if subclasses else "",
+    )
 
 
 def _converted(module):
