@@ -1,4 +1,4 @@
-"""sdpa, enable_sdpa and disable_sdpa of fusedattn.compat.torch: who answers F.scaled_dot_product_attention, and where."""
+"""sdpa, enable_sdpa and disable_sdpa of fusedattn.compat.torch: who answers F.scaled_dot_product_attention."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..call import CAST, autocast_dtype, autocasting
-from ..checks import fail
+from ..checks import check_flags, fail
 
 
 def scaled_dot_product_attention(
@@ -29,8 +29,8 @@ def scaled_dot_product_attention(
 
     Args:
         query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, none
-            included, that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. Or all three
-            nested tensors of torch.jagged, (B, H, ragged, D), without attn_mask: the result is one too.
+            included, that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. All three
+            may be nested tensors of torch.jagged, (B, H, ragged, D), without attn_mask, and so is the result then.
         attn_mask: of rank 2 up, broadcasts to (..., Hq, L, S): bool, True = may attend; or float, added to the scores,
             in query's dtype or float32. Or one of `torch.nn.attention.bias`.
         dropout_p: the share of weights dropped, always: there is no training mode here.
@@ -51,9 +51,7 @@ def scaled_dot_product_attention(
                 fail(TypeError, name, "a strided tensor, or all three nested ones of torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            fail(TypeError, name, "a bool", type(flag).__name__)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     causal, align = is_causal, "top_left"
     if query.is_nested:
         return _jagged(query, key, value, attn_mask, enable_gqa, causal=causal, scale=scale, dropout_p=dropout_p)

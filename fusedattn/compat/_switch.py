@@ -119,7 +119,7 @@ class _OursWhileEnabled(_Ours):
 
 # Classes that have a __torch_function__ for what they are, and that ours knows: causal biases, and jagged tensors.
 _KNOWN = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor")
-_UNCHANGED = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+_UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, torch._C._disabled_torch_function_impl)
 
 
 def _answer_themselves(types) -> bool:

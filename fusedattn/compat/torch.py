@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from ..checks import fail
+from ..checks import check_flags, fail
 from ..modules import attend, check_fits, check_shares
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
@@ -130,6 +130,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if num_heads > 0 and embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
+        check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -168,6 +169,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             grows by one for each of add_bias_kv and add_zero_attn: every query sees those.
         Raises: ValueError, TypeError for arguments that do not fit.
         """
+        check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         if query is key and key is value and attn_mask is None and key_padding_mask is None and self._is_nested(query):
             return self._within(query, need_weights, None, average_attn_weights, is_causal)
         _check_inputs(self, query, key, value)
