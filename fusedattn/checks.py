@@ -64,7 +64,7 @@ def is_floating(name: str) -> Rule:
 
 
 def _is_number(name: str) -> Rule:
-    kinds = int | float | torch.SymFloat | torch.SymInt
+    kinds = (int, float, torch.SymFloat, torch.SymInt)
     return Rule(
         name,
         TypeError,
