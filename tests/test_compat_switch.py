@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 import fusedattn.compat.torch as compat
-from fusedattn import backends, naive
+from fusedattn import backends
 from fusedattn.compat import _switch
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention
@@ -402,8 +402,15 @@ def test_what_another_thread_compiles_is_torchs_unless_it_enables_too():
     assert watched.ours() == [False, True]
 
 
-def test_naive_is_what_answers_on_a_cpu(monkeypatch):
-    """Of what a program calls nothing is left to torch: no operator of its attention runs."""
+def test_what_another_thread_traces_holds_nothing_of_ours(answered):
+    """It is kept, also on disk, and nothing would tell after disable_sdpa() whose it was."""
+    compat.enable_sdpa()
+    traced = torch.compile(taken_before, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(in_a_thread(traced, X, X, X), taken_before(X, X, X))
+    assert answered == ["MainThread"]
+
+
+def test_no_operator_of_torchs_attention_runs():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operators(TorchDispatchMode):
@@ -415,4 +422,3 @@ def test_naive_is_what_answers_on_a_cpu(monkeypatch):
     with compat.sdpa(), Operators():
         taken_before(X, X, X)
     assert names and not any("scaled_dot_product" in name for name in names)
-    assert naive.run is fa.backends.BACKENDS["naive"].run

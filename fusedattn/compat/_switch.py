@@ -81,7 +81,6 @@ def _asking_nobody(function, **names):
     """
     never = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
     space = {**function.__globals__, **never, **names}
-    del space["__name__"]  # the compiler would take global names from the module of that name
     copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

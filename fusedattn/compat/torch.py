@@ -1,4 +1,4 @@
-"""Drop-ins for torch's own attention: one function, one module, one call that converts a model, and one provider."""
+"""Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
 
 import logging
 
