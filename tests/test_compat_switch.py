@@ -333,9 +333,16 @@ def by_operator(x):
     return OPERATOR.default(x, x, x, None, 0.0, True) + 1
 
 
-@pytest.mark.parametrize("function", [by_name, by_reference, by_operator])
-@pytest.mark.parametrize("first", [False, True], ids=["compiled outside", "compiled inside"])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
+@pytest.mark.parametrize(
+    ("function", "first", "everywhere"),
+    [
+        (by_name, False, False),
+        (by_name, True, True),
+        (by_reference, True, False),
+        (by_reference, False, True),
+        (by_operator, False, False),
+    ],
+)
 def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everywhere):
     torch._dynamo.reset()
     watched = Watched()
