@@ -29,6 +29,11 @@ def _stay(module, inputs):
     """A hook that does nothing: torch.nn.TransformerEncoderLayer computes attention itself where there is none."""
 
 
+def _check_flags(**flags):
+    """`check_flags` of what torch.nn.MultiheadAttention takes: 0 and 1 too."""
+    check_flags(**{name: bool(flag) if isinstance(flag, int) else flag for name, flag in flags.items()})
+
+
 def _check_inputs(layer, query, key, value):
     given = {"query": query, "key": key, "value": value}
     widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
@@ -130,7 +135,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if num_heads > 0 and embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
-        check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
+        _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -169,7 +174,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             grows by one for each of add_bias_kv and add_zero_attn: every query sees those.
         Raises: ValueError, TypeError for arguments that do not fit.
         """
-        check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
+        _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
+        need_weights = bool(need_weights)
         if query is key and key is value and attn_mask is None and key_padding_mask is None and self._is_nested(query):
             return self._within(query, need_weights, None, average_attn_weights, is_causal)
         _check_inputs(self, query, key, value)
