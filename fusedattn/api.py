@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import backends, decode_call, jagged, ops, repeat
 from .call import Arguments, Plan, rank4, rows
-from .checks import FLOATING, checked, fail
+from .checks import FLOATING, check_flags, checked, fail
 from .checks_plan import check_plan
 from .checks_varlen import Packed, checked_packed
 from .decode_call import CacheArguments
@@ -51,7 +51,8 @@ def attention(
             Or what `fusedattn.plan` made of masks. Blocks of pairs that masks hide, or -inf, cost no time.
         bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. What they hide may
-            hold anything, NaN included, and changes nothing.
+            hold anything, NaN included, and changes nothing. Of rows that query_mask hides all incoming gradients are
+            ignored, NaN included: those of output, lse and weights, and with lse's what would reach the sinks.
         causal: row i sees no key after its own position. The same as 0 on the right of the window.
         window: (left, right), how many keys a row sees before and after its own position; None is unbounded.
         align: "bottom_right" sets the last row level with the last key, "top_left" the first with the first.
@@ -82,6 +83,7 @@ def attention(
     again = repeat.find(tensors, numbers)
     if again is not None:
         return again(tensors)
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     arguments = Arguments(query, key, value, *options, dropout_p, seed)
     if jagged.is_jagged(query):
@@ -141,7 +143,8 @@ def attention_varlen(
             return_weights, and the naive path: without, the host then waits for the GPU to say, and code that is
             compiled raises. Of longer sequences than they say, on a GPU, the rest is left out where they are needed.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan is of a mask alone.
-        key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token.
+        key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`, incoming gradients
+            included.
         alibi_slopes: floating (Hq,) or (n, Hq).
         causal, window, align, scale, softcap, sinks, dropout_p, seed, return_lse, return_weights: as in `attention`.
         backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
@@ -151,6 +154,7 @@ def attention_varlen(
         query's dtype, 0 past the end of a sequence; both differentiable.
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     """
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -229,6 +233,7 @@ def attention_decode(
         NotImplementedError if the backend named cannot take the call.
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
     """
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)

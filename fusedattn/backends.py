@@ -11,7 +11,7 @@ import torch
 
 from . import configs, decode_ops, naive, ops
 from .call import Arguments, Call
-from .checks import checked, fail
+from .checks import check_flags, checked, fail
 from .decode_call import Decode
 from .failures import warn_once
 from .private import constant
@@ -25,7 +25,8 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
         return (f"Triton is not installed ({error})",)
     interpreted = triton.knobs.runtime.interpret
     if device.type == "cpu" and not interpreted:
-        return ("the tensors are on the CPU, and TRITON_INTERPRET=1 was not set before Triton was imported",)
+        developers = "for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them"
+        return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU ({developers})",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
     if interpreted:
@@ -143,16 +144,20 @@ def check_name(name) -> None:
         fail(ValueError, "backend", f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
 
 
-@contextmanager
 def use_backend(name: str | None):
     """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
 
     Args:
         name: "hopper", "triton" or "naive"; None gives the choice back.
-    Raises: ValueError for another name. Calls inside raise NotImplementedError if the backend cannot take them.
+    Raises: ValueError for another name, at once; calls inside NotImplementedError if the backend cannot take them.
     What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
     """
     check_name(name)
+    return _using(name)
+
+
+@contextmanager
+def _using(name):
     before = _chosen.name
     _chosen.name = name
     try:
@@ -217,6 +222,7 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
     Args: those of `fusedattn.attention`.
     Raises: what it raises for wrong arguments.
     """
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     call = checked(Arguments(query, key, value, **options))
     check_name(backend)
     chosen = named(backend)

@@ -68,7 +68,7 @@ def has_rank(rank: int, name: str) -> Rule:
 
 
 def _is_number(name: str) -> Rule:
-    kinds = int | float | torch.SymFloat | torch.SymInt
+    kinds = (int, float, torch.SymFloat, torch.SymInt)
     return Rule(
         name,
         TypeError,
@@ -81,6 +81,8 @@ def _is_number(name: str) -> Rule:
 def _pairs(name: str) -> tuple[Rule, ...]:
     """What broadcasts to the scores: a mask or a bias."""
     rank, shape = "rank 2 or that of query, {rank}", "broadcastable to {scores}"
+    if name == "mask":
+        rank, shape = rank + "{tokens}", shape + "{tokens}"
     return (
         Rule(name, ValueError, lambda a: getattr(a, name).dim() not in (2, a.query.dim()), rank, shape_of(name)),
         Rule(name, ValueError, lambda a: not broadcasts(getattr(a, name), _scores(a)), shape, shape_of(name)),
@@ -121,6 +123,18 @@ def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
     return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", shape_of(name))
 
 
+def _of_tokens(a: Arguments) -> str:
+    """What a mask that says nothing of pairs should have been passed as; nothing if it says something."""
+    *_, rows, keys = _scores(a)
+    lengths = {"key_mask": (keys, "of keys"), "query_mask": (rows, "of queries")}
+    said = [
+        f"one {kind} is passed as {name}"
+        for name, (length, kind) in lengths.items()
+        if tuple(a.mask.shape) in ((length,), (_batch(a), length))
+    ]
+    return f" ({', '.join(said)})" if said else ""
+
+
 def shape_of(name: str) -> Callable[[Arguments], Any]:
     return lambda a: tuple(getattr(a, name).shape)
 
@@ -134,8 +148,13 @@ def dtype_of(name: str) -> Callable[[Arguments], Any]:
     return lambda a: getattr(a, name).dtype
 
 
-def _given(name: str) -> Callable[[Arguments], Any]:
-    return lambda a: repr(getattr(a, name))
+def _given(name: str) -> Callable[[Any], Any]:
+    """What was passed, in one line: a tensor would take many."""
+    return lambda a: "a tensor" if isinstance(getattr(a, name), Tensor) else repr(getattr(a, name))
+
+
+def is_flag(name: str) -> Rule:
+    return Rule(name, TypeError, lambda a: not isinstance(getattr(a, name), bool), "a bool", _given(name))
 
 
 def _batch(a: Arguments) -> int:
@@ -217,7 +236,7 @@ OPTIONS = {
         *place("query_mask"),
         _tokens("query_mask", "{Sq}", lambda a: a.query.shape[-2]),
     ),
-    "causal": (Rule("causal", TypeError, lambda a: not isinstance(a.causal, bool), "a bool", _given("causal")),),
+    "causal": (is_flag("causal"),),
     "window": (
         Rule(
             "window",
@@ -337,12 +356,20 @@ FACTS: dict[str, Callable[[Arguments], Any]] = {
     "Sk": lambda a: a.key.shape[-2],
     "key": lambda a: tuple(a.key.shape),
     "scores": _scores,
+    "tokens": _of_tokens,
 }
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any):
     """Raise in the one form that every error about an argument has."""
     raise error(f"{argument}: expected {expected}, got {got}")
+
+
+def check_flags(**flags: Any) -> None:
+    """`is_flag` for what is no field of Arguments."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            fail(TypeError, name, "a bool", type(flag).__name__)
 
 
 def apply(rules: tuple, arguments: Any, facts: Mapping[str, Callable] = FACTS) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .call import Arguments, Call, autocast_dtype, differentiated, normalise
-from .checks import Rule, check, divides, fail, has_rank, is_floating, is_strided, kind_of, place, shape_of
+from .checks import Rule, check, divides, fail, has_rank, is_flag, is_floating, is_strided, kind_of, place, shape_of
 
 
 class CacheArguments(NamedTuple):
@@ -214,13 +214,9 @@ ROTARY = (
         shape_of("rotary_sin"),
     ),
 )
-INTERLEAVED = Rule(
-    "rotary_interleaved",
-    TypeError,
-    lambda a: not isinstance(a.rotary_interleaved, bool),
-    "a bool",
-    lambda a: repr(a.rotary_interleaved),
-)
+
+
+INTERLEAVED = is_flag("rotary_interleaved")
 
 
 def _around(a: CacheArguments, cache: Tensor) -> tuple:

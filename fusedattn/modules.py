@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from .api import attention
 from .backends import check_name
 from .call import Plan, autocasting
-from .checks import check_options, fail
+from .checks import check_flags, check_options, fail
 
 
 def _linear(inputs, outputs, bias, factory):
@@ -64,6 +64,7 @@ def _by_head(pairs):
 
 def attend(query, key, value, need_weights, **options):
     """(output, weights or None); asking for weights changes nothing in the output."""
+    check_flags(need_weights=need_weights)
     got = attention(query, key, value, return_weights=need_weights, **options)
     return got if need_weights else (got, None)
 
@@ -121,6 +122,7 @@ class MultiHeadAttention(nn.Module):
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
         check_options(causal=causal, window=window, scale=scale, softcap=softcap)
+        check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
@@ -207,6 +209,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         check_sizes(embed_dim=embed_dim)
         check_options(scale=scale)
+        check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend

@@ -16,6 +16,10 @@
 | `_C._AutoDispatchBelowAutograd` | operators of which nobody wants a derivative | they look for who does |
 | `_C._after_autograd_keyset` | the same, from within one | the operator is called again |
 | `_C._ForceDispatchKeyGuard` and what it is told | autograd in an operator | a backward that does not compile raises |
+| `overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode` | modes of a thread | `enable_sdpa` has none |
+| `utils._device.DeviceContext` | the mode of set_default_device, which stays first | it may not |
+| `_C.DisableTorchFunction`, `_C._is_torch_function_all_disabled` | is it ours that calls torch's? | taken to be no |
+| `_C._disabled_torch_function_impl` | does a class answer for itself? | taken to |
 | the attribute `_dynamo_marked_constant` | the compiler does not trace a function | it traces it: maybe a graph break |
 
 "No replay" is the way of a call that is made for the first time, 40 us to 200 us longer.
@@ -28,6 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+DeviceContext: Any
+try:
+    from torch.utils._device import DeviceContext  # type: ignore[no-redef]
+except ImportError:
+    DeviceContext = ()
 
 
 def _find(path: str, otherwise: Any = None) -> Any:
@@ -102,6 +112,28 @@ def autograd_inside(device: torch.device):
         return contextlib.nullcontext()
     below = excluded() - keys(key.AutogradCUDA if device.type == "cuda" else key.AutogradCPU)
     return guard(included(), below - keys(key.ADInplaceOrView))
+
+
+as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
+is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
+disabled_torch_function = _find("_C._disabled_torch_function_impl")
+_MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
+_all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
+
+
+def function_modes() -> list:
+    """The TorchFunctionModes of this thread, the last of which is asked first."""
+    return [] if _all_modes is None else _all_modes()
+
+
+def replace_function_modes(modes: list) -> None:
+    """Make these the TorchFunctionModes of this thread."""
+    if _pop_mode is None or _push_mode is None:
+        return
+    for _ in function_modes():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def constant(function):

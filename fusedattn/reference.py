@@ -4,7 +4,7 @@ from torch import Tensor
 
 from . import decode_call, jagged, naive
 from .call import Arguments, drop
-from .checks import checked
+from .checks import check_flags, checked
 from .checks_varlen import Packed, checked_packed
 from .decode_call import CacheArguments
 
@@ -26,6 +26,7 @@ def eager(query, key, value, *, return_lse=False, return_weights=False, **option
 
     Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
     """
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     call = checked(Arguments(query, key, value, **options))
     return results(query.dim(), *naive.run_eagerly(call, return_lse, return_weights))
 
@@ -56,6 +57,7 @@ def attention(
     Queries are taken in blocks where the score matrix would pass `naive.BUDGET` bytes, in the backward too; but for
     code that is compiled, where all rows are taken at once, and under torch.func, where blocks are not computed again.
     """
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     arguments = Arguments(query, key, value, *options, dropout_p, seed)
     if jagged.is_jagged(query):
@@ -90,6 +92,7 @@ def attention_varlen(
     return_weights=False,
 ):
     """`fusedattn.attention_varlen`, computed naively, with sequences padded to the longest of those of like lengths."""
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -127,6 +130,7 @@ def attention_decode(
 
     The caches, as far as they have room, are read as one padded call, a copy of them where they are in pages.
     """
+    check_flags(return_lse=return_lse, return_weights=return_weights)
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)

@@ -60,10 +60,20 @@ def test_use_backend_is_for_the_thread_and_the_call_wins(device):
             fa.attention(*draw(dim=300, device=device))
     assert seen == ["naive"] and fa.explain(*draw()).backend == "naive"
     with pytest.raises(ValueError, match="^backend: "):
-        fa.use_backend("fast").__enter__()
+        fa.use_backend("fast")
     with pytest.raises(KeyError), fa.use_backend("triton"):
         raise KeyError
     assert fa.explain(*draw()).backend == "naive"
+
+
+def test_use_backend_decorates():
+    @fa.use_backend("triton")
+    def function(x):
+        return fa.attention(x, x, x)
+
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="'triton' cannot take this call"):
+            function(torch.randn(2, 300))
 
 
 def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
@@ -129,7 +139,9 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"}
     ).stdout
-    assert "TRITON_INTERPRET=1" in said
+    assert (
+        "the tensors are on the CPU, and its kernels run on an NVIDIA GPU (for developers: TRITON_INTERPRET=1" in said
+    )
 
 
 def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatch):

@@ -69,6 +69,9 @@ WRONG = [
     ("mask", ValueError, "broadcastable to (2, 4, 3, 5)", dict(mask=bools(Sq, Sk + 1)), dict(mask=bools(1, 1))),
     ("mask", ValueError, "broadcastable to", dict(mask=bools(B, Hkv, Sq, Sk)), dict(mask=bools(B, Hq, 1, Sk))),
     ("mask", ValueError, "the device of query, cpu, got meta", dict(mask=bools(Sq, Sk).to("meta")), {}),
+    ("mask", ValueError, "5) (one of keys is passed as key_mask), got", dict(mask=bools(B, Sk)), {}),
+    ("mask", ValueError, "5) (one of queries is passed as query_mask), got", dict(mask=bools(B, Sq)), {}),
+    ("mask", ValueError, "query, 4 (one of keys is passed as key_mask), got", dict(mask=bools(Sk)), {}),
     ("key_mask", TypeError, "a bool tensor", dict(key_mask=torch.ones(B, Sk)), dict(key_mask=bools(B, Sk))),
     ("key_mask", ValueError, "shape (2, 5), (1, 5) or (5,)", dict(key_mask=bools(B, Sq)), dict(key_mask=bools(1, Sk))),
     ("key_mask", ValueError, "shape (2, 5)", dict(key_mask=bools(B, 1)), dict(key_mask=bools(Sk))),
@@ -204,6 +207,70 @@ def test_every_rule_has_a_row():
                 reached.add(rules.index(rule))
                 break
     assert reached == set(range(len(rules))), [rules[i].argument for i in set(range(len(rules))) - reached]
+
+
+def test_a_mask_of_as_many_queries_as_keys_may_be_of_either():
+    x = torch.randn(B, Hq, Sk, D)
+    with pytest.raises(
+        ValueError, match=r"\(one of keys is passed as key_mask, one of queries is passed as query_mask\)"
+    ):
+        fa.attention(x, x, x, mask=bools(B, Sk))
+    with pytest.raises(ValueError, match=r"^bias: expected broadcastable to \(2, 4, 5, 5\), got \(2, 5\)$"):
+        fa.attention(x, x, x, bias=torch.zeros(B, Sk))
+
+
+OFFSETS = torch.tensor([0, Sk], dtype=torch.int32)
+PACKED = dict(zip(("query", "key", "value"), torch.randn(3, Sk, Hq, D), strict=True))
+PACKED |= dict(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS)
+CACHED = dict(zip(("query", "key_cache", "value_cache"), torch.randn(3, B, Hq, Sk, D), strict=True))
+CACHED |= dict(cache_seqlens=torch.full((B,), Sk, dtype=torch.int32))
+THEIRS = dict(zip("qkv", torch.randn(3, B, Sk, Hq, D), strict=True))
+CACHE = dict(zip(("q", "k_cache", "v_cache"), torch.randn(3, B, Sk, Hq, D), strict=True))
+SEQUENCES = dict(zip(("query", "key", "value"), torch.randn(3, B, Sk, D), strict=True))
+LAYERS = [fa.MultiHeadAttention(D, 2), fa.SelfAttention(D), fa.compat.torch.MultiheadAttention(D, 2, batch_first=True)]
+LSE_AND_WEIGHTS = ("return_lse", "return_weights")
+FLAGS = [
+    ("attention", fa.attention, tensors(), LSE_AND_WEIGHTS),
+    ("explain", fa.explain, tensors(), LSE_AND_WEIGHTS),
+    ("reference", fa.reference.attention, tensors(), LSE_AND_WEIGHTS),
+    ("eager", fa.reference.eager, tensors(), LSE_AND_WEIGHTS),
+    ("varlen", fa.attention_varlen, PACKED, LSE_AND_WEIGHTS),
+    ("reference varlen", fa.reference.attention_varlen, PACKED, LSE_AND_WEIGHTS),
+    ("decode", fa.attention_decode, CACHED, (*LSE_AND_WEIGHTS, "rotary_interleaved")),
+    ("reference decode", fa.reference.attention_decode, CACHED, (*LSE_AND_WEIGHTS, "rotary_interleaved")),
+    ("module", LAYERS[0], SEQUENCES, ("need_weights",)),
+    ("self", LAYERS[1], dict(x=SEQUENCES["query"]), ("need_weights",)),
+    ("torch's", LAYERS[2], SEQUENCES, ("need_weights", "average_attn_weights", "is_causal")),
+    ("module", fa.MultiHeadAttention, dict(embed_dim=D, num_heads=2), ("bias", "causal")),
+    ("self", fa.SelfAttention, dict(embed_dim=D), ("bias",)),
+    (
+        "torch's",
+        fa.compat.torch.MultiheadAttention,
+        dict(embed_dim=D, num_heads=2),
+        ("bias", "add_bias_kv", "add_zero_attn", "batch_first"),
+    ),
+    ("sdpa", fa.compat.torch.scaled_dot_product_attention, SEQUENCES, ("is_causal", "enable_gqa")),
+    ("flash", fa.compat.flash_attn.flash_attn_func, THEIRS, ("causal", "deterministic", "return_attn_probs")),
+    ("flash cache", fa.compat.flash_attn.flash_attn_with_kvcache, CACHE, ("causal", "return_softmax_lse")),
+]
+
+
+@pytest.mark.parametrize("row", FLAGS, ids=lambda row: f"{row[0]}: {', '.join(row[3])}")
+def test_a_flag_is_true_or_false(row):
+    _, function, arguments, flags = row
+    function(**arguments)
+    for flag in flags:
+        for wrong in ("yes", None, torch.ones(2, 2), *(() if "torch's" in row[0] else (1,))):
+            with pytest.raises(TypeError, match=f"^{flag}: expected a bool, got [^\n]+$"):
+                function(**arguments, **{flag: wrong})
+
+
+def test_a_flag_is_true_or_false_where_a_call_is_launched_again(device):
+    query = torch.randn(1, 2, 4, 8, device=device)
+    for _ in range(3):
+        fa.attention(query, query, query, return_lse=True, backend="triton")
+    with pytest.raises(TypeError, match="return_lse: expected a bool, got int"):
+        fa.attention(query, query, query, return_lse=1, backend="triton")
 
 
 def test_an_unknown_option_is_named():

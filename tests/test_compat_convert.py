@@ -13,6 +13,7 @@ from torch import nn
 import fusedattn as fa
 import fusedattn.compat.torch as compat
 from fusedattn.compat import _provider
+from fusedattn.compat._override import Override
 
 
 class Block(nn.Module):
@@ -186,6 +187,36 @@ def test_a_second_call_changes_nothing():
     assert compat.convert(single) is single
 
 
+def test_it_says_how_many_it_replaced_and_what_else_there_is_where_it_was_none(caplog):
+    caplog.set_level("INFO", "fusedattn")
+
+    def said(model):
+        caplog.clear()
+        compat.convert(model)
+        (record,) = caplog.records
+        assert record.name == "fusedattn"
+        return record.levelname, record.getMessage()
+
+    model = nn.ModuleList([encoder(), nn.MultiheadAttention(16, 4)])
+    model.append(model[1])
+    assert said(model) == ("INFO", "convert: replaced 3 torch.nn.MultiheadAttention in ModuleList")
+    assert said(model) == (
+        "INFO",
+        "convert: replaced 0 torch.nn.MultiheadAttention in ModuleList, 3 were converted before",
+    )
+    model.append(nn.MultiheadAttention(16, 4))
+    assert "replaced 1 " in said(model)[1] and "replaced 0 " in said(model[1])[1]
+    assert said(nn.MultiheadAttention(16, 4)) == (
+        "INFO",
+        "convert: replaced 1 torch.nn.MultiheadAttention in MultiheadAttention",
+    )
+    level, text = said(nn.Sequential(nn.Linear(2, 2)))
+    assert level == "WARNING" and "compat.torch.sdpa()" in text and "compat.transformers.register()" in text
+    assert "found no torch.nn.MultiheadAttention in Sequential, and" in text and "\n" not in text
+    level, text = said(nn.Sequential(Custom(16, 4)))
+    assert level == "WARNING" and "but 1 of subclasses, which stay as they are" in text
+
+
 def test_a_bare_module_gives_one_that_shares_its_parameters():
     old = nn.MultiheadAttention(16, 4, batch_first=True).eval()
     new = compat.convert(old)
@@ -343,7 +374,7 @@ def override(monkeypatch, device):
     if device != "cpu":
         pytest.skip("on a GPU the provider itself is tested")
     monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Original(name))
-    made = _provider.Override("CPU")
+    made = Override(_provider.REPLACED, "CPU")
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     yield operator
     made.remove()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.compat import _switch
 from fusedattn.compat import transformers as compat
 
 transformers = pytest.importorskip("transformers")
@@ -410,3 +411,17 @@ def test_a_tiny_llama_through_the_kernels(device, calls):
             got = outcome(model, "fusedattn", dict(input_ids=ids) | inputs)
         assert_same(got, want)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_their_own_sdpa_is_ours_where_it_is_asked_for(name, monkeypatch):
+    answers = []
+    ours = _switch.scaled_dot_product_attention
+    monkeypatch.setattr(_switch, "scaled_dot_product_attention", lambda *a, **k: (answers.append(1), ours(*a, **k))[1])
+    model, inputs = model_of(name), inputs_of(BY_NAME[name], padded=True)
+    want = outcome(model, "sdpa", inputs)
+    assert not answers
+    with fa.compat.torch.sdpa():
+        got = outcome(model, "sdpa", inputs)
+    assert_same(got, want)
+    assert len(answers) == 2

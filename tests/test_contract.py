@@ -75,6 +75,40 @@ def test_the_gradient_of_an_empty_row_is_zero_whatever_comes_in(device, backend)
     assert all(got[name].isfinite().all() for name in INPUTS)
 
 
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_what_comes_back_to_rows_that_query_mask_hides_is_ignored_whole(packed, device, backend):
+    """Not even the sink learns from the lse of such a row, which is the sink's own."""
+    inputs = [torch.randn(2, 2, 7, 4, device=device) for _ in range(3)]
+    real = torch.rand(2, 7, device=device) < 0.5
+    learned = dict(sinks=torch.randn(2, device=device), alibi_slopes=torch.rand(2, device=device))
+    learned["bias"] = torch.randn(2, 2, 7, 7, device=device)
+    function, options = fa.attention, dict(query_mask=real, backend=backend, return_lse=True, return_weights=True)
+    if packed:
+        offsets = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
+        inputs = [x.transpose(1, 2).flatten(0, 1) for x in inputs]
+        function, options["query_mask"] = fa.attention_varlen, real.flatten()
+        options |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    inputs = [x.requires_grad_() for x in (*inputs, *learned.values())]
+    results = function(*inputs[:3], **options, **dict(zip(learned, inputs[3:], strict=True)))
+    hidden = ~options["query_mask"]  # (B, Sq), or (T,): of out (T, H, Dv), of lse and weights (H, T, ..)
+    if packed:
+        rows = [hidden[:, None, None], hidden[None], hidden[None, :, None]]
+    else:
+        rows = [hidden[:, None, :, None], hidden[:, None], hidden[:, None, :, None]]
+    incoming = [torch.randn_like(x) for x in results]
+
+    def grads(hidden, seen):
+        given = [
+            x.where(~row, hidden) if seen else hidden.where(row, 0 * x) for row, x in zip(rows, incoming, strict=True)
+        ]
+        return torch.autograd.grad(results, inputs, given, retain_graph=True)
+
+    nan = torch.tensor(float("nan"), device=device)
+    assert all((grad == 0).all() for grad in grads(nan, seen=False))
+    assert all(torch.equal(a, b) for a, b in zip(grads(nan, seen=True), grads(nan * 0 + 1, seen=True), strict=True))
+
+
 def test_masks_that_hide_everything(device, backend):
     case = Case("all hidden")
     tensors, _ = case.draw(device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import decode_call
 from ..api import attention, attention_decode, attention_varlen
 from ..call import Arguments, autocast_dtype, autocasting, in_order
-from ..checks import divides, fail
+from ..checks import check_flags, divides, fail
 from ..decode_call import CacheArguments, is_known
 from ..decode_naive import rotated
 
@@ -106,7 +106,8 @@ def _as_they_are(q):
 def _run(names, function, tensors, options, **more):
     """(output, log-sum-exp or None) of one of the functions of the core that have gradients."""
     query, *_ = tensors
-    with in_order(bool(options.deterministic)), _as_they_are(query):
+    check_flags(deterministic=options.deterministic, return_attn_probs=options.return_attn_probs)
+    with in_order(options.deterministic), _as_they_are(query):
         results = _ask(
             _OPTIONS | names,
             function,
@@ -114,7 +115,7 @@ def _run(names, function, tensors, options, **more):
             **more,
             **scores(*options[1:6]),
             dropout_p=options.dropout_p,
-            return_lse=bool(options.return_attn_probs),
+            return_lse=options.return_attn_probs,
         )
     return results if options.return_attn_probs else (results, None)
 

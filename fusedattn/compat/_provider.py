@@ -14,6 +14,7 @@ from ..api import attention
 from ..call import Arguments, Call
 from ..checks import checked
 from ..namespace import NAME, OPERATORS
+from ._override import Override
 
 
 def register() -> None:
@@ -70,31 +71,7 @@ def _check_machine():
 
 def _activate():
     _check_machine()
-    return Override("CUDA")
-
-
-class Override:
-    """The operators of aten, replaced for a dispatch key for as long as this lives, or until remove()."""
-
-    def __init__(self, key: str):
-        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        for name, run in _OPERATORS.items():
-            self.library.impl(
-                name, _with_fallback(run, torch.library.get_kernel(f"aten::{name}", key)), key, with_keyset=True
-            )
-
-    def remove(self) -> None:
-        self.library = None
-
-
-def _with_fallback(run, original):
-    """`run`, and `original` where it returns None."""
-
-    def replacement(keyset, *args, **kwargs):
-        results = run(*args, **kwargs)
-        return original.call_boxed(keyset, *args, **kwargs) if results is None else results
-
-    return replacement
+    return Override(REPLACED, "CUDA")
 
 
 def _call(query, key, value, is_causal, scale) -> Call | None:
@@ -165,7 +142,7 @@ def backward(
     return grads[:3]
 
 
-_OPERATORS = {
+REPLACED = {
     "_scaled_dot_product_flash_attention": forward,
     "_scaled_dot_product_flash_attention_backward": backward,
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..call import CAST, autocast_dtype, autocasting
-from ..checks import fail
+from ..checks import check_flags, fail
 
 
 def scaled_dot_product_attention(
@@ -29,7 +29,8 @@ def scaled_dot_product_attention(
 
     Args:
         query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, none
-            included, that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them.
+            included, that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. All three
+            may be nested tensors of torch.jagged, (B, H, ragged, D), without attn_mask, and so is the result then.
         attn_mask: of rank 2 up, broadcasts to (..., Hq, L, S): bool, True = may attend; or float, added to the scores,
             in query's dtype or float32. Or one of `torch.nn.attention.bias`.
         dropout_p: the share of weights dropped, always: there is no training mode here.
@@ -44,14 +45,16 @@ def scaled_dot_product_attention(
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
-        if tensor.is_nested:
-            fail(TypeError, name, "a strided tensor", "a nested tensor")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            if not (query.is_nested and tensor.layout == torch.jagged):
+                got = "a nested tensor" if tensor.is_nested else tensor.layout
+                fail(TypeError, name, "a strided tensor, or all three nested ones of torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            fail(TypeError, name, "a bool", type(flag).__name__)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     causal, align = is_causal, "top_left"
+    if query.is_nested:
+        return _jagged(query, key, value, attn_mask, enable_gqa, causal=causal, scale=scale, dropout_p=dropout_p)
     if attn_mask is not None:
         if is_causal:
             fail(ValueError, "is_causal", "False beside an attn_mask", True)
@@ -83,6 +86,16 @@ def scaled_dot_product_attention(
     if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
         return out
     return out.contiguous().view(*leading, *out.shape[2:])
+
+
+def _jagged(query, key, value, attn_mask, enable_gqa, **options):
+    """The answer for nested tensors of torch.jagged, each sequence of which is causal by itself."""
+    if attn_mask is not None:
+        fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dim() == query.dim() and tensor.shape[1] != query.shape[1] and not enable_gqa:
+            fail(ValueError, name, f"the {query.shape[1]} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
+    return attention(query, key, value, align="top_left", **options)
 
 
 def _causal_bias(mask, rows, keys):

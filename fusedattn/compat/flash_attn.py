@@ -28,7 +28,7 @@ import types
 
 from torch import Tensor
 
-from ..checks import fail
+from ..checks import check_flags, fail
 from . import _bert_padding
 from ._flash_calls import Options, attend, attend_cached, attend_packed, check_packed, scores
 
@@ -215,10 +215,11 @@ def flash_attn_with_kvcache(
     Returns: output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
     Raises: before anything is written. What is not fetched from a GPU is said at `fusedattn.attention_decode`.
     """
+    check_flags(return_softmax_lse=return_softmax_lse)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     where = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return attend_cached(q, k_cache, v_cache, k, v, rotary, *where, options, bool(return_softmax_lse))
+    return attend_cached(q, k_cache, v_cache, k, v, rotary, *where, options, return_softmax_lse)
 
 
 _FUNCTIONS = (

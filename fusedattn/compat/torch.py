@@ -1,19 +1,37 @@
-"""Drop-ins for torch's own attention: one function, one module, one call that converts a model, and one provider."""
+"""Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
+
+import logging
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from ..checks import fail
+from ..checks import check_flags, fail
 from ..modules import attend, check_fits, check_shares
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
+from ._switch import disable_sdpa, enable_sdpa, sdpa
 
-__all__ = ["MultiheadAttention", "convert", "register", "scaled_dot_product_attention", "sdpa_provider"]
+__all__ = [
+    "MultiheadAttention",
+    "convert",
+    "disable_sdpa",
+    "enable_sdpa",
+    "register",
+    "scaled_dot_product_attention",
+    "sdpa",
+    "sdpa_provider",
+]
+_log = logging.getLogger("fusedattn")
 
 
 def _stay(module, inputs):
     """A hook that does nothing: torch.nn.TransformerEncoderLayer computes attention itself where there is none."""
+
+
+def _check_flags(**flags):
+    """`check_flags` of what torch.nn.MultiheadAttention takes: 0 and 1 too."""
+    check_flags(**{name: bool(flag) if isinstance(flag, int) else flag for name, flag in flags.items()})
 
 
 def _check_inputs(layer, query, key, value):
@@ -117,6 +135,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if num_heads > 0 and embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
+        _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -155,6 +174,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             grows by one for each of add_bias_kv and add_zero_attn: every query sees those.
         Raises: ValueError, TypeError for arguments that do not fit.
         """
+        _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
+        need_weights = bool(need_weights)
         if query is key and key is value and attn_mask is None and key_padding_mask is None and self._is_nested(query):
             return self._within(query, need_weights, None, average_attn_weights, is_causal)
         _check_inputs(self, query, key, value)
@@ -240,7 +261,8 @@ def convert(model: nn.Module) -> nn.Module:
 
     The new modules share all that the old ones hold: parameters, buffers, hooks, flags and mode. Subclasses of torch's
     stay as they are; a second call changes nothing. Names and order of modules, parameters and state dict stay. Copies
-    and pickles are converted, too.
+    and pickles are converted, too. The logger "fusedattn" says how many modules were replaced, at level INFO, and warns
+    where there is none.
 
     torch.nn.TransformerEncoderLayer has a fast path for eval without gradients that calls no module, and
     torch.nn.TransformerEncoder packs padded batches for it: where attention was converted, neither is taken any more.
@@ -258,7 +280,9 @@ def convert(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
     if type(model) is nn.MultiheadAttention:
+        _report(model, 1, 0)
         return _converted(model)
+    there = sum(isinstance(x, MultiheadAttention) for x in model.modules())
     made: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -270,7 +294,25 @@ def convert(model: nn.Module) -> nn.Module:
         if isinstance(encoder, nn.TransformerEncoder):
             if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
                 encoder.use_nested_tensor = False
+    _report(model, len(made), there)
     return model
+
+
+def _report(model, replaced, there):
+    """Say what `convert` did: how many modules it replaced, and how many were ours before."""
+    name = type(model).__name__
+    if replaced or there:
+        already = f", {there} were converted before" if there else ""
+        _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", replaced, name, already)
+        return
+    subclasses = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
+    _log.warning(
+        "convert: found no torch.nn.MultiheadAttention in %s%s, and replaced nothing. Where it calls "
+        "F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(); for a model of Hugging Face Transformers, "
+        'fusedattn.compat.transformers.register() and attn_implementation="fusedattn"',
+        name,
+        f" but {subclasses} of subclasses, which stay as they are" if subclasses else "",
+    )
 
 
 def _converted(module):

@@ -1,0 +1,36 @@
+"""Operators of torch's, replaced for a while, in all threads."""
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+class Override:
+    """Operators of aten, replaced for a dispatch key for as long as this lives, or until remove().
+
+    Args:
+        operators: {name: function of the operator's arguments}; where one returns None, torch's own kernel is called.
+        key: the dispatch key. kernel_key: where torch's own is found, if not there.
+    """
+
+    def __init__(self, operators: Mapping[str, Callable], key: str, kernel_key: str | None = None):
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        for name, run in operators.items():
+            run = _with_fallback(run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+                self.library.impl(name, run, key, with_keyset=True)
+
+    def remove(self) -> None:
+        self.library = None
+
+
+def _with_fallback(run, original):
+    """`run`, and `original` where it returns None."""
+
+    def replacement(keyset, *args, **kwargs):
+        results = run(*args, **kwargs)
+        return original.call_boxed(keyset, *args, **kwargs) if results is None else results
+
+    return replacement

@@ -1,0 +1,431 @@
+"""sdpa, enable_sdpa and disable_sdpa of fusedattn.compat.torch: who answers F.scaled_dot_product_attention."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as taken_before
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedattn as fa
+import fusedattn.compat.torch as compat
+from fusedattn import backends
+from fusedattn.compat import _switch
+
+OPERATOR = torch.ops.aten.scaled_dot_product_attention
+X = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """Names of the threads whose calls were answered by ours."""
+    threads, ours = [], _switch.scaled_dot_product_attention
+
+    def counted(*args, **kwargs):
+        threads.append(threading.current_thread().name)
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(_switch, "scaled_dot_product_attention", counted)
+    yield threads
+    compat.disable_sdpa()
+    assert not _switch.function_modes()
+
+
+def in_a_thread(function, *args):
+    with ThreadPoolExecutor(1, "other") as pool:
+        return pool.submit(function, *args).result()
+
+
+WAYS = {
+    "F": lambda *args, **options: F.scaled_dot_product_attention(*args, **options),
+    "a reference taken before": taken_before,
+    "torch._C": torch._C._nn.scaled_dot_product_attention,
+    "an operator": OPERATOR,
+    "an overload": OPERATOR.default,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
+def test_it_answers_every_call_with_the_arguments_of_torch(way, everywhere, answered):
+    call, mask = WAYS[way], torch.ones(4, 4).tril().bool()
+    calls = [
+        ((X, X, X), {}),
+        ((X, X[:, :1], X[:, :1], None, 0.0, True), dict(scale=0.3, enable_gqa=True)),
+        ((X[0, 0], X[0, 0], X[0, 0], mask), {}),
+    ]
+    wants = [call(*args, **options) for args, options in calls]
+    assert not answered
+    if everywhere:
+        compat.enable_sdpa()
+        got = [call(*args, **options) for args, options in calls]
+        compat.disable_sdpa()
+    else:
+        with compat.sdpa():
+            got = [call(*args, **options) for args, options in calls]
+    assert len(answered) == len(calls)
+    for ours, want in zip(got, wants, strict=True):
+        torch.testing.assert_close(ours, want)
+    call(X, X, X)
+    assert len(answered) == len(calls)
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["this thread", "another"])
+def test_enabled_it_answers_every_thread_with_gradients_and_autocast(thread, answered):
+    def step():
+        x = X.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            low = F.scaled_dot_product_attention(x, x, x)
+        out = taken_before(x, x, x, is_causal=True)
+        return low.dtype, out, torch.autograd.grad(out.sin().sum(), x)[0]
+
+    started, go = threading.Event(), threading.Event()
+    results = []
+
+    def early():  # a thread that was there before
+        started.set(), go.wait()
+        results.append(step())
+
+    waiting = threading.Thread(target=early, name="early")
+    waiting.start(), started.wait()
+    want = step()
+    assert not answered
+    compat.enable_sdpa(), compat.enable_sdpa()
+    got = in_a_thread(step) if thread else step()
+    go.set(), waiting.join()
+    assert answered == ["other_0" if thread else "MainThread"] * 2 + ["early"] * 2
+    for ours in (got, results[0]):
+        assert ours[0] == want[0] == torch.bfloat16
+        torch.testing.assert_close(ours[1:], want[1:])
+    compat.disable_sdpa(), compat.disable_sdpa()
+    step(), in_a_thread(step)
+    assert len(answered) == 4
+
+
+def test_a_with_is_for_its_thread_and_ends_with_an_error(answered):
+    with pytest.raises(KeyError), compat.sdpa():
+        in_a_thread(taken_before, X, X, X)
+        assert not answered
+        raise KeyError
+    with pytest.raises(ValueError, match="is_causal: expected False beside an attn_mask"), compat.sdpa():
+        taken_before(X, X, X, torch.ones(4, 4).bool(), 0.0, True)
+    taken_before(X, X, X)
+    assert len(answered) == 1
+
+
+def test_they_nest_in_any_order(answered):
+    with compat.sdpa() as mode:
+        with compat.sdpa(), mode:
+            taken_before(X, X, X)
+        compat.enable_sdpa()
+        taken_before(X, X, X)
+        compat.disable_sdpa()
+        taken_before(X, X, X)
+    assert len(answered) == 3
+    taken_before(X, X, X)
+    compat.enable_sdpa()
+    with compat.sdpa():
+        compat.disable_sdpa()
+        in_a_thread(taken_before, X, X, X)
+        assert len(answered) == 3
+        taken_before(X, X, X)
+    taken_before(X, X, X)
+    assert len(answered) == 4
+
+
+def test_who_disables_it_in_another_thread_disables_it_here(answered):
+    compat.enable_sdpa()
+    in_a_thread(compat.disable_sdpa)
+    taken_before(X, X, X)
+    assert not answered
+    compat.enable_sdpa()
+    taken_before(X, X, X)
+    assert len(answered) == len(_switch.function_modes()) == 1
+
+
+def test_other_modes_are_left_as_they_are(answered):
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is taken_before:
+                seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    torch.set_default_device("cpu")  # asserts that its own mode is the first
+    with Watching():
+        compat.enable_sdpa()
+        taken_before(X, X, X)
+        compat.disable_sdpa()
+        taken_before(X, X, X)
+        compat.enable_sdpa()
+    torch.set_default_device(None)
+    assert len(seen) == 2 and len(answered) == 1 and len(_switch.function_modes()) == 1
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
+def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, answered, monkeypatch):
+    def run(call, need_lse, need_weights):
+        with torch._C.DisableTorchFunction():
+            return F.scaled_dot_product_attention(*call[:3]), None, None
+
+    monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
+    if everywhere:
+        compat.enable_sdpa()
+    with compat.sdpa():
+        fa.attention(X, X, X)
+        in_a_thread(fa.attention, X, X, X)
+        assert not answered
+        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # an error ends it
+            taken_before(X, X[:, :2], X)
+        taken_before(X, X, X)
+        assert len(answered) == 1
+        torch.compile(fa.attention, fullgraph=True, backend="aot_eager")(X, X, X)
+    assert len(answered) == 1
+    if everywhere:
+        in_a_thread(taken_before, X, X, X)
+        assert len(answered) == 2
+
+
+def test_the_backend_that_is_named_answers(device):
+    x = torch.randn(1, 2, 4, 8, device=device)
+    want = taken_before(x, x, x)
+    with compat.sdpa(), fa.use_backend("triton"):
+        torch.testing.assert_close(taken_before(x, x, x), want, rtol=1e-5, atol=1e-5)
+        with pytest.raises(NotImplementedError, match="'triton' cannot take this call"):
+            taken_before(*[torch.randn(2, 300, device=device)] * 3)
+    compat.enable_sdpa()
+    with fa.use_backend("triton"), pytest.raises(NotImplementedError):
+        taken_before(*[torch.randn(2, 300, device=device)] * 3)
+    compat.disable_sdpa()
+
+
+def test_dropout_is_drawn_from_the_generator_of_torch(answered):
+    value = torch.ones(1, 1, 50, 2)
+    with compat.sdpa():
+        torch.manual_seed(1)
+        out = taken_before(value, value, value, None, 0.5)
+        torch.manual_seed(1)
+        assert torch.equal(taken_before(value, value, value, None, 0.5), out) and not torch.equal(out, value)
+        assert not torch.equal(taken_before(value, value, value, None, 0.5), out)
+
+
+def test_kernels_of_torch_that_are_asked_for_change_nothing(answered):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with compat.sdpa(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        torch.testing.assert_close(taken_before(X, X, X), compat.scaled_dot_product_attention(X, X, X))
+    assert len(answered) == 1
+
+
+def test_checkpoints_whose_backward_is_inside_compute_ours_again(answered):
+    grads = []
+    for reentrant in (True, False):
+        x = X.clone().requires_grad_()
+        with compat.sdpa():
+            checkpoint(taken_before, x, x, x, use_reentrant=reentrant).sin().sum().backward()
+        grads.append(x.grad)
+    assert len(answered) == 4
+    torch.testing.assert_close(*grads)
+
+
+def test_nested_tensors_are_ours_or_refused_by_name(answered):
+    rows = torch.randn(9, 3, 8)
+    jagged = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 8, 9])).transpose(1, 2)
+    single = torch.nested.nested_tensor_from_jagged(rows[:, :1], jagged.offsets()).transpose(1, 2)
+    with compat.sdpa():
+        out = taken_before(jagged, jagged, jagged, is_causal=True)
+        assert len(answered) == 1 and out.is_nested
+        want = [taken_before(*[x.transpose(0, 1)] * 3, is_causal=True) for x in rows.split([3, 5, 1])]
+        torch.testing.assert_close(out.transpose(1, 2).values(), torch.cat([x.transpose(0, 1) for x in want]))
+        with pytest.raises(TypeError, match="attn_mask: expected None beside nested tensors"):
+            taken_before(jagged, jagged, jagged, torch.ones(1, 1).bool())
+        with pytest.raises(ValueError, match="key: expected the 3 heads of query, or enable_gqa, got 1 heads"):
+            taken_before(jagged, single, single)
+        with pytest.raises(TypeError, match="key: .*nested"):
+            taken_before(X, jagged, jagged)
+        with pytest.raises(TypeError, match="key: .*nested"):
+            taken_before(jagged, X, X)
+        old = torch.nested.nested_tensor([X[0]])
+        with pytest.raises(TypeError, match="query: expected a strided tensor, or all three .* got a nested tensor"):
+            taken_before(old, old, old)
+
+
+def test_sparse_tensors_are_refused_by_name():
+    with compat.sdpa(), pytest.raises(TypeError, match="key: expected a strided tensor, .* got torch.sparse_coo"):
+        taken_before(X[0, 0], X[0, 0].to_sparse(), X[0, 0])
+
+
+class Answering(torch.Tensor):
+    """Says itself what attention is, as a class of tensors that lie on several machines would."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "its own" if func is taken_before else super().__torch_function__(func, types, args, kwargs)
+
+
+class Plain(torch.Tensor):
+    pass
+
+
+def test_a_class_of_tensors_that_answers_itself_does(answered):
+    query = X.as_subclass(Answering)
+    compat.enable_sdpa()
+    with compat.sdpa():
+        assert taken_before(query, X, X) == "its own"
+        assert in_a_thread(taken_before, query, X, X) == "its own" and not answered
+        assert type(taken_before(X.as_subclass(Plain), nn.Parameter(X), X)) is Plain and len(answered) == 1
+
+
+def test_causal_biases_of_torch_are_ours(answered):
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    with compat.sdpa():
+        out = taken_before(X, X[:, :, :3], X[:, :, :3], bias.causal_lower_right(4, 3))
+    assert len(answered) == 1
+    torch.testing.assert_close(out, fa.attention(X, X[:, :, :3], X[:, :, :3], causal=True))
+
+
+def attentions(model):
+    return sum(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_models_of_torch_leave_their_fast_path(mode, answered):
+    model = nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True).train(mode == "train")
+    x, padding = torch.randn(2, 6, 16), torch.arange(6) >= torch.tensor([[4], [6]])
+    with torch.set_grad_enabled(mode != "no_grad"):
+        want = model(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        with compat.sdpa():
+            out = model(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert len(answered) == attentions(model)
+
+
+class Watched:
+    """A backend of torch.compile that keeps how often it compiled, and runs what it gets."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append([node.target for node in graph.graph.nodes])
+        return graph.forward
+
+    def ours(self):
+        """Of each graph, whether the call in it is ours."""
+        torchs = {*_switch._TORCHS, F.multi_head_attention_forward}
+        return [not torchs & set(filter(callable, targets)) for targets in self.graphs]
+
+
+def by_name(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True) + 1
+
+
+def by_reference(x):
+    return taken_before(x, x, x, is_causal=True) + 1
+
+
+def by_operator(x):
+    return OPERATOR.default(x, x, x, None, 0.0, True) + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "everywhere"),
+    [
+        (by_name, False, False),
+        (by_name, True, True),
+        (by_reference, True, False),
+        (by_reference, False, True),
+        (by_operator, False, False),
+    ],
+)
+def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everywhere):
+    torch._dynamo.reset()
+    watched = Watched()
+    compiled = torch.compile(function, fullgraph=True, backend=watched)
+    for inside in (first, not first, first):
+        if not inside:
+            out = compiled(X)
+        elif everywhere:
+            compat.enable_sdpa()
+            out = compiled(X)
+            compat.disable_sdpa()
+        else:
+            with compat.sdpa():
+                out = compiled(X)
+        torch.testing.assert_close(out, function(X))
+    assert watched.ours() == [first, not first]
+
+
+def test_a_with_inside_of_what_is_compiled():
+    watched = Watched()
+
+    def inside(x):
+        with compat.sdpa():
+            y = by_name(x)
+        return y, by_name(x)
+
+    ours, torchs = torch.compile(inside, fullgraph=True, backend=watched)(X)
+    torch.testing.assert_close(ours, torchs)
+    assert watched.graphs[0].count(taken_before) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_models_of_torch_are_ours_with_gradients():
+    torch._dynamo.reset()
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    watched = Watched()
+    compiled = torch.compile(lambda x: model(x, x, x, need_weights=False)[0].sin().sum(), backend=watched)
+    grads = []
+    for inside in (False, True, False):
+        x = X[0].clone().requires_grad_()
+        if inside:
+            with compat.sdpa():
+                grads += torch.autograd.grad(compiled(x), x)
+        else:
+            grads += torch.autograd.grad(compiled(x), x)
+    torch.testing.assert_close(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2]) and watched.ours() == [False, True]
+
+
+def test_what_another_thread_compiles_is_torchs_unless_it_enables_too():
+    torch._dynamo.reset()
+    watched = Watched()
+    compat.enable_sdpa()
+
+    def compiled():
+        return torch.compile(by_reference, fullgraph=True, backend=watched)(X)
+
+    def enabled():
+        compat.enable_sdpa()
+        return compiled()
+
+    torch.testing.assert_close(in_a_thread(compiled), in_a_thread(enabled))
+    compat.disable_sdpa()
+    assert watched.ours() == [False, True]
+
+
+def test_what_another_thread_traces_holds_nothing_of_ours(answered):
+    """It is kept, also on disk, and nothing would tell after disable_sdpa() whose it was."""
+    compat.enable_sdpa()
+    traced = torch.compile(taken_before, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(in_a_thread(traced, X, X, X), taken_before(X, X, X))
+    assert answered == ["MainThread"]
+
+
+def test_no_operator_of_torchs_attention_runs():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with compat.sdpa(), Operators():
+        taken_before(X, X, X)
+    assert names and not any("scaled_dot_product" in name for name in names)
