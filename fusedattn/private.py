@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 
 DeviceContext: Any
 try:
-    from torch.utils._device import DeviceContext  # type: ignore[no-redef]
+    from torch.utils._device import DeviceContext
 except ImportError:
     DeviceContext = ()
 
