@@ -118,7 +118,7 @@ BACKENDS = {
 def _decode_reasons(decode: Decode) -> list[str]:
     """Why a call to a cache cannot take the universal kernels; empty if it can."""
     reasons = _kernel_reasons(decode.call)
-    batch, heads, rows, _ = decode.query.shape
+    batch, heads, rows, _ = decode.call.query.shape
     if batch * heads * max(rows, decode.added) >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
     return reasons or decode_ops.failed(decode)

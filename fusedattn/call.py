@@ -123,10 +123,11 @@ class Call(NamedTuple):
         """
         return self.mask, self.key_mask, self.query_mask if self.offsets_q is None else None, self.bias
 
-    @property
-    def shift(self) -> int:
-        """How far below the diagonal of the score matrix a row stands level with a key."""
-        return 0 if self.top_left else self.key.shape[2] - self.query.shape[2]
+
+# Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
+def shift(call: Call) -> int:
+    """How far below the diagonal of the score matrix a row of a call stands level with a key."""
+    return 0 if call.top_left else call.key.shape[2] - call.query.shape[2]
 
 
 class _Asked(threading.local):

@@ -46,14 +46,11 @@ class Decode(NamedTuple):
     sin: Tensor | None
     interleaved: bool
 
-    @property
-    def query(self) -> Tensor:
-        return self.call.query
 
-    @property
-    def room(self) -> int:
-        """The most keys that a sequence may have: lengths on a device, which nobody has checked, are taken for less."""
-        return self.call.key.shape[2] if self.key_cache.shape[0] else 0
+# Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
+def room(decode: Decode) -> int:
+    """The most keys that a sequence may have: lengths on a device, which nobody has checked, are taken for less."""
+    return decode.call.key.shape[2] if decode.key_cache.shape[0] else 0
 
 
 def capacity(arguments: CacheArguments) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from triton import cdiv
 
 from . import configs, launch, views
-from .decode_call import Decode
+from .decode_call import Decode, room
 from .kernels.pages import Cache
 from .kernels.parts import Parts
 from .kernels.rotary import Rotary
@@ -14,13 +14,13 @@ from .kernels.rotary import Rotary
 
 def _common(decode: Decode):
     """The arguments that kernels that know a cache share."""
-    table = decode.table if decode.room else None  # without room nothing is read
+    table = decode.table if room(decode) else None  # without room nothing is read
     cos, sin = decode.cos, decode.sin
     turned = cos is not None and sin is not None
     return dict(
         cache=Cache(*(views.of(x) for x in (decode.key_cache, decode.value_cache, decode.lengths)), _of(table)),
         rotary=Rotary(views.of(cos), views.of(sin)) if turned else None,
-        capacity=decode.room,
+        capacity=room(decode),
         added=decode.added,
         pages=decode.key_cache.shape[0],
         positions=1 if cos is None else cos.shape[0],
@@ -40,7 +40,7 @@ def _of(tensor):
 def append(decode: Decode):
     """Write what is new into the caches."""
     new_key, new_value = decode.new_key, decode.new_value
-    if new_key is None or new_value is None or not (new_key.shape[0] * new_key.shape[1] * decode.added * decode.room):
+    if new_key is None or new_value is None or not (new_key.shape[0] * new_key.shape[1] * decode.added * room(decode)):
         return
     batch, heads, added, _ = new_key.shape
     arguments = _common(decode) | dict(K=views.of(new_key), V=views.of(new_value))
@@ -49,23 +49,23 @@ def append(decode: Decode):
 
 def _seen(decode: Decode):
     """The most keys that some query of a sequence sees."""
-    call, rows = decode.call, decode.query.shape[2]
+    call, rows = decode.call, decode.call.query.shape[2]
     if call.top_left:
         most = None if call.right is None else rows + call.right
     else:
         most = None if call.left is None else rows + call.left
-    return decode.room if most is None else min(most, decode.room)
+    return room(decode) if most is None else min(most, room(decode))
 
 
 def splits(decode: Decode, programs, tile):
     """How many programs share the keys of a block of rows; from shapes alone, so that a graph may be replayed."""
-    many = None if launch.interpreting() else launch.multiprocessors(launch._device(decode.query))
+    many = None if launch.interpreting() else launch.multiprocessors(launch._device(decode.call.query))
     return configs.splits(programs, cdiv(_seen(decode), tile.keys), many)
 
 
 def _rows_of_a_tile(decode: Decode) -> int:
     """Rows that read one kv head: those of all its query heads."""
-    return decode.query.shape[2] * (decode.query.shape[1] // decode.key_cache.shape[1])
+    return decode.call.query.shape[2] * (decode.call.query.shape[1] // decode.key_cache.shape[1])
 
 
 def failed(decode: Decode):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .decode_call import Decode
+from .decode_call import Decode, room
 from .layout import arrange
 
 
@@ -77,8 +77,8 @@ def _levelled(call: Call, shift: Tensor) -> Call:
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
     """(before, after) what is new, (B,)."""
-    before = decode.lengths.long().clamp(0, decode.room)
-    return before, (before + decode.added).clamp(max=decode.room)
+    before = decode.lengths.long().clamp(0, room(decode))
+    return before, (before + decode.added).clamp(max=room(decode))
 
 
 def append(decode: Decode) -> None:
@@ -89,8 +89,8 @@ def append(decode: Decode) -> None:
     position, new_key = before[:, None] + torch.arange(decode.added, device=before.device), decode.new_key
     if decode.cos is not None and decode.sin is not None:
         new_key = rotated(new_key, position, decode.cos, decode.sin, decode.interleaved)
-    _append(decode.key_cache, new_key, position, decode.table, decode.room)
-    _append(decode.value_cache, decode.new_value, position, decode.table, decode.room)
+    _append(decode.key_cache, new_key, position, decode.table, room(decode))
+    _append(decode.value_cache, decode.new_value, position, decode.table, room(decode))
 
 
 def dense(decode: Decode) -> Call:

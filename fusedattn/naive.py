@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import decode_naive, philox
-from .call import DIFFERENTIABLE, Call, autocasting
+from .call import DIFFERENTIABLE, Call, autocasting, shift
 from .decode_call import Decode
 from .layout import arrange
 from .padded import joined, packed, padded, parts
@@ -81,7 +81,7 @@ def _offsets(call: Call, first: int, last: int) -> Tensor:
     device = call.query.device
     row = torch.arange(first, last, device=device)[:, None]
     if call.offsets_q is None or call.offsets_k is None or call.top_left:
-        row = row + call.shift
+        row = row + shift(call)
     else:
         row = row + (call.offsets_k.diff() - call.offsets_q.diff())[:, None, None, None]
     return torch.arange(call.key.shape[2], device=device)[None, :] - row

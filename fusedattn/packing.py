@@ -1,12 +1,13 @@
 """Sequences of unequal lengths one behind the other in one tensor, and each in a row of its own, padded."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Packing(NamedTuple):
+@dataclass
+class Packing:
     """Where sequences lie in a packed tensor of `total` rows: starts and lengths (n,), and the most rows of any."""
 
     starts: Tensor

@@ -4,6 +4,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import configs
+from .call import shift
 from .kernels.dropout import noise
 from .kernels.masks import Masks
 from .kernels.scores import score
@@ -116,7 +117,7 @@ def packs(call, out):
         and all(x is None for x in each_head)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and (call.left is None or call.left >= keys + rows)
-        and (call.right is None or call.shift + call.right >= keys - 1)
+        and (call.right is None or shift(call) + call.right >= keys - 1)
         and _merges(call.query)
         and _merges(out)
     )

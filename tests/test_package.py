@@ -35,7 +35,7 @@ CORE = {
     "reference": {"call", "checks", "checks_varlen", "decode_call", "jagged", "naive"},
     "configs": set(),
     "interpreter": set(),
-    "views": {"configs", "kernels"},
+    "views": {"call", "configs", "kernels"},
     "decode_launch": {"configs", "decode_call", "kernels", "launch", "views"},
     "decode_ops": {"call", "checks_operators", "decode_call", "decode_launch", "decode_naive", "failures", "fallback"}
     | {"layout", "naive", "namespace", "private"},
