@@ -133,7 +133,8 @@ DECODERS = {
 
 
 class _Chosen(threading.local):
-    name: str | None = None
+    def __init__(self) -> None:
+        self.name: str | None = None  # not of the class: that is what the compiler of torch 2.10 would see
 
 
 _chosen = _Chosen()
@@ -173,7 +174,7 @@ def named(name: str | None) -> str | None:
 
 def _on_gpu(call: Call | Decode) -> bool:
     """Whether kernels may take a call that names no backend: in Triton's interpreter they run only when named."""
-    return call.query.device.type == "cuda"
+    return (call.call if isinstance(call, Decode) else call).query.device.type == "cuda"
 
 
 def choose(call: Call | Decode, name: str | None = None) -> Backend:

@@ -131,7 +131,8 @@ def shift(call: Call) -> int:
 
 
 class _Asked(threading.local):
-    in_order: bool = False
+    def __init__(self) -> None:
+        self.in_order = False
 
 
 _asked = _Asked()
