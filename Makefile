@@ -5,10 +5,11 @@ READY := .venv/made-with
 PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+OTHERS := 3.6.0 3.8.0 3.9.0# versions of Triton beside that of constraints.txt
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
-.PHONY: help demo test interpreter compile on-gpu benchmarks check gpu bench tune clean
+.PHONY: help demo test interpreter compile on-gpu benchmarks versions check gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -33,6 +34,10 @@ on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
 benchmarks: $(READY) ## every benchmark once, small, for an answer that is right (ARGS=--benchmark-enable: times)
 	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest bench --benchmark-disable $(ARGS); \
 	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
+
+versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, and `fusedattn check`, by the other versions of Triton
+	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) tests/test_launch_path.py tests/test_failures.py || exit 1; done
+	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu
 
 check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff check
