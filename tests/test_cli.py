@@ -80,7 +80,6 @@ def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
 
 
 def test_info_in_words(capsys):
-    pytest.importorskip("rich")
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "bfloat16" in shown and torch.__version__ in shown
@@ -123,7 +122,6 @@ def test_check_fails_if_a_backend_is_wrong(monkeypatch, capsys):
 
 
 def test_check_in_words_says_what_is_wrong(monkeypatch, capsys):
-    pytest.importorskip("rich")
     plant(monkeypatch, "naive", slightly_wrong)
     assert cli.main(["check", *QUICK[1:]]) == 1
     shown = capsys.readouterr().out
@@ -142,13 +140,31 @@ def test_check_names_the_cases_there_are(capsys):
     assert "got casual" in shown and "causal" in shown
 
 
-def test_without_rich_one_line_says_what_to_install(monkeypatch, capsys):
+def test_info_check_and_bench_need_neither_triton_nor_rich_nor_matplotlib():
+    bench = ["bench", "--shape", "1,1,1,8,8,8", "--mode", "forward", "--providers", "fusedattn"]
+    gone = "import sys; sys.modules |= dict.fromkeys(('triton', 'rich', 'matplotlib'))"
+    commands = ["info"], ["check", *QUICK[1:]], bench
+    program = f"{gone}; from fusedattn.cli import main; sys.exit(any([main(each) for each in {commands}]))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stderr == "" and shown.returncode == 0
+    assert "triton: Triton is not installed" in shown.stdout
+    assert "5 of 5 results are as good as eager PyTorch's" in shown.stdout and "1 of 1 result right" in shown.stdout
+
+
+def test_without_rich_a_table_is_aligned(monkeypatch, capsys):
+    find = screen.importlib.util.find_spec
+    monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    screen.Screen(only_json=False).table("Title", ["one", "other"], [["a\nlonger", "b"], ["c", "d\ne"]])
+    lines = ["Title", "one     other", "------  -----", "a       b", "longer", "c       d", "        e", "", ""]
+    assert capsys.readouterr().out == "\n".join(lines)
+
+
+def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None)
-    for command in (["info"], ["check"], ["demo"], ["demo", "--json"]):
+    for command in (["demo"], ["demo", "--json"], ["bench", "--plot"]):
         assert cli.main(command) == 2
         shown = capsys.readouterr().err
-        assert "pip install 'fusedattn[bench]'" in shown and shown.count("\n") == 1
-    assert answer(capsys, "check", *QUICK)[0] == 0
+        assert shown.endswith("matplotlib not installed: pip install 'fusedattn[bench]'\n") and shown.count("\n") == 1
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from . import measuring, presets, report, verdict
 
 
 def run(given) -> int:
-    screen, began = Screen(given.json, plain=True), time.monotonic()
+    screen, began = Screen(given.json), time.monotonic()
     device = presets.device()
     chosen = presets.choose(given, on_gpu=device == "cuda")
     _check_plot(given.plot)
