@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedattn import backends, cli, naive
-from fusedattn.cli import screen
+from fusedattn.cli import grid, screen
 from fusedattn.cli.demo import text as texts
 from fusedattn.cli.demo import verify
 
@@ -134,10 +134,26 @@ def test_check_fails_if_a_backend_raises(monkeypatch, capsys):
     assert status == 1 and found["results"][0]["why"] == "RuntimeError: out of registers"
 
 
-def test_check_names_the_cases_there_are(capsys):
-    assert cli.main(["check", "--case", "casual"]) == 2
+@pytest.mark.parametrize(
+    "option, given, meant",
+    [("case", "casual", "causal"), ("case", "causal, more keys", "causal more keys"), ("backend", "tritn", "triton")],
+)
+def test_check_says_which_name_may_be_meant(option, given, meant, capsys):
+    assert cli.main(["check", f"--{option}", given]) == 2
     shown = capsys.readouterr().err
-    assert "got casual" in shown and "causal" in shown
+    assert shown.endswith(f"got {given}: did you mean {meant}?\n") and shown.count("\n") == 1
+
+
+def test_check_names_what_there_is(capsys):
+    assert cli.main(["check", "--case", "zzz"]) == 2
+    shown = capsys.readouterr().err
+    assert f"expected one of {', '.join(case.name for case in grid.CASES)}, got zzz\n" in shown
+
+
+def test_names_of_cases_are_in_that_list_as_they_are_typed(capsys):
+    assert not any("," in case.name for case in grid.CASES)
+    status, found = answer(capsys, "check", *QUICK[:-1], "causal more keys", "--case", "causal top left")
+    assert status == 0 and {one["case"] for one in found["results"]} == {"causal more keys", "causal top left"}
 
 
 def test_info_check_and_bench_need_neither_triton_nor_rich_nor_matplotlib():
