@@ -111,10 +111,12 @@ def forward(
         out = tl.where(real[:, None], out, 0.0)
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
         remainder = tl.where(real, remainder, float("inf"))
-    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
+        # Before the output, which then is rounded and takes half the registers.
         dtype: tl.constexpr = Out.base.dtype.element_ty
         c = tl.arange(0, tiles.width(DV))[None, :]
-        kept.store(kept.table(Stats, plane, q_len, dtype, DV), rows, q_len, state.top, remainder, out, c, DV, dtype)
+        stats = kept.table(Stats, plane, q_len, dtype, DV)
+        kept.store(stats, rows, q_len, state.top, remainder, kept.tail(out, dtype), c, DV, dtype)
+    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)

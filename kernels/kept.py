@@ -1,9 +1,9 @@
 """What the forward keeps of a row for the backward: its softmax, and what rounding takes from a 16-bit output.
 
 From the gradient of each weight the backward subtracts the mean of its row, the product of the output and its gradient.
-An output of 16 bits has the mean wrong by as much for all keys of a row. Values that have much in common make that error
-large, keys that have multiply it: eager PyTorch, whose sums are of what it subtracts from, has no such error. With eight
-more bits of the output there is next to none here.
+An output of 16 bits has the mean wrong by as much for all keys of a row. Values that have much in common make that
+error large, keys that have multiply it: eager PyTorch, whose sums are of what it subtracts from, has no such error.
+With eight more bits of the output there is next to none here.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _shift(dtype):
 
 @triton.jit
 def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
-    """The matrix of a plane: a row is top, rest, and what `store` made of DV columns of an output of a dtype."""
+    """The matrix of a plane: a row is top, rest, and the `tail` of DV columns of an output of a dtype."""
     return tiles.table(Kept, plane, n, columns(dtype, DV))
 
 
@@ -37,19 +37,27 @@ def _bytes(m):
 
 
 @triton.jit
-def store(m, rows, n, top, rest, out, c, DV: tl.constexpr, dtype: tl.constexpr):
-    """Write the softmax of rows, and of an output (rows, c), not yet rounded, what rounding to dtype takes from it."""
-    tiles.store_column(m, rows, n, 0, top)
-    tiles.store_column(m, rows, n, 1, rest)
+def tail(out, dtype: tl.constexpr):
+    """What rounding a tile of float32 to 16 bits takes from it, a byte each element; of other dtypes the tile."""
     if dtype.primitive_bitwidth == 16:
         left: tl.constexpr = _shift(dtype)
         rounded = out.to(dtype).to(tl.float32)
         bits = out.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
         steps = (bits + (1 << (left - 1))) >> left
         # What overflows, or is subnormal, is further off than a byte can tell.
-        steps = tl.where((steps >= -128) & (steps <= 128), tl.minimum(steps, 127), 0)
+        return tl.where((steps >= -128) & (steps <= 128), tl.minimum(steps, 127), 0).to(tl.int8)
+    else:
+        return out
+
+
+@triton.jit
+def store(m, rows, n, top, rest, tail, c, DV: tl.constexpr, dtype: tl.constexpr):
+    """Write the softmax of rows, and the `tail` of an output (rows, c) of a dtype."""
+    tiles.store_column(m, rows, n, 0, top)
+    tiles.store_column(m, rows, n, 1, rest)
+    if dtype.primitive_bitwidth == 16:
         r = rows[:, None]
-        tl.store(tiles.pointers(_bytes(m), r, c), steps.to(tl.int8), mask=(r < n) & (c < DV))
+        tl.store(tiles.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))
 
 
 @triton.jit

@@ -396,8 +396,8 @@ def test_noise_in_most_cases_is_no_verdict_and_in_few_is():
     some = [drawn("fusedattn:triton", near, case=case) for case in (first, second, third)]
     peers = [drawn("sdpa:flash", samples, case=case) for samples, case in ((near, first), (near, second), (far, third))]
     assert sentences(some + peers)[0] == (
-        "forward: fusedattn:triton and the fastest other of each case (sdpa:flash) differ by no more than noise in 2 of "
-        "3 cases. It is the fastest of all in 1."
+        "forward: fusedattn:triton and the fastest other of each case (sdpa:flash) differ by no more than noise in 2 "
+        "of 3 cases. It is the fastest of all in 1."
     )
     peers[0] = drawn("sdpa:flash", far, case=first)
     assert "is 1.91x faster than the fastest other of each case" in sentences(some + peers)[0]
