@@ -101,7 +101,7 @@ def columns(step, judge, dtype, device, budget_ms, clock):
     error, eager, why = judge(result)
     del result
     times = clock(step, device, budget_ms)
-    found = dict(ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80)
+    found = times.columns()
     found |= dict(peak_mib=peak, err_max=error, err_eager=eager, status="wrong" if why else "ok")
     return found | ceilings.measure(dtype, device)._asdict(), why
 

@@ -39,7 +39,7 @@ def main(arguments=None):
     with torch.no_grad():
         times = timing.interleaved(steps(options.length), options.repeats)
     for provider, each in times.items():
-        measured = dict(ms_p20=each.p20, ms_p50=each.p50, ms_p80=each.p80)
+        measured = each.columns()
         writer.write(rows.row(machine, "host", provider, case, options=f"dropout={RATE}", **measured))
     ours, theirs = (times[provider].p50 for provider in ("fusedattn:naive", "naive"))
     print(f"{options.length} x {options.length}: {ours:.0f} ms, F.dropout {theirs:.0f} ms, ratio {ours / theirs:.2f}")

@@ -53,7 +53,7 @@ def main(arguments=None):
     for case in CASES:
         times, rounds = overhead(case)
         for provider, each in times.items():
-            measured = dict(ms_p20=each.p20, ms_p50=each.p50, ms_p80=each.p80)
+            measured = each.columns()
             writer.write(rows.row(machine, "host", provider, case, options="threads=1", **measured))
         whole, formula = (1e3 * times[provider].p50 for provider in ("fusedattn:naive", "naive"))
         each_round = ", ".join(f"{each:.1f}" for each in rounds)

@@ -137,7 +137,7 @@ def main(arguments=None):
         backend = "hopper" if "Hopper" in name else "triton"
         provider, case = (f"fusedattn:{backend}", CASE) if ours else ("sdpa", TINY)
         said = "threads=1 " + ("absent " if ours else "") + name.replace(",", "").replace(":", "").replace(" ", "-")
-        columns = dict(ms_p20=each.p20, ms_p50=each.p50, ms_p80=each.p80)
+        columns = each.columns()
         writer.write(rows.row(machine, "host", provider, case, options=said, **columns))
     print(report(times))
     return 0

@@ -1,4 +1,7 @@
-"""The CSV that every benchmark writes: one row a case, provider and mode. Its columns are kept for good."""
+"""The CSV that every benchmark writes: one row a case, provider and mode.
+
+Its columns are kept for good, and new ones come last.
+"""
 
 import csv
 import datetime
@@ -45,11 +48,13 @@ class Row(NamedTuple):
     matmul_tflops: float  # what the machine was measured to reach, in the dtype of the row
     copy_gbps: float
     status: str  # ok, oom, wrong, unchecked: WHY, unsupported: WHY
+    ms_min: float | str = ""
 
 
 COLUMNS = Row._fields
 _COUNTS = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
-_MEASURED = COLUMNS[COLUMNS.index("ms_p20") : COLUMNS.index("status")]
+_MEASURED = (*COLUMNS[COLUMNS.index("ms_p20") : COLUMNS.index("status")], "ms_min")
+_LATER = 1  # of the columns, that files from before lack
 
 
 def _output(*command):
@@ -107,7 +112,7 @@ class Writer:
 
     def __init__(self, path=None):
         self.path = pathlib.Path(path) if path else None
-        self.rows = read(self.path) if self.path and self.path.exists() else []
+        self.columns, self.rows = _read(self.path) if self.path and self.path.exists() else (COLUMNS, [])
         if self.path and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._append(COLUMNS)
@@ -120,17 +125,24 @@ class Writer:
         row = Row(*(float(_text(value)) if isinstance(value, float) else value for value in row))  # as it will be read
         self.rows.append(row)
         if self.path:
-            self._append(row)
+            self._append(row[: len(self.columns)])
 
 
 def read(path):
     """The rows of a CSV file, numbers as numbers. A last line that was cut off is left out."""
+    return _read(path)[1]
+
+
+def _read(path):
+    """(its columns, its rows)"""
     with open(path, newline="") as file:
         reader = csv.reader(file)
-        header = next(reader, [])
-        if tuple(header) != COLUMNS:
+        header = tuple(next(reader, ()))
+        if header not in (COLUMNS, COLUMNS[:-_LATER]):
             raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
-        return [_parsed(dict(zip(COLUMNS, line, strict=True))) for line in reader if len(line) == len(COLUMNS)]
+        absent = dict.fromkeys(COLUMNS, "")
+        lines = [line for line in reader if len(line) == len(header)]
+        return header, [_parsed(absent | dict(zip(header, line, strict=True))) for line in lines]
 
 
 def _parsed(fields):

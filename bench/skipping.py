@@ -178,7 +178,7 @@ def time_all(chosen, device, writer, machine, budget=None, budget_ms=100.0, resu
     for case in () if done is None else chosen:
         for provider, step in _plans(case, device).items():
             times = timing.measure(step, device, budget_ms)
-            measured = dict(ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80)
+            measured = times.columns()
             writer.write(rows.row(machine, "plan", provider, case, **measured))
     return done
 

@@ -11,16 +11,21 @@ FLUSH_BYTES = 2**30
 
 
 class Times(NamedTuple):
-    """Milliseconds of one step: median and the quantiles around it."""
+    """Milliseconds of one step: median, the quantiles around it, and the least, "" where it is not known."""
 
     p20: float
     p50: float
     p80: float
+    least: float | str = ""
+
+    def columns(self):
+        """As a row of a CSV has them."""
+        return dict(ms_p20=self.p20, ms_p50=self.p50, ms_p80=self.p80, ms_min=self.least)
 
 
 def _quantiles(milliseconds):
-    cuts = torch.tensor(milliseconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    return Times(*cuts.tolist())
+    quantiles = torch.tensor([0.2, 0.5, 0.8, 0.0], dtype=torch.float64)
+    return Times(*torch.tensor(milliseconds, dtype=torch.float64).quantile(quantiles).tolist())
 
 
 def measure(step, device, budget_ms=100.0):

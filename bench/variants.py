@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fusedattn import configs, launch, repeat
+from fusedattn import configs
 
 PIPELINE, BACKWARD = "fusedattn:hopper/", "fusedattn:backward/"
 TWO = "two-passes"
@@ -91,6 +91,8 @@ def inside(name):
 @contextlib.contextmanager
 def _anew(*patches):
     """What calls are made of is another, and was as before when it is left."""
+    from fusedattn import repeat  # imports Triton, which forms are of, and this file is not
+
     repeat.forget()
     try:
         with contextlib.ExitStack() as within:
@@ -108,6 +110,8 @@ def by_pipeline(taken):
 
 def only(kernel, tile):
     """Calls launch a kernel with this tile alone, and the others with theirs."""
+    from fusedattn import launch
+
     given = launch.candidates
     taken = mock.patch.object(launch, "candidates", lambda name, call: (tile,) if name == kernel else given(name, call))
     return _anew(taken)

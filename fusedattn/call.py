@@ -124,6 +124,14 @@ class Call(NamedTuple):
         return self.mask, self.key_mask, self.query_mask if self.offsets_q is None else None, self.bias
 
 
+def kept_columns(dtype: torch.dtype, width: int) -> int:
+    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels.kept` has them.
+
+    Two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
+    """
+    return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
+
+
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def shift(call: Call) -> int:
     """How far below the diagonal of the score matrix a row of a call stands level with a key."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checks, checks_varlen, decode_call
-from .call import DIFFERENTIABLE, Call, Lengths
+from .call import DIFFERENTIABLE, Call, Lengths, kept_columns
 from .checks import FLOATING, Rule, apply, fail, has_rank, is_floating, is_strided, place, shape_of
 from .checks_plan import check_fit, check_masks, pairs_of
 from .checks_varlen import Packed
@@ -150,7 +150,7 @@ def check_backward(*arguments: Any) -> None:
         "grad_weights": (grad_weights, dtype, (*rows, columns)),
         "out": (out, dtype, (*rows, call.value.shape[3])),
         "weights": (weights if needs_weights else None, dtype, (*rows, columns)),
-        "stats": (stats, torch.promote_types(dtype, torch.float32), (*rows, 2)),
+        "stats": (stats, torch.promote_types(dtype, torch.float32), (*rows, _stats_columns(call, stats))),
     }
     for name, (x, wanted, shape) in results.items():
         if x is None:
@@ -166,6 +166,11 @@ def check_backward(*arguments: Any) -> None:
     for name, x, needed in zip(Call._fields, call, need, strict=False):
         if needed and x is None:
             fail(ValueError, "need", f"False for {name}, which is None", True)
+
+
+def _stats_columns(call: Call, stats: Tensor) -> int:
+    """What the last dimension of stats is to be: two will do, where nobody kept more."""
+    return 2 if stats.dim() == 4 and stats.shape[3] == 2 else kept_columns(call.query.dtype, call.value.shape[3])
 
 
 def check_mark(*arguments: Any) -> None:

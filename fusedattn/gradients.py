@@ -91,7 +91,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
     of_scores = any(x is not None for x in (grad_query, grad_key, grad_bias, grad_slopes, grad_sinks))
     own |= dict(Out=views.of(out) if of_scores else None)
-    own |= dict(Stats=stats, Rows=kept, GradQ=_view(sums), k_len=keys)
+    own |= dict(Stats=stats, COLUMNS=stats.shape[3], Rows=kept, GradQ=_view(sums), k_len=keys)
     launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
     common |= dict(Rows=kept)
     if "dq" in names:

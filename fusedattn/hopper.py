@@ -127,6 +127,7 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         section=min(batch * heads, max(1, together) * group),
         HEADS=heads,
         GROUP=group,
+        DV=value.shape[3],
         GROUPS=taken.warpgroups,
         STAGES=taken.stages,
         PING_PONG=taken.ping_pong,

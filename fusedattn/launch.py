@@ -391,7 +391,7 @@ def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
         common, columns = views.common(call), weights.shape[3]
-        arguments = {name: common[name] for name in common if name not in ("V", "DV")}
+        arguments = {name: common[name] for name in common if name != "V"}
         run_tiled(
             "weights",
             call,

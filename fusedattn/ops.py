@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checks_operators, fallback, naive
-from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths
+from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, kept_columns
 from .failures import Unusable, any_known, take_next
 from .layout import dense
 from .namespace import OPERATORS, register, register_derivative
@@ -32,8 +32,8 @@ _BEFORE = 6  # how many arguments of backward come before them
 def new_forward(*arguments):
     """Uninitialised (out, lse, weights, stats) of the arguments of the forward.
 
-    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, 2), what recomputes weights,
-    if nothing will.
+    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `kernels.kept`),
+    what recomputes weights and the mean of their gradients, if nothing will.
     """
     *fields, need_lse, need_weights, save, _ = arguments
     call = Call(*fields)
@@ -43,7 +43,8 @@ def new_forward(*arguments):
     columns = call.key.shape[2] if call.offsets_q is None else call.most_k
     weights = call.query.new_empty((*rows, columns) if need_weights else (0,))
     out = dense(call.query, (*rows, call.value.shape[3]))
-    return out, lse, weights, lse.new_empty((*rows, 2) if save or need_weights else (0,))
+    kept = kept_columns(out.dtype, out.shape[3])
+    return out, lse, weights, lse.new_empty((*rows, kept) if save or need_weights else (0,))
 
 
 def new_backward(*arguments):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import scores, softmax, span, tiles
+from . import kept, scores, softmax, span, tiles
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
@@ -22,11 +22,13 @@ def prepare(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Rows (B, Hq, Sq, 4: shift, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
 
+    Stats has COLUMNS: those of `kept`, or top and rest alone, where what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
     None, is what `dkdv` will add to: it gets zeros.
@@ -36,7 +38,7 @@ def prepare(
     if GradQ is not None:
         zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
-    stats = tiles.table(Stats, plane, q_len, 2)
+    stats = tiles.table(Stats, plane, q_len, COLUMNS)
     rest = tiles.load_column(stats, rows, q_len, 1)
     row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest, score.unit)
     delta = tl.zeros([BLOCK_M], rest.dtype)
@@ -47,6 +49,8 @@ def prepare(
         products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
         line = tl.arange(0, BLOCK_M)
         delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
+        if COLUMNS > 2:
+            delta += tl.sum(kept.lost(stats, rows, q_len, out, DV) * grad_out.to(tl.float32), 1)
         if GradWeights is not None:
             p, dp = tiles.matrix(Weights, plane), tiles.matrix(GradWeights, plane)
             r = rows[:, None]

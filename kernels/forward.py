@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, scores, softmax, span, tiles
+from . import blocks, dropout, kept, scores, softmax, span, tiles
 from . import masks as hidden
 
 
@@ -79,7 +79,7 @@ def forward(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, 2: top, rest of the softmax).
+    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
     Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `blocks`, is None if nothing but a band hides.
     With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
@@ -111,10 +111,12 @@ def forward(
         out = tl.where(real[:, None], out, 0.0)
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
         remainder = tl.where(real, remainder, float("inf"))
-    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)
+    if Stats is not None:
+        dtype: tl.constexpr = Out.base.dtype.element_ty
+        stats = kept.table(Stats, plane, q_len, dtype, DV)
+        kept.store(stats, rows, q_len, state.top, remainder)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
-        stats = tiles.table(Stats, plane, q_len, 2)
-        tiles.store_column(stats, rows, q_len, 0, state.top)
-        tiles.store_column(stats, rows, q_len, 1, remainder)
+        kept.store_tail(stats, rows, q_len, out, tl.arange(0, tiles.width(DV))[None, :], DV, dtype)
+    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)

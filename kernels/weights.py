@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import dropout, scores, softmax, span, tiles
+from . import dropout, kept, scores, softmax, span, tiles
 from . import masks as hidden
 
 
@@ -25,6 +25,7 @@ def weights(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -49,7 +50,7 @@ def weights(
         q = tiles.load(tiles.of_rows(Q, plane), rows, hidden.real_rows(masks, plane, rows, q_len), D)
         kv = tiles.of_keys(K, span.shared(plane, GROUP))
         k = tiles.load(kv, cols, hidden.real_keys(masks, plane, cols, k_len), D)
-        stats = tiles.table(Stats, plane, q_len, 2)
+        stats = kept.table(Stats, plane, q_len, Q.base.dtype.element_ty, DV)
         top, remainder = tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1)
         row = softmax.row(top, remainder, score.unit)
         row = softmax.Row(row.shift[:, None], row.rest[:, None], row.unit[:, None])

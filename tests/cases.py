@@ -25,6 +25,7 @@ class Case(NamedTuple):
     strided: bool = False  # query, key, value and the incoming gradient each in another order, among NaN
     expanded: bool = False  # key and value are one batch, seen B times; the incoming gradient one element
     spread: float = 1.0  # standard deviation of query and key
+    alike: float = 0.0  # that of what all keys of a head have in common besides, and all values
     mask: str | None = None  # the shape it broadcasts from: "pairs", "batch", "heads", "rank 2", "rows", "keys"
     key_mask: str | None = None  # "own" for each batch, "shared" by all, "rank 1"
     query_mask: str | None = None
@@ -60,6 +61,9 @@ class Case(NamedTuple):
             value=normal(kv_batch, self.Hkv, self.Sk, self.Dv).expand(self.B, -1, -1, -1),
             out=normal(self.B, self.Hq, self.Sq, self.Dv),
         )
+        if self.alike:
+            for name in ("key", "value"):
+                tensors[name] = tensors[name] + normal(*tensors[name].shape[:2], 1, tensors[name].shape[3]) * self.alike
         if self.expanded:
             tensors["out"] = normal(1).expand(tensors["out"].shape)
         if self.strided:
@@ -200,6 +204,8 @@ SHAPES = [
     Case("D 80", B=1, Hq=1, Hkv=1, D=80, Dv=80),
     Case("D 256", B=1, Hq=1, Hkv=1, Sq=20, Sk=20, D=256, Dv=256),
     Case("D 1", B=1, D=1, Dv=1),
+    Case("keys and values alike, float16", dtype=torch.float16, alike=4.0, D=20, Dv=21),
+    Case("keys and values alike, bfloat16", dtype=torch.bfloat16, alike=4.0, D=24, Dv=24),
     Case("rows before every key", Sq=40, Sk=10, causal=True),
     Case("window past every key", Sq=10, Sk=60, window=(3, 0), align="top_left"),
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedattn import backends, cli, naive
-from fusedattn.cli import screen
+from fusedattn.cli import grid, screen
 from fusedattn.cli.demo import text as texts
 from fusedattn.cli.demo import verify
 
@@ -80,7 +80,6 @@ def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
 
 
 def test_info_in_words(capsys):
-    pytest.importorskip("rich")
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "bfloat16" in shown and torch.__version__ in shown
@@ -123,7 +122,6 @@ def test_check_fails_if_a_backend_is_wrong(monkeypatch, capsys):
 
 
 def test_check_in_words_says_what_is_wrong(monkeypatch, capsys):
-    pytest.importorskip("rich")
     plant(monkeypatch, "naive", slightly_wrong)
     assert cli.main(["check", *QUICK[1:]]) == 1
     shown = capsys.readouterr().out
@@ -136,19 +134,53 @@ def test_check_fails_if_a_backend_raises(monkeypatch, capsys):
     assert status == 1 and found["results"][0]["why"] == "RuntimeError: out of registers"
 
 
-def test_check_names_the_cases_there_are(capsys):
-    assert cli.main(["check", "--case", "casual"]) == 2
+@pytest.mark.parametrize(
+    "option, given, meant",
+    [("case", "casual", "causal"), ("case", "causal, more keys", "causal more keys"), ("backend", "tritn", "triton")],
+)
+def test_check_says_which_name_may_be_meant(option, given, meant, capsys):
+    assert cli.main(["check", f"--{option}", given]) == 2
     shown = capsys.readouterr().err
-    assert "got casual" in shown and "causal" in shown
+    assert shown.endswith(f"got {given}: did you mean {meant}?\n") and shown.count("\n") == 1
 
 
-def test_without_rich_one_line_says_what_to_install(monkeypatch, capsys):
+def test_check_names_what_there_is(capsys):
+    assert cli.main(["check", "--case", "zzz"]) == 2
+    shown = capsys.readouterr().err
+    assert f"expected one of {', '.join(case.name for case in grid.CASES)}, got zzz\n" in shown
+
+
+def test_names_of_cases_are_in_that_list_as_they_are_typed(capsys):
+    assert not any("," in case.name for case in grid.CASES)
+    status, found = answer(capsys, "check", *QUICK[:-1], "causal more keys", "--case", "causal top left")
+    assert status == 0 and {one["case"] for one in found["results"]} == {"causal more keys", "causal top left"}
+
+
+def test_info_check_and_bench_need_neither_triton_nor_rich_nor_matplotlib():
+    bench = ["bench", "--shape", "1,1,1,8,8,8", "--mode", "forward", "--providers", "fusedattn"]
+    gone = "import sys; sys.modules |= dict.fromkeys(('triton', 'rich', 'matplotlib'))"
+    commands = ["info"], ["check", *QUICK[1:]], bench
+    program = f"{gone}; from fusedattn.cli import main; sys.exit(any([main(each) for each in {commands}]))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stderr == "" and shown.returncode == 0
+    assert "triton: Triton is not installed" in shown.stdout
+    assert "5 of 5 results are as good as eager PyTorch's" in shown.stdout and "1 of 1 result right" in shown.stdout
+
+
+def test_without_rich_a_table_is_aligned(monkeypatch, capsys):
+    find = screen.importlib.util.find_spec
+    monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    screen.Screen(only_json=False).table("Title", ["one", "other"], [["a\nlonger", "b"], ["c", "d\ne"]])
+    lines = ["Title", "one     other", "------  -----", "a       b", "longer", "c       d", "        e", "", ""]
+    assert capsys.readouterr().out == "\n".join(lines)
+
+
+def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None)
-    for command in (["info"], ["check"], ["demo"], ["demo", "--json"]):
+    for command in (["demo"], ["demo", "--json"], ["bench", "--plot"]):
         assert cli.main(command) == 2
         shown = capsys.readouterr().err
-        assert "pip install 'fusedattn[bench]'" in shown and shown.count("\n") == 1
-    assert answer(capsys, "check", *QUICK)[0] == 0
+        assert shown.endswith("matplotlib not installed: pip install 'fusedattn[bench]'\n") and shown.count("\n") == 1
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """fusedattn check: the correctness grid of this machine's backends, against float64 and beside eager PyTorch."""
 
+import difflib
 import time
 
 import torch
@@ -64,7 +65,9 @@ def _devices(named, fastest):
 def _named(names, known, what):
     for name in names or ():
         if name not in known:
-            raise Problem(f"{what}: expected one of {', '.join(known)}, got {name}")
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise Problem(f"{what}: expected one of {', '.join(known)}, got {name}{hint}")
     return [known[name] for name in names or known]
 
 

@@ -14,7 +14,7 @@ from ..tolerance import Verdict
 class Case(NamedTuple):
     """One call: sizes that suit an interpreter, and options."""
 
-    name: str
+    name: str  # without a comma: a list of them has those
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
@@ -77,8 +77,8 @@ _LAYOUTS: dict[str, Callable] = {
 CASES = (
     Case("plain", heads=2, kv_heads=2),
     Case("causal", options=dict(causal=True)),
-    Case("causal, more keys", rows=19, keys=53, options=dict(causal=True)),
-    Case("causal, top left", rows=19, keys=53, options=dict(causal=True, align="top_left")),
+    Case("causal more keys", rows=19, keys=53, options=dict(causal=True)),
+    Case("causal top left", rows=19, keys=53, options=dict(causal=True, align="top_left")),
     Case("window", rows=41, keys=41, options=dict(window=(7, 3))),
     Case("one kv head for 3", heads=3, kv_heads=1),
     Case("value wider", dim=8, value_dim=40),

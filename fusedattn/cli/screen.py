@@ -1,7 +1,8 @@
-"""What a command shows: tables and a progress bar through rich, or one JSON object."""
+"""What a command shows: tables and a progress bar through rich, the same in plain text without it, or a JSON object."""
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -22,16 +23,12 @@ def need(*packages: str) -> None:
 
 
 class Screen:
-    """Where one command writes. With `only_json` all but `finish` is silent, and rich is not needed.
+    """Where one command writes. With `only_json` all but `finish` is silent. Without rich the same is plain text."""
 
-    With `plain` it is not needed either: where there is none, the same is plain text.
-    """
-
-    def __init__(self, only_json: bool, plain: bool = False):
+    def __init__(self, only_json: bool):
         self.only_json = only_json
         self.console: Any = None
-        if not only_json and not (plain and importlib.util.find_spec("rich") is None):
-            need("rich")
+        if not only_json and importlib.util.find_spec("rich") is not None:
             from rich.console import Console
 
             # Not a terminal: a log, where tables may be as wide as they are.
@@ -110,7 +107,8 @@ def _style(cell):
 
 
 def _aligned(title, columns, rows):
-    """The lines of a table in plain text."""
+    """The lines of a table in plain text; a cell may have several."""
+    rows = [line for row in rows for line in itertools.zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * width for width in widths], *rows] if any(columns) else rows
     for line in [[title], *lines, []]:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from .. import schedule, softmax, span, tiles
+from .. import kept, schedule, softmax, span, tiles
 from . import ring
 from .copies import async_store
 
@@ -98,7 +98,7 @@ def _pass_turn(turns, g: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    g: gl.constexpr, shared, results, order, band, unit, HEADS: gl.constexpr, SHARE: gl.constexpr
+    g: gl.constexpr, shared, results, order, band, unit, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
 ):  # fmt: skip
     """A warpgroup: rows g * 64 .. g * 64 + 63 of each block of rows."""
     GROUPS: gl.constexpr = shared.q.tiles.shape[0]
@@ -165,9 +165,10 @@ def _consume(
         if results.Lse is not None:
             tiles.store_column(tiles.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
         if results.Stats is not None:
-            stats = tiles.table(results.Stats, plane, band.rows, 2)
-            tiles.store_column(stats, rows, band.rows, 0, top)
-            tiles.store_column(stats, rows, band.rows, 1, remainder)
+            c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
+            stats = kept.table(results.Stats, plane, band.rows, dtype, DV)
+            kept.store(stats, rows, band.rows, top, remainder)
+            kept.store_tail(stats, rows, band.rows, out, c, DV, dtype)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
         shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
@@ -196,6 +197,7 @@ def forward(
     section,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
+    DV: gl.constexpr,
     TOP_LEFT: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -231,8 +233,8 @@ def forward(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, order, band, unit, HEADS, SHARE)),
-                (_consume, (1, shared, results, order, band, unit, HEADS, SHARE)),
+                (_consume, (0, shared, results, order, band, unit, HEADS, DV, SHARE)),
+                (_consume, (1, shared, results, order, band, unit, HEADS, DV, SHARE)),
                 (_produce, produce),
             ],
             [WARPS, 1],
@@ -241,9 +243,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, order, band, unit, HEADS, SHARE)),
-                (_consume, (1, shared, results, order, band, unit, HEADS, SHARE)),
-                (_consume, (2, shared, results, order, band, unit, HEADS, SHARE)),
+                (_consume, (0, shared, results, order, band, unit, HEADS, DV, SHARE)),
+                (_consume, (1, shared, results, order, band, unit, HEADS, DV, SHARE)),
+                (_consume, (2, shared, results, order, band, unit, HEADS, DV, SHARE)),
                 (_produce, produce),
             ],
             [WARPS, WARPS, 1],

@@ -12,16 +12,21 @@ from . import measuring, presets, report, verdict
 
 
 def run(given) -> int:
-    screen, began = Screen(given.json, plain=True), time.monotonic()
+    screen, began = Screen(given.json), time.monotonic()
     device = presets.device()
     chosen = presets.choose(given, on_gpu=device == "cuda")
     _check_plot(given.plot)
     writer = _writer(given.csv)
     count = measuring.count(chosen)
+    busy = device == "cpu" and machine.busy()
+    if busy:
+        # Threads of one step wait for each other at every operation, a time slice each where one has no core: steps of
+        # 0.05 ms then take 8 to 80 ms, again and again, and no least or median of them says what a quiet machine takes.
+        torch.set_num_threads(1)
     screen.say(report.heading(device, chosen))
     if device == "cpu":
-        if machine.busy():
-            screen.say("Other work keeps this machine busy: expect times that are too long, and not equally so.")
+        if busy:
+            screen.say("Other work keeps this machine busy: one thread is timed, and the least of its times counts.")
         if given.preset in ("paper", "full"):
             screen.say(f"{given.preset} is made for a GPU and takes hours on a CPU; --preset quick takes a minute.")
 
@@ -38,7 +43,8 @@ def run(given) -> int:
     except (KeyboardInterrupt, Problem) as error:  # what was measured until then is shown
         ended = error
 
-    report.show(screen, written, whys)
+    judged = verdict.judged(written, busy)
+    report.show(screen, judged, whys)
     picture = _drawn(given.plot, written)
     if given.plot:
         screen.say(f"{picture} is drawn." if picture else f"{given.plot} is not drawn: nothing was measured.")
@@ -47,7 +53,7 @@ def run(given) -> int:
     ok = not verdict.wrong(written)[0]
     found = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)
     found |= dict(threads=torch.get_num_threads(), preset=None if given.shape else given.preset or "quick")
-    screen.finish(found | report.found(written, whys) | dict(csv=given.csv, picture=picture))
+    screen.finish(found | report.found(written, judged, whys) | dict(csv=given.csv, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1

@@ -29,8 +29,9 @@ def name(row: Row) -> str:
     return " ".join([*words, table.DTYPES.get(row.dtype, row.dtype), *row.options.split()])
 
 
-def show(screen: Screen, rows: Sequence[Row], whys: Sequence[str]) -> None:
+def show(screen: Screen, judged: verdict.Judged, whys: Sequence[str]) -> None:
     """The rows, what is wrong, and the verdict."""
+    rows = judged.rows
     memory = any(row.peak_mib != "" for row in rows)
     wide = max((len(row.provider) for row in rows), default=0)
     speed, factor = plots.unit(rows)
@@ -44,38 +45,39 @@ def show(screen: Screen, rows: Sequence[Row], whys: Sequence[str]) -> None:
         for line, style in _lines(some, memory, factor):
             screen.say(f"  {line[0]:<{wide}}{line[1]}".rstrip(), style=style)
     if rows:
-        screen.say(
-            f"\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error the largest, from float64; {tick()} is right.\n"
-        )
+        time = "the least" if judged.why else "the median"
+        screen.say(f"\nCases are B,Hq,Hkv,Sq,Sk,D; ms is {time}; error the largest, from float64; {tick()} is right.\n")
 
     _, each = verdict.standings(rows)
     modes = list(dict.fromkeys(one.mode for one in each))
     others = list(dict.fromkeys(one.other for one in each))
-    cells = {(one.other, one.mode): verdict.words(one.median) for one in each}
+    cells = {(one.other, one.mode): verdict.words(one.median, one.clear) for one in each}
     if others:
         lines = [[other, *(cells.get((other, mode), "") for mode in modes)] for other in others]
         screen.table("fusedattn, median of the cases", ["beside", *modes], lines)
     for row, why in zip(rows, whys, strict=True):
         if why:
             screen.say(f"FAIL {row.provider}, {row.mode}, {name(row)}: {why}", style="red")
-    for line in verdict.sentences(rows):
+    for line in verdict.sentences(judged):
         screen.say(line, style="bold red" if "WRONG" in line else "bold")
 
 
-def found(rows: Sequence[Row], whys: Sequence[str]) -> dict:
-    """The same for a program: what was not measured is None."""
-    best, each = verdict.standings(rows)
+def found(rows: Sequence[Row], judged: verdict.Judged, whys: Sequence[str]) -> dict:
+    """The same for a program, rows as they were measured: what was not is None."""
+    best, each = verdict.standings(judged.rows)
     plain = [
         {column: None if value == "" else value for column, value in row._asdict().items()} | dict(why=why)
         for row, why in zip(rows, whys, strict=True)
     ]
     speeds = dict(fastest=[_standing(one) for one in best], each=[_standing(one) for one in each])
-    return dict(rows=plain, verdict=dict(text=verdict.sentences(rows)) | speeds)
+    by = "ms_min" if judged.why else "ms_p50"
+    return dict(rows=plain, verdict=dict(text=verdict.sentences(judged), by=by) | speeds)
 
 
 def _standing(one):
     least, most = min(one.ratios), max(one.ratios)
     about = dict(mode=one.mode, ours=one.ours, other=one.other, cases=len(one.ratios), faster=one.faster)
+    about |= dict(within_noise=len(one.told) - sum(one.told))
     return about | dict(median=one.median, least=least, most=most)
 
 
@@ -94,11 +96,15 @@ def _lines(rows, memory, factor):
             continue
         numbers = [f"{row.ms_p50:.3f}", f"{factor * row.tflops:.1f}"]
         numbers += [f"{row.peak_mib:,.0f}" if row.peak_mib != "" else ""] * memory
-        beside = "" if mine is None or verdict.is_ours(row) else verdict.words(row.ms_p50 / mine.ms_p50)
+        beside = "" if mine is None or verdict.is_ours(row) else _beside(row, mine)
         cells = _cells([*numbers, beside, "" if row.err_max == "" else error(row.err_max)])
         right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, _reason(row.status))
         style = "bold red" if row.status == "wrong" else "bold green" if row is best else None
         yield (row.provider, f"{cells} {right}{' fastest' * (row is best)}"), style
+
+
+def _beside(row, mine):
+    return verdict.words(row.ms_p50 / mine.ms_p50, verdict.told(row, mine))
 
 
 def _reason(status):

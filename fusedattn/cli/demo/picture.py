@@ -9,6 +9,7 @@ from ...plot import attention_map
 from .training import Point, bits
 
 INK, TRAIN, HELD_OUT = "#333333", "#4878b6", "#d1603d"
+LINES = 28  # of a label, that the height of the axes has room for
 
 
 def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, maps: Tensor, title: str) -> None:
@@ -18,9 +19,9 @@ def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, 
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(12.6, 7.0), dpi=150, facecolor="white", layout=layout)
+    figure = Figure(figsize=(13.2, 7.0), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)  # no window, whatever the machine has
-    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 2.2), squeeze=False)[0]
+    left, right = figure.subfigures(1, 2, width_ratios=(1.4, 2.2), squeeze=False)[0]
     _losses(left.subplots(), points, frequencies, title)
     attention_map(
         maps,
@@ -35,34 +36,48 @@ def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, 
 
 
 def _losses(axes, points, frequencies, title):
+    from matplotlib.ticker import MaxNLocator
+
     steps, floor = [point.step for point in points], bits(frequencies)
     train, held_out = [bits(point.train) for point in points], [bits(point.held_out) for point in points]
     axes.axhline(floor, color="#999999", linewidth=1.0, linestyle="--")
-    axes.text(steps[-1], floor + 0.05, "byte frequencies alone", color="#777777", fontsize=10, ha="right")
-    late = len(steps) * 3 // 4  # a label stands clear of the part of its curve that it is beside
-    train_above = train[-1] > held_out[-1]
-    for values, name, color, above in (
-        (train, "train", TRAIN, train_above),
-        (held_out, "held out", HELD_OUT, not train_above),
-    ):
-        axes.plot(steps, values, color=color, linewidth=2.2)
-        edge, shift = (max(values[late:]), 11) if above else (min(values[late:]), -11)
-        axes.annotate(
-            f"{name} {values[-1]:.2f}",
-            (steps[-1], edge),
-            (0, shift),
-            textcoords="offset points",
-            color=color,
-            fontsize=11,
-            ha="right",
-            va="center",
-        )
+    axes.plot(steps, train, color=TRAIN, linewidth=2.2)
+    axes.plot(steps, held_out, color=HELD_OUT, linewidth=2.2)
+    bottom, top = max(0.0, (min(*train, *held_out, floor) - 0.4) // 1), 8.4
     axes.set_xlim(0, steps[-1])
-    axes.set_ylim(max(0.0, (min(train + held_out) - 0.4) // 1), 8.4)
+    axes.set_ylim(bottom, top)
+    ends = {
+        f"train {train[-1]:.2f}": (train[-1], TRAIN),
+        f"held out {held_out[-1]:.2f}": (held_out[-1], HELD_OUT),
+        "byte\nfrequencies": (floor, "#777777"),
+    }
+    # Each stands beside the end of its line, past the axes, as near to its height as the others let it.
+    places = _apart([(y, 1 + text.count("\n")) for text, (y, _) in ends.items()], bottom, top, (top - bottom) / LINES)
+    for (text, (_, color)), place in zip(ends.items(), places, strict=True):
+        axes.annotate(
+            text, (steps[-1], place), (6, 0), textcoords="offset points", color=color, fontsize=10, va="center"
+        )
     axes.set_title(title, fontsize=12, color=INK)
     axes.set_xlabel("step", color=INK, fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("bits per byte", color=INK, fontsize=10)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _apart(wanted, bottom, top, line):
+    """Heights for labels of (height, lines) each: between bottom and top, none over another, in the order wanted."""
+    found, free = dict.fromkeys(range(len(wanted)), 0.0), bottom
+    upwards = sorted(range(len(wanted)), key=lambda index: wanted[index][0])
+    for index in upwards:
+        height, lines = wanted[index]
+        found[index] = max(height, free + lines * line / 2)
+        free = found[index] + lines * line / 2
+    free = top
+    for index in reversed(upwards):
+        half = wanted[index][1] * line / 2
+        found[index] = min(found[index], free - half)
+        free = found[index] - half
+    return list(found.values())
