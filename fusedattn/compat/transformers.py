@@ -44,14 +44,14 @@ def register(name: str = "fusedattn") -> None:
             fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+        from ._hf_models import install
     except ImportError as error:
-        raise ImportError("fusedattn.compat.transformers: needs transformers 4.53 or newer") from error
+        raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     taken = AttentionInterface().get(name)
     if name == "eager" or taken not in (None, fusedattn_forward):
         fail(ValueError, "name", "a name of its own", f"{name!r}, which transformers has")
-    AttentionInterface.register(name, fusedattn_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    install(name, fusedattn_forward)
 
 
 def fusedattn_forward(
