@@ -7,56 +7,53 @@ could be handed them calls the interface. Everywhere else they are eager's, righ
 """
 
 import functools
-import inspect
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import nn
-from torch.autograd import Function
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-# Parts of the names that code uses which computes attention by itself.
-ATTENDING = (
-    "softmax",
-    "logsumexp",
-    "scaled_dot_product",
-    "sdpa_attention",
-    "multiheadattention",
-    "multi_head_attention",
-    "flash_attn",
-    "flash_attention_forward",
-    "flex_attention",
-)
+from ._hf_code import kind, named
+from .transformers import NAMES, WHOLE
 
-_names: set[str] = set()
-_whole: set[type] = set()  # classes of configs beneath which all attention calls the interface,
-_partly: set[type] = set()  # and beneath which some does not, in whichever model
+# Classes of configs beneath which, in some model, a bool mask would not be safe; no attention takes None for causal; none
+# takes it for a mask that hides nothing.
+_partly: set[type] = set()
+_uncausal: set[type] = set()
+_unidirectional: set[type] = set()
 _warned: set[type] = set()
 
 
 def install(name: str, forward: Callable) -> None:
     """Register `forward` as `name`, with `attention_mask`, and judge every model that asks for it from now on."""
-    if not _names:
+    if not NAMES:
         for method, wrapper in (
             ("_check_and_adjust_attn_implementation", _checking),
             ("init_weights", _settling_when_built),
             ("set_attn_implementation", _settling_when_set),
         ):
             setattr(PreTrainedModel, method, wrapper(getattr(PreTrainedModel, method)))
-    _names.add(name)
+        for method in ("from_pretrained", "_from_config"):
+            setattr(
+                PreTrainedModel, method, classmethod(_settling_when_made(getattr(PreTrainedModel, method).__func__))
+            )
+    NAMES.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
 
 
 def attention_mask(*sizes, config=None, **options):
     """`sdpa_mask` for the configs that were found to be safe with it, `eager_mask` for all others."""
-    make = sdpa_mask if type(config) in _whole and type(config) not in _partly else eager_mask
-    return make(*sizes, config=config, **options)
+    if type(config) not in WHOLE:
+        return eager_mask(*sizes, config=config, **options)
+    for skip, unsafe in (("allow_is_causal_skip", _uncausal), ("allow_is_bidirectional_skip", _unidirectional)):
+        if type(config) in unsafe:
+            options[skip] = False
+    return sdpa_mask(*sizes, config=config, **options)
 
 
 class Requested(str):
@@ -73,14 +70,14 @@ class Requested(str):
 def requested(config) -> str | None:
     """The name of ours that a config holds or asks for."""
     held = config._attn_implementation
-    return held.name if isinstance(held, Requested) else held if held in _names else None
+    return held.name if isinstance(held, Requested) else held if held in NAMES else None
 
 
 def _checking(original: Callable) -> Callable:
     @functools.wraps(original)
     def check(self, attn_implementation, is_init_check=False, **options):
         found = original(self, attn_implementation, is_init_check, **options)
-        return Requested(found) if is_init_check and found in _names else found
+        return Requested(found) if is_init_check and found in NAMES else found
 
     return check
 
@@ -89,10 +86,22 @@ def _settling_when_built(original: Callable) -> Callable:
     @functools.wraps(original)
     def init_weights(self, *arguments, **options):
         done = original(self, *arguments, **options)
-        settle(self, under_construction(self))
+        settle(self)
         return done
 
     return init_weights
+
+
+def _settling_when_made(original: Callable) -> Callable:
+    """For the classes, of transformers 4, whose `__init__` does not end in `init_weights`."""
+
+    @functools.wraps(original)
+    def make(cls, *arguments, **options):
+        made = original(cls, *arguments, **options)
+        settle(made[0] if isinstance(made, tuple) else made)
+        return made
+
+    return make
 
 
 def _settling_when_set(original: Callable) -> Callable:
@@ -100,8 +109,8 @@ def _settling_when_set(original: Callable) -> Callable:
     def set_attn_implementation(self, attn_implementation, *arguments, **options):
         done = original(self, attn_implementation, *arguments, **options)
         wanted = dict(wishes(self.config, attn_implementation))
-        if _names.intersection(wanted.values()):
-            settle(self, wanted=wanted)
+        if NAMES.intersection(wanted.values()):
+            settle(self, wanted)
         return done
 
     return set_attn_implementation
@@ -121,126 +130,76 @@ def wishes(config, implementation) -> Iterator[tuple[int, str]]:
 
 
 def under_construction(model) -> tuple:
-    """The models around a model whose `__init__` has not ended, the outermost first."""
+    """The models around one that is being built, the outermost first, of those that will be settled once they stand."""
     around: list[Any] = []
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "__init__" and code.co_varnames else None
-        if isinstance(owner, PreTrainedModel) and hasattr(owner, "config") and owner is not model:
-            around.append(owner)
+        if code.co_name == "__init__" and {"post_init", "init_weights"}.intersection(code.co_names):
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, PreTrainedModel) and owner is not model:
+                around.append(owner)
         frame = frame.f_back
     return tuple(reversed(around))
 
 
-class Kind(NamedTuple):
-    """A class of modules, by its code. calls: the interface, by the config's name. attends: by itself. masked: takes one."""
-
-    calls: bool = False
-    attends: bool = False
-    masked: bool = False
-
-
-@functools.cache
-def kind(cls: type) -> Kind:
-    """What `cls.forward` does, with the methods and functions that it reaches; not its submodules."""
-    if cls.__module__.partition(".")[0] == "torch" or issubclass(cls, PreTrainedModel):
-        return Kind()  # those who use torch's modules name them; models hold attention, and use softmax for a loss
-    calls = masked = False
-    attending = set()
-    for function, method in reached(cls):
-        codes = list(within(function.__code__))
-        used = {name for code in codes for name in code.co_names}
-        interfaces = any(isinstance(function.__globals__.get(name), AttentionInterface) for name in used)
-        calls |= interfaces and "_attn_implementation" in used
-        if any(part in name.lower() for name in used for part in ATTENDING):
-            # What is handed to the interface for "eager", and what the constructor names, is not code of its own.
-            attending.add("fallback" if "eager" in function.__name__ and not method else "own")
-        if method and function.__name__ != "__init__":
-            code = function.__code__
-            takes = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            masked |= any("mask" in name for name in takes) or "attention_mask" in code.co_consts
-    return Kind(calls, "own" in attending or bool(attending) and not calls, masked)
-
-
-def reached(cls: type) -> Iterator[tuple[types.FunctionType, bool]]:
-    """(function, whether it is a method) for what `__init__` and `forward` of a class reach in its own code."""
-    todo = [(function, True) for name in ("__init__", "forward") for function in methods(cls, name)]
-    seen = set()
-    while todo:
-        function, method = todo.pop()
-        if function in seen or foreign(function.__module__):
-            continue
-        seen.add(function)
-        yield function, method
-        for name in {name for code in within(function.__code__) for name in code.co_names}:
-            todo += [(found, True) for found in methods(cls, name)]
-            found = function.__globals__.get(name)
-            if isinstance(found, type) and issubclass(found, Function):
-                found = found.forward
-            if isinstance(found, types.FunctionType):
-                todo.append((inspect.unwrap(found), False))
-
-
-def methods(cls: type, name: str) -> Iterator[types.FunctionType]:
-    """The method of a class that has this name, and where it calls `super`, those above it."""
-    for above in cls.__mro__:
-        found = vars(above).get(name)
-        if found is None or foreign(above.__module__):
-            continue
-        found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-        found = inspect.unwrap(found) if callable(found) else found
-        if isinstance(found, types.FunctionType):
-            yield found
-            if "super" in found.__code__.co_names:
-                continue
-        return
-
-
-def foreign(module: str) -> bool:
-    """Whether a module of Python is torch's, or transformers' and not a model's."""
-    return module.startswith(("torch.", "transformers.")) and not module.startswith("transformers.models.")
-
-
-def within(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from within(constant)
-
-
 @dataclass
 class Survey:
-    """What was found beneath a config, and, of the modules that read no other config, which model they belong to."""
+    """What was found beneath a config: in the modules that hold it, and all within them."""
 
     config: Any
-    model: Any
-    used: bool = False  # attention beneath calls the interface, under a name of ours
-    unsafe: bool = False  # other attention beneath may be handed a mask
-    found: bool = False  # attention of any kind beneath
-    own_used: bool = False
-    silent: dict = field(default_factory=dict)  # classes of its own that attend and do not call -> whether with a mask
+    model: Any  # the outermost of its class of configs, to which a warning is due
+    found: bool = False  # attention of any kind
+    used: bool = False  # some that calls the interface, under a name of ours
+    unsafe: bool = False  # some that might mistake a bool mask, or None
+    causal: set = field(default_factory=set)  # what those that call the interface take None for
+    silent: set = field(default_factory=set)  # classes that do not call, of modules that no other config is nearer to
 
 
-def settle(model, around: tuple = (), wanted: dict | None = None) -> None:
-    """Give each config of a model that asks for a name the name or "eager", and warn of what does not use it."""
-    wanted = wanted or {}
+def settle(model, wanted: dict | None = None) -> None:
+    """Give each config of a model that asks for a name the name or "eager", and warn of what does not use it.
+
+    What shares its kind of config with a model around it waits for that one. `wanted` has the names that were asked
+    for by id of config, where transformers may have refused to set them.
+    """
+    held = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)
+    ]
+    if not wanted and not any(map(requested, held)):
+        return
+    wanted, around = wanted or {}, under_construction(model)
     surveys: dict[int, Survey] = {}
-    survey(model, around, (), surveys)
-    asking = [s for s in surveys.values() if requested(s.config) or wanted.get(id(s.config)) in _names]
-    for each in asking:
+    survey(model, (), (), surveys)
+    told: dict[type, list] = {}
+    for each in surveys.values():
         name = requested(each.config)
-        if not each.found and around:
-            continue  # it is for the model around to say that there is none
+        if name is None and wanted.get(id(each.config)) not in NAMES:
+            continue
+        if any(type(outer.config) is type(each.config) for outer in around):
+            continue
         if name is not None:
             each.config._attn_implementation_internal = name if each.used else "eager"
+        if each.used and each.unsafe:
+            _partly.add(type(each.config))
+            WHOLE.discard(type(each.config))
+        elif each.used and type(each.config) not in _partly:
+            WHOLE.add(type(each.config))
         if each.used:
-            (_partly if each.unsafe else _whole).add(type(each.config))
-        strays = sorted(cls.__name__ for cls, masked in each.silent.items() if masked and kind(cls).attends)
-        if each.silent and not each.own_used or not each.found and each.model is model:
-            warn(type(each.model))
-        elif strays:
-            warn(type(each.model), strays)
+            for skipped, held in ((True, _uncausal), (False, _unidirectional)):
+                if skipped not in each.causal:
+                    held.add(type(each.config))
+        if each.silent or each.config is model.config and not each.found and not around:
+            told.setdefault(type(each.model), []).append(each)
+    for cls, parts in told.items():
+        silent = {part for each in parts for part in each.silent}
+        if any(each.used for each in parts):
+            strays = sorted(
+                part.__name__ for part in silent if kind(part).attends and (kind(part).masked or named(part))
+            )
+            if strays:
+                warn(cls, f"{', '.join(strays)} of {cls.__name__}, which do")
+        else:
+            warn(cls, f"{cls.__name__}, whose code does")
 
 
 def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
@@ -251,33 +210,39 @@ def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
     if isinstance(config, PretrainedConfig) and models:
         configs = (*(known for known in configs if known is not config), config)
         if id(config) not in surveys:
-            alike = (each for each in models if type(each.config) is type(config))
+            alike = (outer for outer in models if type(outer.config) is type(config))
             surveys[id(config)] = Survey(config, next(alike, models[-1]))
-    cls = type(module)
-    does = kind(cls)
-    attends = does.calls or does.attends or "Attention" in cls.__name__ and not foreign(cls.__module__)
-    if attends and configs and not isinstance(module, PreTrainedModel):
+    does = kind(type(module))
+    if does.calls or does.attends or named(type(module)):
         used = does.calls and requested(configs[-1]) is not None
         for known in configs:
             beneath = surveys[id(known)]
             beneath.found = True
             beneath.used |= used
-            beneath.unsafe |= does.masked and (does.attends or does.calls and not used)
-        surveys[id(configs[-1])].own_used |= used
+            if used:
+                beneath.causal.add(bool(getattr(module, "is_causal", True)))
+            beneath.unsafe |= (
+                does.masked and does.attends or does.calls and not (used and takes_bool(models[-1], module))
+            )
         if not does.calls:
-            surveys[id(configs[-1])].silent[cls] = does.masked
+            surveys[id(configs[-1])].silent.add(type(module))
     for child in module.children():
         survey(child, models, configs, surveys)
 
 
-def warn(cls: type, parts: list | None = None) -> None:
-    """Say once for each class of models that it, or these modules of it, are not ours."""
-    if cls in _warned:
-        return
-    _warned.add(cls)
-    where = f"{', '.join(parts)} of {cls.__name__}, which do" if parts else f"{cls.__name__}, whose code does"
-    warnings.warn(
-        f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it does with "
-        'attn_implementation="eager"',
-        stacklevel=2,
+def takes_bool(model, module) -> bool:
+    """Whether attention says what None means, and its model that masks may be others than eager's."""
+    return hasattr(module, "is_causal") and any(
+        getattr(model, f"_supports_{name}", False) for name in ("sdpa", "flex_attn", "flash_attn")
     )
+
+
+def warn(cls: type, where: str) -> None:
+    """Say once for each class of models that it, or some of it, is not ours."""
+    if cls not in _warned:
+        _warned.add(cls)
+        warnings.warn(
+            f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it does "
+            'with attn_implementation="eager"',
+            stacklevel=2,
+        )

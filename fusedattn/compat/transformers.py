@@ -16,6 +16,9 @@ REFUSED = {
 # What transformers takes a name for, by what is in it.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
+NAMES: set[str] = set()  # that were registered
+WHOLE: set[type] = set()  # classes of configs all of whose attention calls the interface: a mask of None may be causal
+
 
 def register(name: str = "fusedattn") -> None:
     """Make `name` an attn_implementation of every model that calls transformers' AttentionInterface.
@@ -99,7 +102,7 @@ def fusedattn_forward(
     query, key, value = _one_batch(query, key, value)
     length = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(length > 1 and attention_mask is None and causal)
+    causal = bool(length > 1 and attention_mask is None and causal and not _eager_masks(module))
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
     # transformers 4 makes some masks longer than the keys, and leaves it to attention to cut them.
@@ -121,6 +124,12 @@ def fusedattn_forward(
         dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _eager_masks(module) -> bool:
+    """Whether its masks are made as for "eager", where None hides nothing."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) in NAMES and type(config) not in WHOLE
 
 
 def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
