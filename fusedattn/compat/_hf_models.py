@@ -20,8 +20,11 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from ._hf_code import kind, named
 from .transformers import NAMES, WHOLE
 
-# Classes of configs beneath which, in some model, a bool mask would not be safe; no attention takes None for causal; none
-# takes it for a mask that hides nothing.
+if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
+    raise ImportError("transformers before 4.54 chooses attention in another way")
+
+# Classes of configs beneath which, in some model, a bool mask would not be safe; no attention takes None for causal;
+# none takes it for a mask that hides nothing.
 _partly: set[type] = set()
 _uncausal: set[type] = set()
 _unidirectional: set[type] = set()
@@ -185,9 +188,9 @@ def settle(model, wanted: dict | None = None) -> None:
         elif each.used and type(each.config) not in _partly:
             WHOLE.add(type(each.config))
         if each.used:
-            for skipped, held in ((True, _uncausal), (False, _unidirectional)):
-                if skipped not in each.causal:
-                    held.add(type(each.config))
+            for causal, without in ((True, _uncausal), (False, _unidirectional)):
+                if causal not in each.causal:
+                    without.add(type(each.config))
         if each.silent or each.config is model.config and not each.found and not around:
             told.setdefault(type(each.model), []).append(each)
     for cls, parts in told.items():
@@ -221,20 +224,18 @@ def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
             beneath.used |= used
             if used:
                 beneath.causal.add(bool(getattr(module, "is_causal", True)))
-            beneath.unsafe |= (
-                does.masked and does.attends or does.calls and not (used and takes_bool(models[-1], module))
-            )
+            beneath.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
         if not does.calls:
             surveys[id(configs[-1])].silent.add(type(module))
     for child in module.children():
         survey(child, models, configs, surveys)
 
 
-def takes_bool(model, module) -> bool:
-    """Whether attention says what None means, and its model that masks may be others than eager's."""
-    return hasattr(module, "is_causal") and any(
-        getattr(model, f"_supports_{name}", False) for name in ("sdpa", "flex_attn", "flash_attn")
-    )
+def takes_bool(module, models: tuple) -> bool:
+    """Whether attention says what None means, and the models of its config that masks may be others than eager's."""
+    kinds = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
+    alike = [model for model in models if type(model.config) is type(models[-1].config)]
+    return hasattr(module, "is_causal") and all(any(getattr(model, name, 0) for name in kinds) for model in alike)
 
 
 def warn(cls: type, where: str) -> None:

@@ -27,16 +27,20 @@ def register(name: str = "fusedattn") -> None:
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fusedattn")
         >>> model.set_attn_implementation("fusedattn")  # or later
 
-    Registers `fusedattn_forward` and transformers' own `sdpa_mask`, without which the padding mask would be dropped
-    without a word. Attention is then ours in training, in generate() with any cache, under gradient checkpointing.
-    Not so: models that do not call the interface (Falcon, Bloom, in transformers 4 also BERT, ModernBERT and T5), which
-    transformers warns about; generate_batch(), which takes no registered name; output_attentions=True, which wants
-    "eager" and gets None.
+    Attention is then ours in training, in generate() with any cache, under gradient checkpointing, in each part of a
+    model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
+    and T5) computes what it does with "eager", and a warning names the class of the model, once. That is judged by the
+    code, when a model is built or loaded and when `set_attn_implementation` is called: so this wraps these methods of
+    PreTrainedModel, which do as before for every other name. A model is looked at again only then: after replacing
+    some of its attention, call `set_attn_implementation`. One whose code is right only for eager's floating masks, or
+    is mixed, gets them, as large as the scores; so does a name written into a config by hand.
+    Not ours: generate_batch(), which takes no registered name; output_attentions=True, which wants "eager" and gets
+    None.
 
     Args:
         name: what to call it. Registering twice, or under two names, does no harm.
-    Raises: ImportError without transformers 4.53 or newer. TypeError, ValueError for a name that is no string, is empty
-        holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
+    Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
+        empty, holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
@@ -76,6 +80,7 @@ def fusedattn_forward(
     A mask that is given holds all there is of causality, window, padding and packing, and nothing comes on top of it.
     With none, attention is causal if `is_causal` says so and there is more than one query, the first query level with
     the first key: the one query of a decoding step sees all keys, the prompt in a static cache none of the empty slots.
+    But in a model that was registered for and gets eager's masks, none hides nothing.
 
     Args:
         module: whose `is_causal` counts where the keyword is None; True where it has none.
