@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,170 +10,9 @@ import fusedattn as fa
 from fusedattn.compat import _switch
 from fusedattn.compat import transformers as compat
 
+from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens
+
 transformers = pytest.importorskip("transformers")
-MAJOR = int(transformers.__version__.partition(".")[0])
-
-TINY = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-GROUPED = dict(TINY, num_key_value_heads=2)
-HEADS = dict(GROUPED, head_dim=8)
-WINDOWS = ["sliding_attention", "full_attention"]
-SEQ2SEQ = dict(vocab_size=64, pad_token_id=0, eos_token_id=None, decoder_start_token_id=1)
-
-
-class Family(NamedTuple):
-    """A class of models, with a tiny config."""
-
-    name: str
-    model: str
-    config: str
-    options: dict
-    kind: str = "decoder"  # or "encoder", "image", "speech", "seq2seq": what the inputs are
-    since: int = 4  # the version of transformers that first calls the interface
-
-
-FAMILIES = [
-    Family("BERT", "BertForMaskedLM", "BertConfig", TINY, "encoder", since=5),
-    Family("BERT decoder", "BertLMHeadModel", "BertConfig", dict(TINY, is_decoder=True), since=5),
-    Family(
-        "ModernBERT",
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        dict(TINY, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
-        "encoder",
-        since=5,
-    ),
-    Family(
-        "ViT",
-        "ViTForImageClassification",
-        "ViTConfig",
-        dict(
-            hidden_size=32,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=12,
-            patch_size=4,
-            num_labels=5,
-        ),
-        "image",
-    ),
-    Family(
-        "Whisper",
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        dict(
-            SEQ2SEQ,
-            bos_token_id=1,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=40,
-            decoder_ffn_dim=40,
-            num_mel_bins=6,
-            max_source_positions=11,
-            max_target_positions=32,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        ),
-        "speech",
-    ),
-    Family(
-        "T5",
-        "T5ForConditionalGeneration",
-        "T5Config",
-        dict(
-            SEQ2SEQ,
-            d_model=32,
-            d_kv=8,
-            d_ff=40,
-            num_layers=2,
-            num_heads=4,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=12,
-        ),
-        "seq2seq",
-        since=5,
-    ),
-    Family(
-        "BART",
-        "BartForConditionalGeneration",
-        "BartConfig",
-        dict(
-            SEQ2SEQ,
-            bos_token_id=1,
-            forced_eos_token_id=None,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=40,
-            decoder_ffn_dim=40,
-            max_position_embeddings=64,
-        ),
-        "seq2seq",
-    ),
-    Family("Llama", "LlamaForCausalLM", "LlamaConfig", GROUPED),
-    Family("Mistral", "MistralForCausalLM", "MistralConfig", dict(GROUPED, sliding_window=4)),
-    Family(
-        "Gemma 2",
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        dict(
-            HEADS,
-            sliding_window=4,
-            layer_types=WINDOWS,
-            attn_logit_softcapping=1.5,
-            query_pre_attn_scalar=5,
-            use_cache=True,
-        ),
-    ),
-    Family(
-        "Gemma 3",
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        dict(HEADS, sliding_window=4, layer_types=WINDOWS, query_pre_attn_scalar=5),
-    ),
-    Family(
-        "GPT-OSS",
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        dict(HEADS, sliding_window=4, layer_types=WINDOWS, num_local_experts=2, num_experts_per_tok=1),
-    ),
-    Family(
-        "DeepSeek-V3",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        dict(
-            TINY,
-            num_key_value_heads=4,
-            q_lora_rank=12,
-            kv_lora_rank=10,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
-            v_head_dim=7,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            n_shared_experts=1,
-            moe_intermediate_size=16,
-            first_k_dense_replace=1,
-        ),
-    ),
-]
 BY_NAME = {family.name: family for family in FAMILIES}
 GENERATING = [
     family for family in FAMILIES if family.kind not in ("encoder", "image") and family.name != "BERT decoder"
@@ -201,46 +39,10 @@ def calls(monkeypatch):
 
 @functools.cache
 def model_of(name):
-    """Weights large enough for attention to be far from uniform."""
     family = BY_NAME[name]
     if MAJOR < family.since:
         pytest.skip(f"{name} has attention of its own in transformers {MAJOR}")
-    model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.options)).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
-    return model
-
-
-def tokens(batch, length):
-    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(batch + length))
-
-
-def padding(length):
-    """(3, length): one sample padded on the left, one on the right, one not at all."""
-    mask = torch.ones(3, length, dtype=torch.long)
-    mask[0, :3] = mask[1, -2:] = 0
-    return mask
-
-
-def inputs_of(family, padded):
-    generator = torch.Generator().manual_seed(7)
-    if family.kind == "image":
-        return dict(pixel_values=torch.randn(2, 3, 12, 12, generator=generator), labels=torch.tensor([1, 4]))
-    inputs, counts = dict(labels=tokens(3, 9)), padding(9)
-    if family.kind == "speech":
-        inputs["input_features"] = torch.randn(3, 6, 22, generator=generator)
-    else:
-        inputs["input_ids"] = tokens(3, 11) if family.kind == "seq2seq" else inputs["labels"]
-    if padded:
-        name = "decoder_attention_mask" if family.kind == "speech" else "attention_mask"
-        inputs[name] = padding(11) if family.kind == "seq2seq" else counts
-        if family.kind == "decoder":  # what a hidden row says of the next token is nobody's business
-            counts = counts * counts.roll(1, dims=1)
-        inputs["labels"] = inputs["labels"].masked_fill(counts == 0, -100)
-    return inputs
+    return drawn(family)
 
 
 def outcome(model, implementation, inputs):

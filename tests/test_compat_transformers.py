@@ -225,17 +225,28 @@ def test_a_name_that_transformers_has_is_refused(name):
 
 
 def test_another_name_twice():
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     compat.register("ours")
+    before = vars(transformers.PreTrainedModel).copy()
     compat.register("ours")
+    compat.register("another")
+    assert vars(transformers.PreTrainedModel) == before  # what it watches over models is there once
     assert transformers.AttentionInterface()["ours"] is compat.fusedattn_forward
-    assert AttentionMaskInterface()["ours"] is sdpa_mask
+    masks = AttentionMaskInterface()
+    assert masks["ours"] is masks["another"] is not masks["sdpa"]
 
 
 def test_without_transformers_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="transformers"):
+        compat.register()
+
+
+def test_with_an_older_transformers_it_says_so(monkeypatch):
+    monkeypatch.delitem(sys.modules, "fusedattn.compat._hf_models", raising=False)
+    monkeypatch.delattr(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation")
+    with pytest.raises(ImportError, match="needs transformers 4"):
         compat.register()
 
 

@@ -1,4 +1,4 @@
-"""What rounding takes from a 16-bit output comes back, to eight bits below its last; what is too far off is left alone."""
+"""What rounding takes from a 16-bit output comes back, to eight bits below its last."""
 
 import pytest
 import torch

@@ -16,6 +16,9 @@ REFUSED = {
 # What transformers takes a name for, by what is in it.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
+NAMES: set[str] = set()  # that were registered
+WHOLE: set[type] = set()  # classes of configs all of whose attention calls the interface: a mask of None may be causal
+
 
 def register(name: str = "fusedattn") -> None:
     """Make `name` an attn_implementation of every model that calls transformers' AttentionInterface.
@@ -24,16 +27,20 @@ def register(name: str = "fusedattn") -> None:
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fusedattn")
         >>> model.set_attn_implementation("fusedattn")  # or later
 
-    Registers `fusedattn_forward` and transformers' own `sdpa_mask`, without which the padding mask would be dropped
-    without a word. Attention is then ours in training, in generate() with any cache, under gradient checkpointing.
-    Not so: models that do not call the interface (Falcon, Bloom, in transformers 4 also BERT, ModernBERT and T5), which
-    transformers warns about; generate_batch(), which takes no registered name; output_attentions=True, which wants
-    "eager" and gets None.
+    Attention is then ours in training, in generate() with any cache, under gradient checkpointing, in each part of a
+    model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
+    and T5) computes what it does with "eager", and a warning names the class of the model, once. That is judged by the
+    code, when a model is built or loaded and when `set_attn_implementation` is called: so this wraps these methods of
+    PreTrainedModel, which do as before for every other name. A model is looked at again only then: after replacing
+    some of its attention, call `set_attn_implementation`. One whose code is right only for eager's floating masks, or
+    is mixed, gets them, as large as the scores; so does a name written into a config by hand.
+    Not ours: generate_batch(), which takes no registered name; output_attentions=True, which wants "eager" and gets
+    None.
 
     Args:
         name: what to call it. Registering twice, or under two names, does no harm.
-    Raises: ImportError without transformers 4.53 or newer. TypeError, ValueError for a name that is no string, is empty
-        holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
+    Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
+        empty, holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
@@ -44,14 +51,14 @@ def register(name: str = "fusedattn") -> None:
             fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+        from ._hf_models import install
     except ImportError as error:
-        raise ImportError("fusedattn.compat.transformers: needs transformers 4.53 or newer") from error
+        raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     taken = AttentionInterface().get(name)
     if name == "eager" or taken not in (None, fusedattn_forward):
         fail(ValueError, "name", "a name of its own", f"{name!r}, which transformers has")
-    AttentionInterface.register(name, fusedattn_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    install(name, fusedattn_forward)
 
 
 def fusedattn_forward(
@@ -73,6 +80,7 @@ def fusedattn_forward(
     A mask that is given holds all there is of causality, window, padding and packing, and nothing comes on top of it.
     With none, attention is causal if `is_causal` says so and there is more than one query, the first query level with
     the first key: the one query of a decoding step sees all keys, the prompt in a static cache none of the empty slots.
+    But in a model that was registered for and gets eager's masks, none hides nothing.
 
     Args:
         module: whose `is_causal` counts where the keyword is None; True where it has none.
@@ -99,7 +107,7 @@ def fusedattn_forward(
     query, key, value = _one_batch(query, key, value)
     length = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(length > 1 and attention_mask is None and causal)
+    causal = bool(length > 1 and attention_mask is None and causal and not _eager_masks(module))
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
     # transformers 4 makes some masks longer than the keys, and leaves it to attention to cut them.
@@ -121,6 +129,12 @@ def fusedattn_forward(
         dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _eager_masks(module) -> bool:
+    """Whether its masks are made as for "eager", where None hides nothing."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) in NAMES and type(config) not in WHOLE
 
 
 def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,249 @@
+"""Which parts of a Hugging Face model call the attention interface, and what becomes of those that do not.
+
+A model that asks for a name of ours is built as an "eager" one. Once it stands, its modules are read: a config beneath
+which some attention calls the interface gets the name, as `set_attn_implementation` would give it; any other stays
+"eager", and its model is warned about. Masks are bool, or None for plain causality, only where every attention that
+could be handed them calls the interface. Everywhere else they are eager's, right for all but as large as the scores.
+"""
+
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+from ._hf_code import kind, named
+from .transformers import NAMES, WHOLE
+
+if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
+    raise ImportError("transformers before 4.54 chooses attention in another way")
+
+# Classes of configs beneath which, in some model, a bool mask would not be safe; no attention takes None for causal;
+# none takes it for a mask that hides nothing.
+_partly: set[type] = set()
+_uncausal: set[type] = set()
+_unidirectional: set[type] = set()
+_warned: set[type] = set()
+
+
+def install(name: str, forward: Callable) -> None:
+    """Register `forward` as `name`, with `attention_mask`, and judge every model that asks for it from now on."""
+    if not NAMES:
+        for method, wrapper in (
+            ("_check_and_adjust_attn_implementation", _checking),
+            ("init_weights", _settling_when_built),
+            ("set_attn_implementation", _settling_when_set),
+        ):
+            setattr(PreTrainedModel, method, wrapper(getattr(PreTrainedModel, method)))
+        for method in ("from_pretrained", "_from_config"):
+            setattr(
+                PreTrainedModel, method, classmethod(_settling_when_made(getattr(PreTrainedModel, method).__func__))
+            )
+    NAMES.add(name)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_mask(*sizes, config=None, **options):
+    """`sdpa_mask` for the configs that were found to be safe with it, `eager_mask` for all others."""
+    if type(config) not in WHOLE:
+        return eager_mask(*sizes, config=config, **options)
+    for skip, unsafe in (("allow_is_causal_skip", _uncausal), ("allow_is_bidirectional_skip", _unidirectional)):
+        if type(config) in unsafe:
+            options[skip] = False
+    return sdpa_mask(*sizes, config=config, **options)
+
+
+class Requested(str):
+    """Reads "eager", and remembers the `name` that was asked for: what a config holds while its model is built."""
+
+    name: str
+
+    def __new__(cls, name: str) -> "Requested":
+        held = super().__new__(cls, "eager")
+        held.name = name
+        return held
+
+
+def requested(config) -> str | None:
+    """The name of ours that a config holds or asks for."""
+    held = config._attn_implementation
+    return held.name if isinstance(held, Requested) else held if held in NAMES else None
+
+
+def _checking(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def check(self, attn_implementation, is_init_check=False, **options):
+        found = original(self, attn_implementation, is_init_check, **options)
+        return Requested(found) if is_init_check and found in NAMES else found
+
+    return check
+
+
+def _settling_when_built(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init_weights(self, *arguments, **options):
+        done = original(self, *arguments, **options)
+        settle(self)
+        return done
+
+    return init_weights
+
+
+def _settling_when_made(original: Callable) -> Callable:
+    """For the classes, of transformers 4, whose `__init__` does not end in `init_weights`."""
+
+    @functools.wraps(original)
+    def make(cls, *arguments, **options):
+        made = original(cls, *arguments, **options)
+        settle(made[0] if isinstance(made, tuple) else made)
+        return made
+
+    return make
+
+
+def _settling_when_set(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_attn_implementation(self, attn_implementation, *arguments, **options):
+        done = original(self, attn_implementation, *arguments, **options)
+        wanted = dict(wishes(self.config, attn_implementation))
+        if NAMES.intersection(wanted.values()):
+            settle(self, wanted)
+        return done
+
+    return set_attn_implementation
+
+
+def wishes(config, implementation) -> Iterator[tuple[int, str]]:
+    """(id of config, what was asked for) for a config and those within it; a dict asks for each by its key."""
+    if not isinstance(implementation, dict):
+        yield id(config), implementation
+    elif "" in implementation:
+        yield id(config), implementation[""]
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        asked = implementation.get(key) if isinstance(implementation, dict) else implementation
+        if part is not None and asked is not None:
+            yield from wishes(part, asked)
+
+
+def under_construction(model) -> tuple:
+    """The models around one that is being built, the outermost first, of those that will be settled once they stand."""
+    around: list[Any] = []
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and {"post_init", "init_weights"}.intersection(code.co_names):
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, PreTrainedModel) and owner is not model:
+                around.append(owner)
+        frame = frame.f_back
+    return tuple(reversed(around))
+
+
+@dataclass
+class Survey:
+    """What was found beneath a config: in the modules that hold it, and all within them."""
+
+    config: Any
+    model: Any  # the outermost of its class of configs, to which a warning is due
+    found: bool = False  # attention of any kind
+    used: bool = False  # some that calls the interface, under a name of ours
+    unsafe: bool = False  # some that might mistake a bool mask, or None
+    causal: set = field(default_factory=set)  # what those that call the interface take None for
+    silent: set = field(default_factory=set)  # classes that do not call, of modules that no other config is nearer to
+
+
+def settle(model, wanted: dict | None = None) -> None:
+    """Give each config of a model that asks for a name the name or "eager", and warn of what does not use it.
+
+    What shares its kind of config with a model around it waits for that one. `wanted` has the names that were asked
+    for by id of config, where transformers may have refused to set them.
+    """
+    held = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)
+    ]
+    if not wanted and not any(map(requested, held)):
+        return
+    wanted, around = wanted or {}, under_construction(model)
+    surveys: dict[int, Survey] = {}
+    survey(model, (), (), surveys)
+    told: dict[type, list] = {}
+    for each in surveys.values():
+        name = requested(each.config)
+        if name is None and wanted.get(id(each.config)) not in NAMES:
+            continue
+        if any(type(outer.config) is type(each.config) for outer in around):
+            continue
+        if name is not None:
+            each.config._attn_implementation_internal = name if each.used else "eager"
+        if each.used and each.unsafe:
+            _partly.add(type(each.config))
+            WHOLE.discard(type(each.config))
+        elif each.used and type(each.config) not in _partly:
+            WHOLE.add(type(each.config))
+        if each.used:
+            for causal, without in ((True, _uncausal), (False, _unidirectional)):
+                if causal not in each.causal:
+                    without.add(type(each.config))
+        if each.silent or each.config is model.config and not each.found and not around:
+            told.setdefault(type(each.model), []).append(each)
+    for cls, parts in told.items():
+        silent = {part for each in parts for part in each.silent}
+        if any(each.used for each in parts):
+            strays = sorted(
+                part.__name__ for part in silent if kind(part).attends and (kind(part).masked or named(part))
+            )
+            if strays:
+                warn(cls, f"{', '.join(strays)} of {cls.__name__}, which do")
+        else:
+            warn(cls, f"{cls.__name__}, whose code does")
+
+
+def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
+    """Fill in what is beneath each config. `models` and `configs` are those around the module, the nearest last."""
+    if isinstance(module, PreTrainedModel):
+        models = (*models, module)
+    config = getattr(module, "config", None)
+    if isinstance(config, PretrainedConfig) and models:
+        configs = (*(known for known in configs if known is not config), config)
+        if id(config) not in surveys:
+            alike = (outer for outer in models if type(outer.config) is type(config))
+            surveys[id(config)] = Survey(config, next(alike, models[-1]))
+    does = kind(type(module))
+    if does.calls or does.attends or named(type(module)):
+        used = does.calls and requested(configs[-1]) is not None
+        for known in configs:
+            beneath = surveys[id(known)]
+            beneath.found = True
+            beneath.used |= used
+            if used:
+                beneath.causal.add(bool(getattr(module, "is_causal", True)))
+            beneath.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
+        if not does.calls:
+            surveys[id(configs[-1])].silent.add(type(module))
+    for child in module.children():
+        survey(child, models, configs, surveys)
+
+
+def takes_bool(module, models: tuple) -> bool:
+    """Whether attention says what None means, and the models of its config that masks may be others than eager's."""
+    kinds = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
+    alike = [model for model in models if type(model.config) is type(models[-1].config)]
+    return hasattr(module, "is_causal") and all(any(getattr(model, name, 0) for name in kinds) for model in alike)
+
+
+def warn(cls: type, where: str) -> None:
+    """Say once for each class of models that it, or some of it, is not ours."""
+    if cls not in _warned:
+        _warned.add(cls)
+        warnings.warn(
+            f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it does "
+            'with attn_implementation="eager"',
+            stacklevel=2,
+        )
