@@ -111,12 +111,12 @@ def forward(
         out = tl.where(real[:, None], out, 0.0)
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
         remainder = tl.where(real, remainder, float("inf"))
+    if Stats is not None:
+        dtype: tl.constexpr = Out.base.dtype.element_ty
+        stats = kept.table(Stats, plane, q_len, dtype, DV)
+        kept.store(stats, rows, q_len, state.top, remainder)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
-        # Before the output, which then is rounded and takes half the registers.
-        dtype: tl.constexpr = Out.base.dtype.element_ty
-        c = tl.arange(0, tiles.width(DV))[None, :]
-        stats = kept.table(Stats, plane, q_len, dtype, DV)
-        kept.store(stats, rows, q_len, state.top, remainder, kept.tail(out, dtype), c, DV, dtype)
+        kept.store_tail(stats, rows, q_len, out, tl.arange(0, tiles.width(DV))[None, :], DV, dtype)
     tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)

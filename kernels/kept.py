@@ -26,7 +26,7 @@ def _shift(dtype):
 
 @triton.jit
 def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
-    """The matrix of a plane: a row is top, rest, and the `tail` of DV columns of an output of a dtype."""
+    """The matrix of a plane: a row is top, rest, and the tail of DV columns of an output of a dtype."""
     return tiles.table(Kept, plane, n, columns(dtype, DV))
 
 
@@ -37,25 +37,25 @@ def _bytes(m):
 
 
 @triton.jit
-def tail(out, dtype: tl.constexpr):
-    """What rounding a tile of float32 to 16 bits takes from it, a byte each element; of other dtypes the tile."""
+def store(m, rows, n, top, rest):
+    """Write the softmax of rows."""
+    tiles.store_column(m, rows, n, 0, top)
+    tiles.store_column(m, rows, n, 1, rest)
+
+
+@triton.jit
+def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
+    """Write what rounding to a dtype takes from a tile (rows, c) of the output, a byte each element, if it has 16 bits.
+
+    Best before the output itself, which then is rounded and takes half the registers.
+    """
     if dtype.primitive_bitwidth == 16:
         left: tl.constexpr = _shift(dtype)
         rounded = out.to(dtype).to(tl.float32)
         bits = out.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
         steps = (bits + (1 << (left - 1))) >> left
         # What overflows, or is subnormal, is further off than a byte can tell.
-        return tl.where((steps >= -128) & (steps <= 128), tl.minimum(steps, 127), 0).to(tl.int8)
-    else:
-        return out
-
-
-@triton.jit
-def store(m, rows, n, top, rest, tail, c, DV: tl.constexpr, dtype: tl.constexpr):
-    """Write the softmax of rows, and the `tail` of an output (rows, c) of a dtype."""
-    tiles.store_column(m, rows, n, 0, top)
-    tiles.store_column(m, rows, n, 1, rest)
-    if dtype.primitive_bitwidth == 16:
+        tail = tl.where(tl.abs(steps) <= 128, tl.minimum(steps, 127), 0).to(tl.int8)
         r = rows[:, None]
         tl.store(tiles.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))
 

@@ -170,7 +170,8 @@ def _consume(
         if results.Stats is not None:
             c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             stats = kept.table(results.Stats, plane, band.rows, dtype, DV)
-            kept.store(stats, rows, band.rows, top, remainder, kept.tail(out, dtype), c, DV, dtype)
+            kept.store(stats, rows, band.rows, top, remainder)
+            kept.store_tail(stats, rows, band.rows, out, c, DV, dtype)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
         shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
