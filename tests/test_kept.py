@@ -1,4 +1,4 @@
-"""What rounding takes from a 16-bit output comes back, to eight bits below its last."""
+"""What rounding takes from a 16-bit output comes back, to eight bits below its last; what is too far off stays."""
 
 import pytest
 import torch
