@@ -80,7 +80,7 @@ def _walk_rows(
             else:
                 done = (n + 1 == end) | ((following >> 32) != member)
             table = tiles.table_of_keys(BiasSums, plane, band.keys, 3)
-            tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=(cols < band.keys) & done)
+            tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)
         if GradBias is not None:
             tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)

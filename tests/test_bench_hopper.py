@@ -135,7 +135,7 @@ def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monk
 
 def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     """Also by a call that was repeated with another."""
-    from fusedattn import configs
+    from fusedattn import configs, repeat
 
     case, before, seen = cases.TINY_HOPPER[0], configs.HOPPER, []
     tensors = case.draw("cpu")
@@ -143,7 +143,7 @@ def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     monkeypatch.setattr(
         fa, "attention", lambda *_, **options: seen.append((configs.pipeline(case.D), options["backend"]))
     )
-    monkeypatch.setattr(variants.repeat, "forget", lambda: seen.append("forget"))
+    monkeypatch.setattr(repeat, "forget", lambda: seen.append("forget"))
     for name, taken in variants.pipelines(case).items():
         providers.find(variants.PIPELINE + name)(case, tensors)(*tensors.inputs)
         assert seen == ["forget", (taken, "hopper"), "forget"] and configs.HOPPER is before

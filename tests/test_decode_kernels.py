@@ -101,9 +101,9 @@ def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, monkeypatch)
     """With a table of one page a sequence neither, as where rows of a cache are chosen by number."""
     compiled, run = [], launch._run
 
-    def spy(name, programs, arguments, **options):
+    def spy(name, programs, arguments, *rest, **options):
         compiled.append((name, sorted((key, x) for key, x in arguments.items() if key.isupper() and key not in "QKV")))
-        return run(name, programs, arguments, **options)
+        return run(name, programs, arguments, *rest, **options)
 
     monkeypatch.setattr(launch, "_run", spy)
     monkeypatch.setattr(configs, "splits", lambda *_: 1)
@@ -137,11 +137,11 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     monkeypatch.setitem(configs.TABLE, ("decode_16", 90, 4, 64), tiles)
     names = []
 
-    def small(name, programs, arguments, **options):
+    def small(name, programs, arguments, *rest, **options):
         if arguments.get("BLOCK_N") == 32:
             raise OutOfResources(1, 0, "shared memory")
         names.append(name)
-        return run(name, programs, arguments, **options)
+        return run(name, programs, arguments, *rest, **options)
 
     monkeypatch.setattr(launch, "_run", small)
     for first, second in ((2, 1), (1, 2)):

@@ -40,10 +40,10 @@ def test_heads_that_share_keys_share_a_tile(name, device, monkeypatch, poison):
 
     heads, run = [], launch._run
 
-    def seen(kernel, programs, arguments, **options):
+    def seen(kernel, programs, arguments, *rest, **options):
         if kernel == "forward":
             heads.append(arguments["HEADS"])
-        run(kernel, programs, arguments, **options)
+        run(kernel, programs, arguments, *rest, **options)
 
     monkeypatch.setattr(launch, "_run", seen)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)

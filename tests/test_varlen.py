@@ -295,7 +295,7 @@ def test_no_turn_is_written_where_there_is_no_room(device):
     for size in (0, 5, 13, 14):
         whole.fill_(-7)
         more = dict(Turns=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)
-        launch._run("take_turns", 3, lengths | more, num_warps=4)
+        launch._run("take_turns", 3, lengths | more, wrong.device, num_warps=4)
         assert (whole[size:] == -7).all() and (whole[:size] >= 0).all()
         assert extents.tolist()[:4] == [[0, 200, 0, 200], [200, 0, 200, 0], [0, 200, 0, 200], [-7] * 4]
 
