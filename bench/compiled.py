@@ -132,22 +132,27 @@ class Report(NamedTuple):
         )
 
 
-class _Compiler:
+class _Skipped:
+    """In the place of a kernel, and of what it is compiled to: does nothing."""
+
+    arg_names, run = (), None
+
+    def warmup(self, **arguments):
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *arguments, stream: None
+
+
+class _Compiler(_Skipped):
     """In the place of a kernel: keeps what a launch would run, without running it."""
 
     def __init__(self, kernel):
         self.kernel, self.compiled = kernel, None
 
-    def __getitem__(self, grid):
-        def compile_only(**arguments):
-            self.compiled = self.kernel.warmup(grid=grid, **arguments)
-
-        return compile_only
-
-
-class _Skipped:
-    def __getitem__(self, grid):
-        return lambda **arguments: None
+    def warmup(self, **arguments):
+        self.compiled = self.kernel.warmup(**arguments)
+        return self
 
 
 @contextlib.contextmanager
@@ -185,7 +190,7 @@ def _call(row, heads):
         return torch.empty(batch, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
     tensors = dict(query=tensor(heads), key=tensor(heads // group), value=tensor(heads // group))
-    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0)
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     need_weights = row.kernel == "weights" or everything
     out, _, weights, stats = ops._forward(*call, True, need_weights, True, row.kernel == "hopper")
