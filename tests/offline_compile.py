@@ -64,8 +64,8 @@ def noted(version):
             of = line.removeprefix("triton ").rstrip(":")
         elif line.startswith("    ") and of == version:
             row, _, counts = line.strip().partition(" spills ")
-            spills, _, loops = counts.partition(" loops ")
-            found[row.rstrip()] = Noted(int(spills), tuple(map(int, loops.split())))
+            spills, _, *loops = counts.split()
+            found[row.rstrip()] = Noted(int(spills), tuple(map(int, loops)))
     return found
 
 

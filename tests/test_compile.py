@@ -266,5 +266,12 @@ def test_what_another_triton_makes_of_a_row_is_noted_and_allowed(tmp_path, monke
     assert known == {str(row).rstrip(): (8, (len(TURN) + 2, len(TURN)))} and offline.noted("3.8.0") == {}
     assert list(offline.faults(row, found, length, known)) == []
     assert list(offline.faults(row, found._replace(spills=12), length, known)) == ["spills 12 bytes, of 8 allowed"]
+    offline.write_noted("3.9.0", [row], [(row, found._replace(turns=()))])  # one whose loops were not read
+    assert offline.noted("3.9.0") == {str(row).rstrip(): (8, ())}
     offline.write_noted("3.9.0", [row], [])
-    assert offline.noted("3.9.0") == {}
+    assert offline.noted("3.9.0") == {} and offline.noted("3.8.0") == {}
+
+
+def test_the_committed_differences_can_be_read():
+    found = offline.noted("3.9.0")
+    assert found and all(x.spills or x.loops for x in found.values())
