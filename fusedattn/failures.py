@@ -71,10 +71,9 @@ def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """The type of an error and the line of its message that says most, without what surrounds it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line.lower()] or lines
-    text = telling[0] if telling else ""
+    """The type of an error and the line of its message that says most: one that says "error", or the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    text = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
