@@ -98,6 +98,7 @@ def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
             assert type(error).__name__ in str(raised.value) and "\n" not in str(raised.value)
     said = once(caught)
     assert why in said and type(error).__name__ in why
+    assert ("no such product" in why) == (stage == "the language")
     assert ("install a C compiler" in said) == (stage in ("no ptxas", "no compiler", "no header", "the launcher"))
 
 
