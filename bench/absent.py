@@ -73,7 +73,7 @@ def target(capability):
 
 
 def _load(kernel):
-    kernel._run, kernel.module, kernel.function = Run(), 0, 0
+    kernel._run, kernel.function = Run(), 0  # no module: Triton would unload it
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def gpu(capability=90, load=_load):
     """
 
     def load_once(kernel):
-        if kernel.module is None:
+        if kernel._run is None:
             load(kernel)
 
     _forget()
