@@ -28,7 +28,7 @@ LAUNCH = ["tests/test_launch_path.py", "tests/test_failures.py"]
 COVER = ["tests/test_options.py", "tests/test_kernels.py", "tests/test_contract.py", "tests/test_decode_kernels.py"]
 # By one Triton: (what the table calls it, the command, whether kernels are interpreted).
 BY_TRITON = (
-    ("compile", [sys.executable, "tests/offline_compile.py"], False),
+    ("compile", [sys.executable, "tests/offline_compile.py", "--differences"], False),
     ("launch", [*TESTS, *LAUNCH], False),
     ("interpreter", [*TESTS, *COVER], True),
 )

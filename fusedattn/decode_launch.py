@@ -98,7 +98,7 @@ def attend(out, lse, decode: Decode):
         if n == 1:
             return dict(**results, parts=None, splits=1)
         sizes = (batch, heads, rows, n)
-        merging["parts"] = Parts(*(out.new_empty((*sizes, last), dtype=lse.dtype) for last in (out.shape[3], 3)))
+        merging["parts"] = Parts(*(out.new_empty((*sizes, last), dtype=lse.dtype) for last in (out.shape[3], 2)))
         merging["splits"] = n
         return dict(Out=None, Lse=None, **merging)
 

@@ -87,7 +87,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
         sums = table(cdiv(width, 4) * 4)[..., :width] if bulk or grad_query.dtype != stats.dtype else grad_query
 
     kept = table(4)
-    taken = "GradOut", "GradWeights", "q_len", "k_len", "score", "HEADS", "D", "DV", "PRECISION"
+    taken = "GradOut", "GradWeights", "q_len", "k_len", "HEADS", "D", "DV", "PRECISION"
     own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
     of_scores = any(x is not None for x in (grad_query, grad_key, grad_bias, grad_slopes, grad_sinks))
     own |= dict(Out=views.of(out) if of_scores else None)
@@ -95,7 +95,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
     common |= dict(Rows=kept)
     if "dq" in names:
-        own = dict(GradQ=_view(grad_query), GradBias=whole, GradLse=grad_lse)
+        own = dict(GradQ=_view(grad_query), GradBias=whole)
         own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums)
         launch.run_tiled(
             "dq",

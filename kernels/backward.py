@@ -18,7 +18,6 @@ def prepare(
     GradQ,
     q_len,
     k_len,
-    score,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -26,9 +25,10 @@ def prepare(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows (B, Hq, Sq, 4: shift, rest and unit of the softmax, delta), contiguous as Stats and GradLse (or None) are.
+    """Rows (B, Hq, Sq, 4: pivot and shift of the softmax, delta, the gradient of lse), contiguous.
 
-    Stats has COLUMNS: those of `kept`, or top and rest alone, where what rounding took from Out is not known.
+    Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or largest score and rest alone, where
+    what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
     None, is what `dkdv` will add to: it gets zeros.
@@ -40,8 +40,11 @@ def prepare(
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
     stats = tiles.table(Stats, plane, q_len, COLUMNS)
     rest = tiles.load_column(stats, rows, q_len, 1)
-    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest, score.unit)
+    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest)
     delta = tl.zeros([BLOCK_M], rest.dtype)
+    dlse = delta
+    if GradLse is not None:
+        dlse = tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
     if Out is not None:
         out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
         grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
@@ -59,14 +62,12 @@ def prepare(
                 p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
                 dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
-        if GradLse is not None:
-            delta -= tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
-        delta = tl.where(rest == float("inf"), 0.0, delta)
+        delta = tl.where(rest == float("inf"), 0.0, delta - dlse)
     table = tiles.table(Rows, plane, q_len, 4)
-    tiles.store_column(table, rows, q_len, 0, row.shift)
-    tiles.store_column(table, rows, q_len, 1, row.rest)
-    tiles.store_column(table, rows, q_len, 2, row.unit)
-    tiles.store_column(table, rows, q_len, 3, delta)
+    tiles.store_column(table, rows, q_len, 0, row.pivot)
+    tiles.store_column(table, rows, q_len, 1, row.shift)
+    tiles.store_column(table, rows, q_len, 2, delta)
+    tiles.store_column(table, rows, q_len, 3, dlse)
 
 
 @triton.jit(do_not_specialize=["q_len"])

@@ -140,7 +140,6 @@ def decode(
         out = tl.where(real[:, None], out, 0.0)
         state = softmax.State(
             tl.where(real, state.largest, unseen.largest),
-            tl.where(real, state.top, unseen.top),
             tl.where(real, state.total, unseen.total),
         )
     if parts is not None:

@@ -75,7 +75,6 @@ def dq(
     K,
     V,
     GradOut,
-    GradLse,
     GradWeights,
     Rows,
     GradQ,
@@ -133,8 +132,7 @@ def dq(
     if GradQ is not None:
         tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
     if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
-        dlse = zero if GradLse is None else tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
-        sums, delta = row_sums.mend(sums, row.delta, dlse)
+        sums, delta = row_sums.mend(sums, row.delta, row.dlse)
     if BiasSums is not None:
         tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, sums.ds)
     if SlopeSums is not None:

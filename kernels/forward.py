@@ -114,7 +114,7 @@ def forward(
     if Stats is not None:
         dtype: tl.constexpr = Out.base.dtype.element_ty
         stats = kept.table(Stats, plane, q_len, dtype, DV)
-        kept.store(stats, rows, q_len, state.top, remainder)
+        kept.store(stats, rows, q_len, state.largest, remainder)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:

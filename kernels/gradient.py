@@ -10,31 +10,32 @@ from . import masks as hidden
 
 
 class Row(NamedTuple):
-    """What the backward knows of a row: its softmax, and delta, the mean gradient of its weights, less dlse."""
+    """What the backward knows of a row: its softmax; delta, the mean gradient of its weights, less dlse; and dlse."""
 
     softmax: softmax.Row
     delta: tl.tensor
+    dlse: tl.tensor
 
 
 @triton.jit
 def load(Rows, plane, rows, n):
     """The Row of each of some rows, from what `backward.prepare` wrote."""
-    shift, rest, unit, delta = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
-    return Row(softmax.Row(shift, rest, unit), delta)
+    pivot, shift, delta, dlse = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
+    return Row(softmax.Row(pivot, shift), delta, dlse)
 
 
 @triton.jit
 def down(row):
     """For tiles of [rows, keys]."""
     s = row.softmax
-    return Row(softmax.Row(s.shift[:, None], s.rest[:, None], s.unit[:, None]), row.delta[:, None])
+    return Row(softmax.Row(s.pivot[:, None], s.shift[:, None]), row.delta[:, None], row.dlse[:, None])
 
 
 @triton.jit
 def across(row):
     """For tiles of [keys, rows]."""
     s = row.softmax
-    return Row(softmax.Row(s.shift[None, :], s.rest[None, :], s.unit[None, :]), row.delta[None, :])
+    return Row(softmax.Row(s.pivot[None, :], s.shift[None, :]), row.delta[None, :], row.dlse[None, :])
 
 
 @triton.jit

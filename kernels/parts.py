@@ -9,7 +9,7 @@ from . import softmax, tiles
 
 
 class Parts(NamedTuple):
-    """Sums of weights times values (B, H, rows, splits, DV), and states of the softmax (B, H, rows, splits, 3).
+    """Sums of weights times values (B, H, rows, splits, DV), and states of the softmax (B, H, rows, splits, 2).
 
     Both contiguous. A part whose total is 0 has a state alone.
     """
@@ -21,11 +21,9 @@ class Parts(NamedTuple):
 @triton.jit
 def states(parts, plane, at, last, n):
     """The States of the parts at `at` of the n of a head; those past the last saw nothing."""
-    m = tiles.table(parts.states, plane, n, 3)
-    total = tiles.load_column(m, at, last, 2)
-    largest, top = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
-    lowest = float("-inf")
-    return softmax.State(tl.where(total > 0, largest, lowest), tl.where(total > 0, top, lowest), total)
+    m = tiles.table(parts.states, plane, n, 2)
+    largest, total = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
+    return softmax.State(tl.where(total > 0, largest, float("-inf")), total)
 
 
 @triton.jit
@@ -36,7 +34,6 @@ def keep(parts, plane, at, n, sums, state, some, DV: tl.constexpr):
         head = tiles.View(parts.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
         c = tl.arange(0, tiles.width(DV))[None, :]
         tl.store(tiles.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
-    m = tiles.table(parts.states, plane, n, 3)
+    m = tiles.table(parts.states, plane, n, 2)
     tiles.store_column(m, at, n, 0, state.largest)
-    tiles.store_column(m, at, n, 1, state.top)
-    tiles.store_column(m, at, n, 2, state.total)
+    tiles.store_column(m, at, n, 1, state.total)

@@ -55,6 +55,16 @@ def _tanh(x):
 
 
 @triton.jit
+def _multiply_add(x, factor, added):
+    """x * factor + added, rounded once, even where nothing is added.
+
+    The compiler would fuse a bare product with the softmax's subtraction of the largest, which is rounded, and the two
+    would not cancel.
+    """
+    return tl.fma(x, tl.full([], factor, x.dtype), added)
+
+
+@triton.jit
 def bias(score, band, plane, r, c, CHECK: tl.constexpr):
     """The bias of pairs (r, c), already broadcast, either way round, as `apply` wants it; 0 if there is none.
 
@@ -70,18 +80,18 @@ def bias(score, band, plane, r, c, CHECK: tl.constexpr):
 def apply(score, x, bias, band, plane, r, c):
     """(scores, steepness of the cap there) of the products x of pairs (r, c)."""
     steepness = 1.0
-    # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
-    if score.cap is not None:
-        capped = _tanh(x * score.slope_at_zero)
-        steepness = 1 - capped * capped
-        s = capped * score.cap
-    else:
-        s = x if score.scale is None else x * score.scale
-    if score.slopes is not None:
-        s -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * span.distance(band, r, c).to(x.dtype)
-    if score.bias is not None:
-        s += tiles.cast(bias, x.dtype)
-    return s, steepness
+    if score.scale is not None:
+        added = tl.zeros([], x.dtype) if score.bias is None else tiles.cast(bias, x.dtype)
+        if score.slopes is not None:
+            added -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * span.distance(band, r, c).to(x.dtype)
+        # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
+        if score.cap is None:
+            x = _multiply_add(x, score.scale, added)
+        else:
+            capped = _tanh(x * score.slope_at_zero)
+            steepness = 1 - capped * capped
+            x = _multiply_add(capped, score.cap, added)
+    return x, steepness
 
 
 @triton.jit

@@ -294,11 +294,14 @@ def main(arguments=None):
     committed = None if options.report else kernels.loops(TABLE.read_text())
     known = {} if options.differences else noted(triton.__version__)
     bad, reports = measure(rows, functools.partial(print, flush=True), options.report, committed, known)
+    if options.differences:
+        measured = list(zip(rows, reports, strict=True))
+        write_noted(triton.__version__, rows, [(row, report) for row, report in measured if row in bad])
+        known = noted(triton.__version__)
+        bad = {row: found for row, report in measured if (found := list(faults(row, report, committed, known)))}
     print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")
-    if options.differences:
-        write_noted(triton.__version__, rows, [(row, x) for row, x in zip(rows, reports, strict=True) if row in bad])
     if options.report:
         TABLE.write_text(kernels.text(zip(rows, reports, strict=True)))
     return bool(bad)

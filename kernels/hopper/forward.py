@@ -121,7 +121,7 @@ def _consume(
         zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        state = softmax.State(lowest, lowest, gl.zeros([ROWS], gl.float32, S_ROWS))
+        state = softmax.State(lowest, gl.zeros([ROWS], gl.float32, S_ROWS))
 
         ring.wait(shared.q, n * GROUPS + g)
         q = ring.tile(shared.q, n * GROUPS + g)
@@ -158,16 +158,15 @@ def _consume(
         ring.release(shared.v, turn)
         turn += 1
 
-        top = gl.convert_layout(state.top, O_ROWS)
         largest, total = gl.convert_layout(state.largest, O_ROWS), gl.convert_layout(state.total, O_ROWS)
-        out, lse, remainder = softmax.finish(out, softmax.State(largest, top, total), unit)
+        out, lse, remainder = softmax.finish(out, softmax.State(largest, total), unit)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:
             tiles.store_column(tiles.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
         if results.Stats is not None:
             c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             stats = kept.table(results.Stats, plane, band.rows, dtype, DV)
-            kept.store(stats, rows, band.rows, top, remainder)
+            kept.store(stats, rows, band.rows, largest, remainder)
             kept.store_tail(stats, rows, band.rows, out, c, DV, dtype)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
