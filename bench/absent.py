@@ -8,7 +8,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from fusedattn import backends, launch, repeat
+from fusedattn import backends
+from fusedattn.launch import run
+from fusedattn.replay import cache
 
 MULTIPROCESSORS = 132
 
@@ -64,8 +66,8 @@ def target(capability):
     driver.set_active(Driver(capability))
     try:
         with (
-            mock.patch.object(launch, "capability", lambda device: capability),
-            mock.patch.object(launch, "multiprocessors", lambda device: MULTIPROCESSORS),
+            mock.patch.object(run, "capability", lambda device: capability),
+            mock.patch.object(run, "multiprocessors", lambda device: MULTIPROCESSORS),
         ):
             yield
     finally:
@@ -100,6 +102,6 @@ def gpu(capability=90, load=_load):
 
 
 def _forget():
-    repeat.forget()
-    for kernel in launch.KERNELS.values():
+    cache.forget()
+    for kernel in run.KERNELS.values():
         kernel.device_caches.clear()

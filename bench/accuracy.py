@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import in_float64, with_gradients
-from fusedattn.tolerance import verdicts
+from fusedattn.testing.compare import in_float64, with_gradients
+from fusedattn.testing.tolerance import verdicts
 
 GRADIENTS = ("query", "key", "value", "bias")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fusedattn.packing import Packing, packing
+from fusedattn.call.packing import Packing, packing
 
 
 class Unsupported(Exception):

@@ -1,6 +1,6 @@
 """What do dropout's bits cost the naive path, beside torch's own dropout?    python -m fusedattn.bench.dropout
 
-A grid of 4096 x 4096 weights of one head, in float32: the mask of `fusedattn.philox` times the weights, and
+A grid of 4096 x 4096 weights of one head, in float32: the mask of `fusedattn.naive.dropout` times the weights, and
 torch.nn.functional.dropout, whose bits depend on the order in which they are drawn. In turns, no gradients.
 """
 
@@ -9,7 +9,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from fusedattn import philox
+from fusedattn.naive import dropout
 
 from . import cases, rows, timing
 
@@ -22,7 +22,7 @@ def steps(length=LENGTH, device="cpu"):
     seed, planes = torch.tensor([7], device=device), torch.zeros(1, dtype=torch.int64, device=device)
 
     def ours():
-        return weights * philox.keep(seed, planes, 0, length, length, RATE) * (1 / (1 - RATE))
+        return weights * dropout.keep(seed, planes, 0, length, length, RATE) * (1 / (1 - RATE))
 
     return {"fusedattn:naive": ours, "naive": lambda: F.dropout(weights, RATE)}
 

@@ -17,7 +17,7 @@ import fusedattn as fa
 from fusedattn.cli.demo import model as demo
 from fusedattn.cli.demo.text import CONTEXT
 from fusedattn.cli.demo.training import BATCH, RATE
-from fusedattn.tolerance import verdicts
+from fusedattn.testing.tolerance import verdicts
 
 from . import accuracy, attention, cases, command, rows, table, timing
 

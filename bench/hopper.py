@@ -1,6 +1,6 @@
 """Which pipeline of the Hopper kernel is the fastest, and how near the best peer?    python -m fusedattn.bench.hopper
 
-Each pipeline that `fusedattn.configs` has for a width, the universal kernel and the peers on the same inputs, forward
+Each pipeline that `launch.tiles` has for a width, the universal kernel and the peers on the same inputs, forward
 alone; a line a cell, the standings of the pipelines, and the goals. --tests FILE, of pytest's --junitxml, leaves out
 the pipelines that did not pass every test there that has their name.
 """

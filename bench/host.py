@@ -10,7 +10,7 @@ import statistics
 import torch
 
 import fusedattn as fa
-from fusedattn import naive
+from fusedattn.naive import formula as naive
 
 from . import cases, rows, timing
 

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 import fusedattn as fa
-from fusedattn import launch, repeat
-from fusedattn.repeat import TENSORS
+from fusedattn.launch import run
+from fusedattn.replay import cache
+from fusedattn.replay.cache import TENSORS
 
 from . import absent, cases, command, rows
 from .timing import Times
@@ -60,12 +61,12 @@ def steps():
         inputs = _inputs(CASE, learned)
         found[peer] = functools.partial(F.scaled_dot_product_attention, *_inputs(TINY, learned))
         found[name] = functools.partial(fa.attention, *inputs, backend=backend)
-        for _ in range(repeat.MEETINGS):
+        for _ in range(cache.MEETINGS):
             out = found[name]()
         tensors = *inputs, *(None,) * (TENSORS - len(inputs))
         numbers = False, None, "bottom_right", None, None, 0.0, False, False, backend, torch.is_grad_enabled()
-        again = repeat.find(tensors, numbers)
-        found[f"{name}: {FOUND}"] = functools.partial(repeat.find, tensors, numbers)
+        again = cache.find(tensors, numbers)
+        found[f"{name}: {FOUND}"] = functools.partial(cache.find, tensors, numbers)
         found[f"{name}: {WHOLE}"] = functools.partial(again, tensors)
         found[f"{name}: {RUN}"] = functools.partial(again.forward.run, tensors)
         found[f"{name}: {LAUNCHED}"] = functools.partial(again.forward.launch, again.forward.run(tensors))
@@ -96,7 +97,7 @@ def measured():
         with absent.gpu():
             each = steps()
             times = measure(each)
-            new = {NEW: lambda: (repeat.forget(), [each[PLAIN]() for _ in range(repeat.MEETINGS)])}
+            new = {NEW: lambda: (cache.forget(), [each[PLAIN]() for _ in range(cache.MEETINGS)])}
             return times | measure(new, calls=10)
     finally:
         torch.set_num_threads(threads)
@@ -128,7 +129,7 @@ def report(times):
 
 def main(arguments=None):
     options = command.parser(__doc__).parse_args(arguments)
-    if launch.interpreting():
+    if run.interpreting():
         sys.exit("launch_path: TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     writer, machine = rows.Writer(options.csv), rows.machine("cpu", options.commit)
     times = measured()

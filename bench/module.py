@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import fusedattn as fa
-from fusedattn.compare import in_float64
-from fusedattn.tolerance import verdicts
+from fusedattn.testing.compare import in_float64
+from fusedattn.testing.tolerance import verdicts
 
 from . import accuracy, attention, cases, command, cost, rows, table, timing
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
-from fusedattn import naive
-from fusedattn.call import Arguments
-from fusedattn.checks import checked
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.naive import formula
 
 from .calls import Call, Unsupported, offsets_of, packing_of
 
@@ -45,7 +45,7 @@ _LACKS = {
 def _visible(case, tensors):
     """The pairs that masks and window leave, a bool tensor that broadcasts to the scores; None is all of them."""
     options = case.arguments(tensors.masks) | dict(dropout_p=0.0)
-    return naive.visible(checked(Arguments(*tensors[:3], **options)), 0, case.Sq)
+    return formula.visible(checked(Arguments(*tensors[:3], **options)), 0, case.Sq)
 
 
 def sdpa(backend, case, tensors):

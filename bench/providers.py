@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 import fusedattn as fa
 from fusedattn import backends
-from fusedattn.checks_varlen import Packed, checked_packed
+from fusedattn.call.packed import Packed, checked_packed
 
 from . import cases, peers, variants
 from .calls import Call, Unsupported, offsets_of, packing_of, taken

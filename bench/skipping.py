@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 import fusedattn as fa
-from fusedattn import naive
-from fusedattn.call import Arguments
-from fusedattn.checks import checked
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.naive import formula
 
 from . import attention, cases, peers, rows, table, timing
 
@@ -56,7 +56,7 @@ def marks(masks, grain):
     It marks each different block once, for a mark depends on nothing but the block: of the 65,536 of a grid of 16384 x
     16384 a few dozen differ, and the interpreter takes 12 ms for each.
     """
-    from fusedattn import launch
+    from fusedattn.launch import run
 
     found = {}
     for name, mask in masks.items():
@@ -74,7 +74,7 @@ def marks(masks, grain):
     blocks = {
         name: contents[each] for (name, (contents, _)), each in zip(found.items(), together.unbind(1), strict=True)
     }
-    each = launch.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
+    each = run.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
     return each.flatten()[place].view(numbers[0].shape)
 
 
@@ -92,7 +92,7 @@ def _pairs_visible(call, step=1024):
     total = 0
     for first in range(0, length, step):
         last = min(first + step, length)
-        seen = naive.visible(call, first, last)
+        seen = formula.visible(call, first, last)
         total += int(seen.expand(batch, 1, last - first, call.key.shape[2]).count_nonzero())
     return total
 
@@ -101,7 +101,7 @@ def count(case, tiles, grain):
     """A Count of each (kernel, tile), of one head of all batches; it takes Triton's interpreter."""
     from fusedattn.kernels.blocks import ALL, SOME
 
-    from fusedattn import launch
+    from fusedattn.launch import run
 
     masks = case.masks("cpu")
     call = _call(case, masks)
@@ -110,7 +110,7 @@ def count(case, tiles, grain):
 
     def listed(tile, by_keys):
         """(tiles that take a mask, all tiles) of the lists of a kernel."""
-        lists = launch.list_blocks(call, found, grain, tile, by_keys).base
+        lists = run.list_blocks(call, found, grain, tile, by_keys).base
         masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
         return masked, masked + bare
 
@@ -124,7 +124,7 @@ def count(case, tiles, grain):
 
 def _tiles(case, every):
     """(kernel, Tile) of the GPU's table for a case in half precision: the ones it takes first, or those it may take."""
-    from fusedattn import configs
+    from fusedattn.launch import tiles as configs
 
     found = {}
     for kernel in KERNELS:
@@ -154,7 +154,7 @@ def _count_all(chosen, every, arguments):
     if os.environ.get("TRITON_INTERPRET") != "1":
         command = [sys.executable, "-m", "fusedattn.bench.skipping", *arguments]
         return subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET="1")).returncode
-    from fusedattn import configs
+    from fusedattn.launch import tiles as configs
 
     for case in chosen:
         print(report(case, count(case, _tiles(case, every), configs.grain(GPU))), flush=True)

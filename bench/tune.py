@@ -1,6 +1,6 @@
 """Which tiles are fastest?    python -m fusedattn.bench.tune --kernel forward --dim 128
 
-Tries tiles for each kernel and width, those of `fusedattn.configs` first, and prints rows for its table. On a GPU each
+Tries tiles for each kernel and width, those of `launch.tiles` first, and prints rows for its table. On a GPU each
 is held to the tolerance rule and timed, on a full and a causal call. Without one, or for a GPU that --capability names,
 they are ranked by what they compile to: by the bound of `bounds`, half way between overlapped and serial if a
 multiprocessor holds two blocks, serial if it holds one; what spills or loads nothing ahead is left out.
@@ -19,8 +19,8 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from fusedattn import configs, launch
-from fusedattn.configs import Tile
+from fusedattn.launch import run, tiles as configs
+from fusedattn.launch.tiles import Tile
 
 from . import accuracy, bounds, cases, compiled, cost, providers, rows, timing, variants
 
@@ -283,12 +283,12 @@ def main(arguments=None):
     parser.add_argument("--csv", help="append what is measured to this file")
     parser.add_argument("--commit", help="what the rows say, where git cannot tell")
     options = parser.parse_args(arguments)
-    if launch.interpreting():
+    if run.interpreting():
         parser.error("TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     measuring, capability = None, options.capability
     if capability is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        capability = launch.capability(device)
+        capability = run.capability(device)
         measuring = device, rows.Writer(options.csv), rows.machine(device, options.commit)
     else:
         capability = capability or 90

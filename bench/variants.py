@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fusedattn import configs
+from fusedattn.launch import tiles as configs
 
 PIPELINE, BACKWARD = "fusedattn:hopper/", "fusedattn:backward/"
 TWO = "two-passes"
@@ -91,16 +91,16 @@ def inside(name):
 @contextlib.contextmanager
 def _anew(*patches):
     """What calls are made of is another, and was as before when it is left."""
-    from fusedattn import repeat  # imports Triton, which forms are of, and this file is not
+    from fusedattn.replay import cache  # imports Triton, which forms are of, and this file is not
 
-    repeat.forget()
+    cache.forget()
     try:
         with contextlib.ExitStack() as within:
             for patch in patches:
                 within.enter_context(patch)
             yield
     finally:
-        repeat.forget()
+        cache.forget()
 
 
 def by_pipeline(taken):
@@ -110,10 +110,10 @@ def by_pipeline(taken):
 
 def only(kernel, tile):
     """Calls launch a kernel with this tile alone, and the others with theirs."""
-    from fusedattn import launch
+    from fusedattn.launch import run
 
-    given = launch.candidates
-    taken = mock.patch.object(launch, "candidates", lambda name, call: (tile,) if name == kernel else given(name, call))
+    given = run.candidates
+    taken = mock.patch.object(run, "candidates", lambda name, call: (tile,) if name == kernel else given(name, call))
     return _anew(taken)
 
 

@@ -8,7 +8,7 @@ squares of lengths. What padding wastes is counted, without a GPU.
 
 import sys
 
-from fusedattn import configs
+from fusedattn.launch import tiles
 
 from . import attention, cases, contest, cost, providers, table
 from .attention import Question
@@ -24,7 +24,7 @@ def waste(case):
     tokens, pairs = int(lengths.sum()), int(lengths.square().sum())
     everything = case._replace(options="")
     held, ideal = (cost.ideal(each) / 2**30 for each in (everything, case))
-    tile = configs.tiles("forward", GPU, 2, case.D)[0]
+    tile = tiles.tiles("forward", GPU, 2, case.D)[0]
     rows, keys = (-(-lengths // block) * block for block in (tile.rows, tile.keys))
     kind = case.words.get("lengths", "equal")
     return (

@@ -3,7 +3,7 @@
 from . import compat, layers, plot, reference
 from .api import attention, attention_decode, attention_varlen, merge, plan
 from .backends import Explanation, explain, use_backend
-from .call import Plan
+from .call.form import Plan
 from .modules import MultiHeadAttention, SelfAttention
 
 __all__ = [

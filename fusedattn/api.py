@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
-from . import backends, decode_call, jagged, ops, repeat
-from .call import Arguments, Plan, rank4, rows
-from .checks import FLOATING, check_flags, checked, fail
-from .checks_plan import check_plan
-from .checks_varlen import Packed, checked_packed
-from .decode_call import CacheArguments
+from . import backends
+from .call import cached, jagged
+from .call.cached import CacheArguments
+from .call.form import Arguments, Plan, rank4, rows
+from .call.packed import Packed, checked_packed
+from .call.plan import check_plan
+from .call.rules import FLOATING, check_flags, checked, fail
+from .operators import attention as ops
 from .reference import packed_results, results
+from .replay import cache
 
 
 def attention(
@@ -80,7 +83,7 @@ def attention(
         tensors = *tensors[:6], *mask[:3], seed, mask.marks
     named, grad = backends.named(backend), torch.is_grad_enabled()
     numbers = causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, named, grad
-    again = repeat.find(tensors, numbers)
+    again = cache.find(tensors, numbers)
     if again is not None:
         return again(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
@@ -91,7 +94,7 @@ def attention(
         return jagged.attend(attention_varlen, arguments, **more)
     call = checked(arguments)._replace(named=named is not None)
     chosen = backends.choose(call, named)
-    again = repeat.learn(tensors, numbers, call, chosen.run) if chosen.run in repeat.REPEATS else None
+    again = cache.learn(tensors, numbers, call, chosen.run) if chosen.run in cache.REPEATS else None
     if again is not None:
         return again((*tensors[:9], call.seed, call.marks))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
@@ -237,7 +240,7 @@ def attention_decode(
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    decode = decode_call.checked(arguments, Arguments(None, None, None, *options))
+    decode = cached.checked(arguments, Arguments(None, None, None, *options))
     decode = decode._replace(call=decode.call._replace(named=backends.named(backend) is not None))
     out, lse, weights = backends.choose(decode, backend).run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)

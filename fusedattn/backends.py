@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import configs, decode_ops, naive, ops
-from .call import Arguments, Call
-from .checks import check_flags, checked, fail
-from .decode_call import Decode
-from .failures import warn_once
+from .call.cached import Decode
+from .call.form import Arguments, Call
+from .call.rules import check_flags, checked, fail
+from .launch import tiles as configs
+from .launch.failures import warn_once
+from .naive import formula
+from .operators import attention, cached
 from .private import constant
 
 
@@ -69,13 +71,13 @@ def _triton_reasons(call: Call) -> list[str]:
         blocks += call.offsets_q.shape[0]  # each sequence begins with a block of its own
     if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
-    return reasons or ops.failed(call, on_hopper=False)
+    return reasons or attention.failed(call, on_hopper=False)
 
 
 @constant
 def hopper_reasons(device: torch.device) -> tuple[str, ...]:
     """Why the kernel for Hopper cannot run on tensors of a device that other kernels can run on, whatever the call."""
-    from . import launch
+    from .launch import run as launch
 
     if launch.interpreting():
         return ("Gluon, the language of its kernel, has no interpreter",)
@@ -88,9 +90,9 @@ def _hopper_reasons(call: Call) -> list[str]:
     """Why this call cannot take the kernel for Hopper; empty if it can."""
     if reasons := _triton_reasons(call):  # its backward, and weights, are by the universal kernels
         return reasons
-    from . import hopper
+    from .launch import hopper
 
-    return [*hopper_reasons(call.query.device), *hopper.reasons(call)] or ops.failed(call, on_hopper=True)
+    return [*hopper_reasons(call.query.device), *hopper.reasons(call)] or attention.failed(call, on_hopper=True)
 
 
 class Backend(NamedTuple):
@@ -108,10 +110,10 @@ class Backend(NamedTuple):
 _UNPROVEN = "it has not passed its tests on a GPU yet, so it runs only when named"
 BACKENDS = {
     "hopper": Backend(
-        "hopper", _hopper_reasons, ops.run_on_hopper, None if configs.HOPPER_PROVEN is not None else _UNPROVEN
+        "hopper", _hopper_reasons, attention.run_on_hopper, None if configs.HOPPER_PROVEN is not None else _UNPROVEN
     ),
-    "triton": Backend("triton", _triton_reasons, ops.run),
-    "naive": Backend("naive", lambda call: [], naive.run),
+    "triton": Backend("triton", _triton_reasons, attention.run),
+    "naive": Backend("naive", lambda call: [], formula.run),
 }
 
 
@@ -121,14 +123,14 @@ def _decode_reasons(decode: Decode) -> list[str]:
     batch, heads, rows, _ = decode.call.query.shape
     if batch * heads * max(rows, decode.added) >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
-    return reasons or decode_ops.failed(decode)
+    return reasons or cached.failed(decode)
 
 
 # The same of calls of `attention_decode`: reasons and run take a Decode.
 DECODERS = {
-    "hopper": Backend("hopper", lambda decode: ["it has no kernel for caches"], decode_ops.run),
-    "triton": Backend("triton", _decode_reasons, decode_ops.run),
-    "naive": Backend("naive", lambda decode: [], naive.run_decode),
+    "hopper": Backend("hopper", lambda decode: ["it has no kernel for caches"], cached.run),
+    "triton": Backend("triton", _decode_reasons, cached.run),
+    "naive": Backend("naive", lambda decode: [], formula.run_decode),
 }
 
 
@@ -239,5 +241,5 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} comes before it and takes the call"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
-    tiles = {} if taken in (None, "naive") else ops.tiles(call, return_weights, taken == "hopper")
+    tiles = {} if taken in (None, "naive") else attention.tiles(call, return_weights, taken == "hopper")
     return Explanation(taken, tiles, others)

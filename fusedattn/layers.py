@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import FLOATING, fail
+from .call.rules import FLOATING, fail
 from .modules import MultiHeadAttention, check_fits, check_input, check_shares, check_sizes
 
 

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from .api import attention
 from .backends import check_name
-from .call import Plan, autocasting
-from .checks import check_flags, check_options, fail
+from .call.form import Plan, autocasting
+from .call.rules import check_flags, check_options, fail
 
 
 def _linear(inputs, outputs, bias, factory):

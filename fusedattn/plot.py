@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checks import fail
+from .call.rules import fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,11 +2,12 @@
 
 from torch import Tensor
 
-from . import decode_call, jagged, naive
-from .call import Arguments, drop
-from .checks import check_flags, checked
-from .checks_varlen import Packed, checked_packed
-from .decode_call import CacheArguments
+from .call import cached, jagged
+from .call.cached import CacheArguments
+from .call.form import Arguments, drop
+from .call.packed import Packed, checked_packed
+from .call.rules import check_flags, checked
+from .naive import formula
 
 
 def results(rank: int, *results: Tensor | None):
@@ -28,7 +29,7 @@ def eager(query, key, value, *, return_lse=False, return_weights=False, **option
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call = checked(Arguments(query, key, value, **options))
-    return results(query.dim(), *naive.run_eagerly(call, return_lse, return_weights))
+    return results(query.dim(), *formula.run_eagerly(call, return_lse, return_weights))
 
 
 def attention(
@@ -63,7 +64,7 @@ def attention(
     if jagged.is_jagged(query):
         return jagged.attend(attention_varlen, arguments, return_lse=return_lse, return_weights=return_weights)
     call = checked(arguments)
-    return results(query.dim(), *naive.run(call, return_lse, return_weights))
+    return results(query.dim(), *formula.run(call, return_lse, return_weights))
 
 
 def attention_varlen(
@@ -97,7 +98,7 @@ def attention_varlen(
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
-    return packed_results(*naive.run(call, return_lse, return_weights))
+    return packed_results(*formula.run(call, return_lse, return_weights))
 
 
 def attention_decode(
@@ -134,5 +135,5 @@ def attention_decode(
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    decode = decode_call.checked(arguments, Arguments(None, None, None, *options))
-    return results(4, *naive.run_decode(decode, return_lse, return_weights))
+    decode = cached.checked(arguments, Arguments(None, None, None, *options))
+    return results(4, *formula.run_decode(decode, return_lse, return_weights))

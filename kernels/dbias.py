@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import blocks, gradient, scores, span, tiles
-from . import masks as hidden
+from . import blocks, gradient, masks as hidden, scores, span, tiles
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "most_q", "most_k", "left", "right", "batches"])

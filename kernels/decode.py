@@ -7,11 +7,7 @@ Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2
 import triton
 import triton.language as tl
 
-from . import masks as hidden
-from . import pages as paging
-from . import parts as splitting
-from . import rotary as turning
-from . import scores, softmax, span, tiles
+from . import masks as hidden, pages as paging, parts as splitting, rotary as turning, scores, softmax, span, tiles
 
 
 @triton.constexpr_function

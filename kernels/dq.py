@@ -6,8 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a b
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, gradient, row_sums, scores, softmax, span, tiles
-from . import masks as hidden
+from . import blocks, dropout, gradient, masks as hidden, row_sums, scores, softmax, span, tiles
 
 
 @triton.jit

@@ -6,8 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, kept, scores, softmax, span, tiles
-from . import masks as hidden
+from . import blocks, dropout, kept, masks as hidden, scores, softmax, span, tiles
 
 
 @triton.jit

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import dropout, scores, softmax, tiles
-from . import masks as hidden
+from . import dropout, masks as hidden, scores, softmax, tiles
 
 
 class Row(NamedTuple):

@@ -1,6 +1,6 @@
-"""The one tolerance rule, as an assertion: `fusedattn.tolerance` holds the rule itself."""
+"""The one tolerance rule, as an assertion: `fusedattn.testing.tolerance` holds the rule itself."""
 
-from fusedattn.compare import compare
+from fusedattn.testing.compare import compare
 
 
 def assert_close(got, tensors, options, grads="out and lse", **of):

@@ -167,9 +167,10 @@ def at_once(monkeypatch):
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """A test draws what it would draw alone, and repeats no call of another, which may have changed the tiles."""
-    from fusedattn import failures, repeat
+    from fusedattn.launch import failures
+    from fusedattn.replay import cache
 
     torch.manual_seed(0)
-    repeat.forget()
+    cache.forget()
     failures.forget()
-    monkeypatch.setattr(repeat, "MEETINGS", 1)  # a call is made once in most tests
+    monkeypatch.setattr(cache, "MEETINGS", 1)  # a call is made once in most tests

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.runtime import interpreter as upstream
 
-from fusedattn import interpreter
+from fusedattn.launch import interpreter
 
 
 class Deadlock(Exception):

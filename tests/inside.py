@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call import Call
+from fusedattn.call.form import Call
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")

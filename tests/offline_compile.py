@@ -4,7 +4,7 @@ python tests/offline_compile.py [--capability 80 90] [--filter forward]
 python tests/offline_compile.py --report    # writes bench/results/kernels.md
 python tests/offline_compile.py --differences    # by another Triton: its part of bench/results/kernels-versions.md
 
-Every tile of `fusedattn.configs` is compiled for every GPU that would take it. The exit status is 1 if one of them
+Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it. The exit status is 1 if one of them
 breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
 """
 
@@ -17,11 +17,10 @@ import time
 from typing import NamedTuple
 
 import triton
-from fusedattn.bench import hazards
-from fusedattn.bench import report as kernels
+from fusedattn.bench import hazards, report as kernels
 from fusedattn.bench.compiled import ALL, DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
 
-from fusedattn import configs, launch
+from fusedattn.launch import run, tiles as configs
 
 ROOT = pathlib.Path(__file__).parent.parent
 TABLE = ROOT / "bench" / "results" / "kernels.md"
@@ -284,7 +283,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.report and (options.capability or options.filter):
         parser.error("--report: it writes the whole table, so --capability and --filter cannot choose from it")
-    if launch.interpreting():
+    if run.interpreting():
         sys.exit("offline_compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
     rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]

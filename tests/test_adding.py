@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton", reason="kernels need Triton")
 import triton.language as tl  # noqa: E402
 from fusedattn.kernels import span, tiles  # noqa: E402
 
-from fusedattn import launch, views  # noqa: E402
+from fusedattn.launch import arguments, run  # noqa: E402
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def test_nothing_is_added_past_the_end_of_rows_and_columns(n, dim, bulk, device)
         pytest.skip("before 9.0 there is no copy engine")
     whole = torch.zeros(2, 3, n + 16, dim + 12, device=device)
     sums = whole[:, :, :n, :dim]
-    with launch.surroundings(whole.device):  # and launch lends the interpreter the sum of descriptors
-        add[(1,)](views.descriptor(sums, 16) if bulk else views.of(sums), n, dim, 16)
+    with run.surroundings(whole.device):  # and launch lends the interpreter the sum of descriptors
+        add[(1,)](arguments.descriptor(sums, 16) if bulk else arguments.of(sums), n, dim, 16)
     want = torch.zeros_like(whole)
     want[1, 2, 16:n, :dim] = 1.0
     assert torch.equal(whole, want)

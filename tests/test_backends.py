@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import backends, failures
-from fusedattn.call import Arguments
-from fusedattn.checks import checked
+from fusedattn import backends
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.launch import failures
 
 
 def draw(dtype=torch.float32, dim=8, device="cpu"):
@@ -147,7 +148,7 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
 def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    from fusedattn import configs, launch
+    from fusedattn.launch import run as launch, tiles as configs
 
     tried = []
     tiles = (configs.Tile(64, 64, 4, 1), configs.Tile(32, 16, 4, 1), configs.Tile(16, 16, 4, 1))

@@ -135,18 +135,19 @@ def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monk
 
 def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     """Also by a call that was repeated with another."""
-    from fusedattn import configs, repeat
+    from fusedattn.launch import tiles
+    from fusedattn.replay import cache
 
-    case, before, seen = cases.TINY_HOPPER[0], configs.HOPPER, []
+    case, before, seen = cases.TINY_HOPPER[0], tiles.HOPPER, []
     tensors = case.draw("cpu")
     monkeypatch.setattr(providers, "_explain", lambda *_: fa.backends.Explanation("hopper", {}, {}))
     monkeypatch.setattr(
-        fa, "attention", lambda *_, **options: seen.append((configs.pipeline(case.D), options["backend"]))
+        fa, "attention", lambda *_, **options: seen.append((tiles.pipeline(case.D), options["backend"]))
     )
-    monkeypatch.setattr(repeat, "forget", lambda: seen.append("forget"))
+    monkeypatch.setattr(cache, "forget", lambda: seen.append("forget"))
     for name, taken in variants.pipelines(case).items():
         providers.find(variants.PIPELINE + name)(case, tensors)(*tensors.inputs)
-        assert seen == ["forget", (taken, "hopper"), "forget"] and configs.HOPPER is before
+        assert seen == ["forget", (taken, "hopper"), "forget"] and tiles.HOPPER is before
         seen.clear()
     with pytest.raises(ValueError, match="provider: expected one of 128x128s3, .* after fusedattn:hopper/, got 1x1s1"):
         providers.find("fusedattn:hopper/1x1s1")
@@ -156,10 +157,10 @@ def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
 
 
 def test_each_pipeline_has_a_name_of_its_own():
-    from fusedattn import configs
+    from fusedattn.launch import tiles
 
-    for width, some in configs.HOPPER.items():
+    for width, some in tiles.HOPPER.items():
         assert len(set(map(variants.pipeline_name, some))) == len(some)
         case = cases.TINY_HOPPER[0]._replace(D=width - 8, Dv=8)
         assert tuple(variants.pipelines(case).values()) == some
-    assert set(variants.pipelines().values()) == {taken for some in configs.HOPPER.values() for taken in some}
+    assert set(variants.pipelines().values()) == {taken for some in tiles.HOPPER.values() for taken in some}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fusedattn.bench import accuracy, attention, calls, cases, contest, passes, providers, table, variants
 
-from fusedattn import configs, gradients, launch
+from fusedattn.launch import backward, run as launch, tiles as configs
 
 from .test_bench import made
 from .test_bench_questions import ask
@@ -84,12 +84,12 @@ def test_a_form_is_taken_while_it_is_called_and_no_longer(monkeypatch):
         assert ("one_pass" in launched) == (name != "two-passes") != ("dq" in launched)
         assert tile is None or launched["one_pass"] == tile
     assert not torch.are_deterministic_algorithms_enabled()
-    assert gradients.passes(_call(tensors), (True,) * 3 + (False,) * 3)[1] == "one_pass"
+    assert backward.passes(_call(tensors), (True,) * 3 + (False,) * 3)[1] == "one_pass"
 
 
 def _call(tensors):
-    from fusedattn.call import Arguments
-    from fusedattn.checks import checked
+    from fusedattn.call.form import Arguments
+    from fusedattn.call.rules import checked
 
     return checked(Arguments(*tensors[:3]))
 

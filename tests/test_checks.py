@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import checks
+from fusedattn.call import rules as checks
 
 B, Hq, Hkv, Sq, Sk, D, Dv = 2, 4, 2, 3, 5, 8, 6
 

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
-from fusedattn import backends, cli, naive
-from fusedattn.cli import grid, screen
-from fusedattn.cli.demo import text as texts
-from fusedattn.cli.demo import verify
+from fusedattn import backends, cli
+from fusedattn.cli import screen
+from fusedattn.cli.demo import text as texts, verify
+from fusedattn.naive import formula
+from fusedattn.testing import cases as grid
 
 QUICK = ["--json", "--device", "cpu", "--backend", "naive", "--dtype", "float32", "--case", "causal"]
 PROSE = b"A short text, written many times over, is what this model learns by heart.\nNothing in it is new.\n" * 15
@@ -41,12 +42,12 @@ def plant(monkeypatch, name, run):
 
 
 def slightly_wrong(call, need_lse, need_weights):
-    out, *rest = naive.run(call, need_lse, need_weights)
+    out, *rest = formula.run(call, need_lse, need_weights)
     return out * 1.001, *rest
 
 
 def doubled(decode, need_lse, need_weights):
-    out, *rest = naive.run_decode(decode, need_lse, need_weights)
+    out, *rest = formula.run_decode(decode, need_lse, need_weights)
     return 2 * out, *rest
 
 

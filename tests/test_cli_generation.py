@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fusedattn import backends, naive
-from fusedattn.cli.demo import model as demo
-from fusedattn.cli.demo import verify
+from fusedattn import backends
+from fusedattn.cli.demo import model as demo, verify
 from fusedattn.cli.demo.generation import Greedy, greedy
 from fusedattn.cli.demo.text import CONTEXT
+from fusedattn.naive import formula
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,12 +112,12 @@ def test_each_text_is_read_as_far_as_it_is_the_same(model):
 
 
 def slightly_wrong(decode, need_lse, need_weights):
-    out, *rest = naive.run_decode(decode, need_lse, need_weights)
+    out, *rest = formula.run_decode(decode, need_lse, need_weights)
     return out * 1.001, *rest
 
 
 def never_extended(decode, need_lse, need_weights):
-    return naive.run_decode(decode._replace(lengths=torch.zeros_like(decode.lengths)), need_lse, need_weights)
+    return formula.run_decode(decode._replace(lengths=torch.zeros_like(decode.lengths)), need_lse, need_weights)
 
 
 @pytest.mark.parametrize("run, wrong", [(slightly_wrong, {"logits"}), (never_extended, {"logits", "bytes"})])

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compat import _flash_calls
-from fusedattn.compat import flash_attn as compat
-from fusedattn.tolerance import verdict
+from fusedattn.compat import _flash_calls, flash_attn as compat
+from fusedattn.testing.tolerance import verdict
 
 from .flash import formula
 from .sequences import offsets
@@ -278,7 +277,7 @@ def test_packed_sequences_in_one_tensor():
 
 def test_deterministic_is_of_one_call(device, monkeypatch):
     """Kept until its backward, which repeats none of the other kind; and torch's own flag is as it was."""
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     names, run = set(), launch._run
 

@@ -8,7 +8,7 @@ import torch
 
 import fusedattn as fa
 from fusedattn.compat.flash_attn import flash_attn_with_kvcache
-from fusedattn.tolerance import verdict
+from fusedattn.testing.tolerance import verdict
 
 from .caches import bits
 from .flash import assert_names, described, formula, turned

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compat import _switch
-from fusedattn.compat import transformers as compat
+from fusedattn.compat import _switch, transformers as compat
 
 from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens
 

@@ -7,11 +7,9 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import bounds, hazards, sass, tune
-from fusedattn.bench import compiled as compiling
-from fusedattn.bench import report as kernels
+from fusedattn.bench import bounds, compiled as compiling, hazards, report as kernels, sass, tune
 
-from fusedattn import configs
+from fusedattn.launch import tiles as configs
 
 from . import offline_compile as offline
 from .inside import compiled, only_interpreted, passes_compiled

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import configs
-from fusedattn.tolerance import verdicts
+from fusedattn.launch import tiles
+from fusedattn.testing.tolerance import verdicts
 
 from . import caches
 from .caches import Cached, bits, in_float64, one_by_one, touched
@@ -50,7 +50,7 @@ def test_a_call_is_as_good_as_eager(case, device, backend, poison):
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, monkeypatch):
     """By one program for all keys of a sequence: by several it is in the tests of each option alone."""
-    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    monkeypatch.setattr(tiles, "splits", lambda *_: 1)
     check(case, device, backend)
 
 
@@ -108,7 +108,7 @@ def test_what_lies_beyond_a_length_changes_no_bit(page, device, backend):
 
 
 def test_results_lie_as_the_query_does(device, backend, monkeypatch):
-    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    monkeypatch.setattr(tiles, "splits", lambda *_: 1)
     arguments = Cached("order", Sq=2, lengths=(5, 20)).draw(device)
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3)):
         query = arguments["query"].permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
@@ -178,9 +178,9 @@ def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
 
 
 def test_a_table_without_pages_takes_nothing(device, backend, monkeypatch):
-    from fusedattn import decode_call
+    from fusedattn.call import cached
 
-    monkeypatch.setattr(decode_call, "is_known", lambda x: False)
+    monkeypatch.setattr(cached, "is_known", lambda x: False)
     arguments = Cached("no pages", new=2, page=12).draw(device)
     before = bits(arguments["key_cache"]).clone()
     arguments["block_table"] = arguments["block_table"][:, :0]

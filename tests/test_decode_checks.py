@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import decode_call
+from fusedattn.call import cached
 
 B, Hq, Hkv, Sq, C, D, Dv, PAGES, PAGE = 2, 4, 2, 2, 8, 6, 10, 5, 4
 META = torch.device("meta")
@@ -296,14 +296,14 @@ def test_a_wrong_argument_raises_and_nothing_is_written(argument, error, text, w
 
 def test_every_rule_has_a_row():
     """What WRONG does not reach would be a rule that nobody has seen fail."""
-    tables = (decode_call.RULES, decode_call.WITHOUT_TABLE, decode_call.TABLE, decode_call.NEW, decode_call.ROTARY)
-    rules = [*(rule for table in tables for rule in table), decode_call.INTERLEAVED]
+    tables = (cached.RULES, cached.WITHOUT_TABLE, cached.TABLE, cached.NEW, cached.ROTARY)
+    rules = [*(rule for table in tables for rule in table), cached.INTERLEAVED]
     reached = set()
     for _, _, _, wrong, _ in WRONG:
-        arguments = decode_call.CacheArguments(
-            **{name: x for name, x in wrong.items() if name in decode_call.CacheArguments._fields}
+        arguments = cached.CacheArguments(
+            **{name: x for name, x in wrong.items() if name in cached.CacheArguments._fields}
         )
-        found = next((rule for rule in decode_call.rules(arguments) if rule.wrong(arguments)), None)
+        found = next((rule for rule in cached.rules(arguments) if rule.wrong(arguments)), None)
         reached |= {number for number, rule in enumerate(rules) if rule is found}
     missed = set(range(len(rules))) - reached
     assert not missed, [(rules[number].argument, rules[number].expected) for number in missed]

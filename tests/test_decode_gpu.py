@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn import configs, launch
-from fusedattn.compare import in_float64
-from fusedattn.tolerance import verdicts
+from fusedattn.launch import run, tiles as configs
+from fusedattn.testing.compare import in_float64
+from fusedattn.testing.tolerance import verdicts
 
 from .caches import EVERYTHING, Cached
 from .test_decode import check
@@ -65,7 +65,7 @@ def test_rows_and_groups(rows, kv_heads, cuda, poison):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     choose = configs.tiles
-    here = launch.capability(torch.device(cuda, torch.cuda.current_device()))
+    here = run.capability(torch.device(cuda, torch.cuda.current_device()))
     for capability in (80, here):
         for place in range(2):
 
@@ -74,7 +74,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
                 return tiles[min(place, len(tiles) - 1) :]
 
             monkeypatch.setattr(configs, "tiles", one)
-            monkeypatch.setattr(launch, "_too_large", {})
+            monkeypatch.setattr(run, "_too_large", {})
             for rows in (2, 7, 16):
                 judged(*filled(cuda, rows=rows, dim=dim, dtype=dtype, page=64), causal=True)
     check(EVERYTHING._replace(D=dim, Dv=dim, dtype=dtype), cuda, "triton")  # by the last of them

@@ -7,7 +7,10 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn import backends, configs, decode_call, decode_launch, decode_naive, launch
+from fusedattn import backends
+from fusedattn.call import cached
+from fusedattn.launch import cached as decode_launch, run as launch, tiles as configs
+from fusedattn.naive import cached as decode_naive
 
 from .caches import EVERYTHING, Cached, bits, touched, widest
 
@@ -50,10 +53,10 @@ def test_every_share_is_worth_having(programs):
 def test_a_window_needs_fewer():
     def seen(**options):
         arguments = Cached("seen", Sq=3, C=4096, lengths=(1,), **options).draw()
-        names = arguments.keys() & set(decode_call.CacheArguments._fields)
+        names = arguments.keys() & set(cached.CacheArguments._fields)
         given = {name: arguments.pop(name) for name in names}
-        call = decode_call.Arguments(None, None, None, **arguments)
-        return decode_launch._seen(decode_call.checked(decode_call.CacheArguments(**given), call))
+        call = cached.Arguments(None, None, None, **arguments)
+        return decode_launch._seen(cached.checked(cached.CacheArguments(**given), call))
 
     assert seen() == seen(window=(None, 5)) == seen(causal=True) == seen(window=(5000, 0)) == 4096
     assert seen(window=(100, 0)) == seen(window=(100, None)) == 103
@@ -193,7 +196,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
     """As on a GPU, where lengths and pages are not fetched: kernels and the naive path do the same, and stay inside."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
-    monkeypatch.setattr(decode_call, "is_known", lambda x: False)
+    monkeypatch.setattr(cached, "is_known", lambda x: False)
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
     found, (dtype, error) = [], widest(device)
     case = case._replace(dtype=dtype)
@@ -258,10 +261,10 @@ def test_operators_pass_opcheck(case, device, monkeypatch):
 
 
 def _checked(arguments):
-    fields = decode_call.CacheArguments._fields
+    fields = cached.CacheArguments._fields
     options = {name: x for name, x in arguments.items() if name not in fields}
     given = {name: x for name, x in arguments.items() if name in fields}
-    return decode_call.checked(decode_call.CacheArguments(**given), decode_call.Arguments(None, None, None, **options))
+    return cached.checked(cached.CacheArguments(**given), cached.Arguments(None, None, None, **options))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn import naive
+from fusedattn.naive import formula as naive
 
 from .inside import BACKENDS, HQ, OPTIONS, SK, SQ, draw, learned, loss, same
 

@@ -16,7 +16,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
-from fusedattn import backends, configs, failures, launch, launcher
+from fusedattn import backends
+from fusedattn.launch import failures, launcher, run, tiles as configs
 
 from .inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
 
@@ -44,7 +45,7 @@ def test_this_file_without_the_interpreter():
 def failing(monkeypatch):
     """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
-    monkeypatch.setattr(launch, "_too_large", {})
+    monkeypatch.setattr(run, "_too_large", {})
     tiles = configs.tiles
     small = configs.Tile(16, 16, 4, 1)
     monkeypatch.setattr(
@@ -159,7 +160,7 @@ def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
     monkeypatch.setitem(backends.BACKENDS, "hopper", backends.BACKENDS["hopper"]._replace(waits=None))
     seen = []
-    monkeypatch.setattr(launch, "_forward", lambda out, lse, stats, call: seen.append(out.fill_(7.0)))
+    monkeypatch.setattr(run, "_forward", lambda out, lse, stats, call: seen.append(out.fill_(7.0)))
     inputs = draw("cpu", dtype=torch.bfloat16)
     with gpu, pytest.warns(UserWarning, match="PTXASError"):
         assert fa.explain(*inputs).backend == "hopper"

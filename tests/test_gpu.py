@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import INPUTS, with_gradients
+from fusedattn.testing.compare import INPUTS, with_gradients
 
 from .cases import Case
 from .close import assert_close
@@ -45,7 +45,8 @@ def test_lengths(lengths, dim, cuda, poison):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     """A tile that only smaller GPUs would take is tested on this one, alone."""
-    from fusedattn import configs, launch, repeat
+    from fusedattn.launch import run as launch, tiles as configs
+    from fusedattn.replay import cache
 
     case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
     rich = case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights")
@@ -60,7 +61,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
 
             monkeypatch.setattr(configs, "tiles", one)
             monkeypatch.setattr(launch, "_too_large", {})
-            repeat.forget()
+            cache.forget()
             for same_each_time in (False, True):
                 monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda same=same_each_time: same)
                 check(case, cuda)
@@ -128,7 +129,8 @@ def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
 @pytest.mark.parametrize("passes", [1, 2])
 def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
     """In two passes all of them; in one all but those of dq, whose error stays what the rule allows."""
-    from fusedattn import launch, repeat
+    from fusedattn.launch import run as launch
+    from fusedattn.replay import cache
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
@@ -136,7 +138,7 @@ def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
     first = with_gradients(fa.attention, tensors, options, backend="triton")
     names, run = [], launch._run
     monkeypatch.setattr(launch, "_run", lambda name, *rest, **more: (names.append(name), run(name, *rest, **more)))
-    repeat.forget()
+    cache.forget()
     with_gradients(fa.attention, tensors, options, backend="triton")
     assert ("one_pass" in names) == (passes == 1) != ("dq" in names)
     largest, rounding = dict(first), 2**-6 * first["query"].abs().max()

@@ -15,10 +15,11 @@ from fusedattn.bench import cases as timed
 from fusedattn.bench.variants import pipeline_name
 
 import fusedattn as fa
-from fusedattn import configs, hopper, launch, repeat
-from fusedattn.compare import INPUTS, in_float64, with_gradients
-from fusedattn.configs import HOPPER
-from fusedattn.tolerance import verdicts
+from fusedattn.launch import hopper, run, tiles
+from fusedattn.launch.tiles import HOPPER
+from fusedattn.replay import cache
+from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
+from fusedattn.testing.tolerance import verdicts
 
 from .cases import Case
 from .close import assert_close
@@ -34,7 +35,7 @@ NAMES = [pipeline_name(taken) for _, taken in PIPELINES]
 @pytest.fixture
 def cuda():
     """The GPU, if the kernel is for it."""
-    if launch.interpreting() or not torch.cuda.is_available():
+    if run.interpreting() or not torch.cuda.is_available():
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
     if (found := torch.cuda.get_device_capability()) != (9, 0):
         pytest.skip(f"needs compute capability 9.0, not {found[0]}.{found[1]}")
@@ -45,8 +46,8 @@ def cuda():
 
 def take(taken, monkeypatch):
     """From now on calls take this pipeline."""
-    monkeypatch.setattr(configs, "HOPPER", dict.fromkeys(HOPPER, (taken,)))
-    repeat.forget()
+    monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(HOPPER, (taken,)))
+    cache.forget()
 
 
 def attend(*inputs, **options):
@@ -89,8 +90,8 @@ def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch,
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
     for count in (1, 7):
-        monkeypatch.setattr(launch, "multiprocessors", lambda device, count=count: count)
-        repeat.forget()
+        monkeypatch.setattr(run, "multiprocessors", lambda device, count=count: count)
+        cache.forget()
         check(Case("pipelines", **sizes | dict(B=2), dtype=HALF[len(band)], **band), cuda)
 
 
@@ -180,7 +181,7 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 @pytest.mark.parametrize("causal", [False, True])
 def test_planes_in_several_sections(causal, cuda, monkeypatch, poison):
     """As of keys and values that do not all stay in L2; the last section is not full."""
-    monkeypatch.setattr(configs, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
+    monkeypatch.setattr(tiles, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
 
@@ -203,13 +204,13 @@ def test_tensors_beyond_two_to_the_31(cuda):
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
     """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
-    monkeypatch.setattr(repeat, "MEETINGS", sys.maxsize)
+    monkeypatch.setattr(cache, "MEETINGS", sys.maxsize)
     want = [attend(*inputs, causal=True) for inputs in batches]
-    assert not repeat._known
-    monkeypatch.setattr(repeat, "MEETINGS", 1)
+    assert not cache._known
+    monkeypatch.setattr(cache, "MEETINGS", 1)
     for _ in range(2):
         assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
-    assert len(repeat._known) == 1
+    assert len(cache._known) == 1
     for x, other in zip(batches[0], batches[1], strict=True):
         x.copy_(other)  # other values, where a descriptor is known of
     assert torch.equal(attend(*batches[0], causal=True), want[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import with_gradients
+from fusedattn.testing.compare import with_gradients
 
 from .cases import Case
 from .close import assert_close

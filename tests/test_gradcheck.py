@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import INPUTS, LEARNED
+from fusedattn.testing.compare import INPUTS, LEARNED
 
 from . import cases
 

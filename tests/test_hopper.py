@@ -15,9 +15,11 @@ from fusedattn.kernels import schedule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedattn as fa
-from fusedattn import backends, configs, hopper, launch, repeat
-from fusedattn.compare import with_gradients
-from fusedattn.configs import Pipeline
+from fusedattn import backends
+from fusedattn.launch import hopper, run, tiles
+from fusedattn.launch.tiles import Pipeline
+from fusedattn.replay import cache
+from fusedattn.testing.compare import with_gradients
 
 from . import cases
 from .cases import Case
@@ -27,8 +29,7 @@ from .inside import draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import forward as written
-from fusedattn.kernels.hopper import ring
+from fusedattn.kernels.hopper import forward as written, ring
 
 from . import gluon
 
@@ -43,12 +44,12 @@ PIPELINES = (
 
 def emulate(monkeypatch, module=written, taken=SMALL, multiprocessors=3):
     """Calls of backend="hopper" on CPU tensors run a module's kernel in tiny blocks; backwards are interpreted."""
-    monkeypatch.setitem(launch.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
+    monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
-    monkeypatch.setattr(configs, "WARPGROUP_ROWS", 16)
-    monkeypatch.setattr(configs, "HOPPER", dict.fromkeys(configs.HOPPER, (taken,)))
-    monkeypatch.setattr(repeat, "MEETINGS", sys.maxsize)  # what is repeated is compiled
+    monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
+    monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(tiles.HOPPER, (taken,)))
+    monkeypatch.setattr(cache, "MEETINGS", sys.maxsize)  # what is repeated is compiled
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def halved(case):
 def takes(case):
     tensors, options = case.draw()
     given = [tensors[name] for name in ("query", "key", "value")]
-    return not hopper.reasons(fa.checks.checked(fa.call.Arguments(*given, **options)))
+    return not hopper.reasons(fa.call.rules.checked(fa.call.form.Arguments(*given, **options)))
 
 
 MORE = [
@@ -151,9 +152,11 @@ def test_what_the_copy_engine_cannot_read_is_copied(on):
     for query in (wide[..., :12], wide[..., ::2], odd, wide.mT.contiguous().mT, wide[:1].expand(2, -1, -1, -1)):
         dim = query.shape[3]
         key, value = (torch.randn(2, 2, 33, size, device=on, dtype=torch.bfloat16) for size in (dim, 24))
-        call = fa.checks.checked(fa.call.Arguments(query, key, value))
+        call = fa.call.rules.checked(fa.call.form.Arguments(query, key, value))
         same(
-            [fa.ops.run_on_hopper(call, False, False)[0].float()], [fa.attention(query, key, value).float()], atol=0.02
+            [fa.operators.attention.run_on_hopper(call, False, False)[0].float()],
+            [fa.attention(query, key, value).float()],
+            atol=0.02,
         )
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from fusedattn.kernels import kept, span, tiles
 
-from fusedattn import launch
+from fusedattn.launch import run
 
 ROWS, COLUMNS = 16, 21
 
@@ -33,7 +33,7 @@ def lost(x, dtype):
     """(x rounded, what that took as the kernels know it, the table)"""
     rounded, back = x.to(dtype), torch.full_like(x, float("nan"))
     stats = x.new_full((ROWS, kept.columns.fn(getattr(tl, str(dtype).removeprefix("torch.")), COLUMNS)), 3.0)
-    with launch.surroundings(x.device):
+    with run.surroundings(x.device):
         round_trip[(1,)](x, rounded, stats, back, DV=COLUMNS)
     torch.testing.assert_close(rounded, x.to(dtype), rtol=0, atol=0)
     return rounded, back, stats

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import with_gradients
+from fusedattn.testing.compare import with_gradients
 
 from . import cases
 from .close import assert_close

@@ -14,9 +14,11 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn import configs, hopper, launch, launcher, ops, repeat
-from fusedattn.call import Arguments
-from fusedattn.checks import checked
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.launch import hopper, launcher, run as launch, tiles as configs
+from fusedattn.operators import attention
+from fusedattn.replay import cache
 
 from .inside import OPTIONS, compiled, draw, learned, only_interpreted, passes_compiled
 
@@ -99,7 +101,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
             options = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
             seen.given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
             if way == "long":
-                outcome = results(ops.run(checked(Arguments(*inputs, **options)), True, True))
+                outcome = results(attention.run(checked(Arguments(*inputs, **options)), True, True))
             else:
                 outcome = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend="triton")
             forward = seen.take()
@@ -125,7 +127,7 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options):
                 seen.given = inputs = draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16, requires_grad=True)
                 if way == "long":
                     causal = {name: x for name, x in options.items() if name == "causal"}
-                    run = ops.run_on_hopper if backend == "hopper" else ops.run
+                    run = attention.run_on_hopper if backend == "hopper" else attention.run
                     out = run(checked(Arguments(*inputs, **causal)), "return_lse" in options, False)[0]
                 else:
                     found = fa.attention(*inputs, **options, backend=backend)
@@ -170,7 +172,7 @@ def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
         kept = [draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16) for _ in range(9)]
         for inputs in kept:
             fa.attention(*inputs, backend="hopper")
-        (repeated,) = repeat._known.values()
+        (repeated,) = cache._known.values()
     (step,) = repeated.forward.steps
     encoded = [cell.cell_contents for _, place in step.others for cell in place.__closure__ or ()]
     encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, launcher.Encoded)]
@@ -186,7 +188,7 @@ def test_gradients_that_lie_elsewhere_or_do_not_come_launch_what_the_long_way_la
         for way in ("learned", "repeated", "long"):
             for place in (0, 1):
                 if way == "long":
-                    out = ops.run(call, True, False)[0]
+                    out = attention.run(call, True, False)[0]
                 else:
                     out = fa.attention(*inputs, return_lse=True, backend="triton")[0]
                 incoming = torch.ones(out.numel() + 8, dtype=out.dtype)[place : out.numel() + place].view(out.shape)
@@ -301,4 +303,4 @@ def test_times_are_written_as_rows(tmp_path, monkeypatch, capsys):
     assert {(row.mode, row.commit, row.status, row.ms_p50) for row in written} == {("host", "abc", "ok", 2.0)}
     assert {row.provider for row in written} == {"sdpa", "fusedattn:triton", "fusedattn:hopper"}
     assert len({row.options for row in written}) == len(written)
-    assert not repeat._known
+    assert not cache._known

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fusedattn.call import WHOLE
-from fusedattn.namespace import OPERATORS
+from fusedattn.call.form import WHOLE
+from fusedattn.operators.namespace import OPERATORS
 
 from .inside import fields, leaves_of
 from .sequences import offsets

@@ -7,8 +7,8 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn.call import DIFFERENTIABLE, WHOLE
-from fusedattn.namespace import OPERATORS
+from fusedattn.call.form import DIFFERENTIABLE, WHOLE
+from fusedattn.operators.namespace import OPERATORS
 
 from .inside import fields, leaves, same
 from .sequences import offsets
@@ -192,10 +192,10 @@ def operator(name):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_argument_is_named_before_a_launch(name, device, monkeypatch):
-    from fusedattn import launch
+    from fusedattn.launch import run
 
     operator(name)(**moved(RIGHT[name], device))
-    monkeypatch.setattr(launch, "_run", None)  # a launch would fail
+    monkeypatch.setattr(run, "_run", None)  # a launch would fail
     for argument, error, text, changed in WRONG[name]:
         given = RIGHT[name] | changed
         for where in (device, "meta"):
@@ -209,7 +209,7 @@ def test_a_wrong_argument_is_named_before_a_launch(name, device, monkeypatch):
 
 
 def test_arguments_that_passed_are_not_looked_at_again_and_others_are(device, monkeypatch):
-    from fusedattn import namespace
+    from fusedattn.operators import namespace
 
     looked = []
     check = namespace._once(lambda *arguments: looked.append(arguments))

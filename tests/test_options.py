@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn import naive, philox
+from fusedattn.naive import dropout, formula
 
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 5, 6, 4, 3
 
@@ -279,12 +279,12 @@ def test_dropout_depends_on_seed_head_and_place_alone():
     seed = torch.tensor([2**62 + 12345])
     planes = torch.tensor([3, 2**33 + 1])
     for first, last, keys in ((0, 40, 37), (5, 33, 70), (16, 17, 16), (0, 1, 1)):
-        got = philox.words(seed, planes, first, last, keys)
+        got = dropout.words(seed, planes, first, last, keys)
         for number, plane in enumerate(planes.tolist()):
             assert torch.equal(got[number], by_numpy(int(seed), plane, last, keys)[first:])
-    negative = philox.words(torch.tensor([-5]), planes[:1], 0, 20, 20)[0]
+    negative = dropout.words(torch.tensor([-5]), planes[:1], 0, 20, 20)[0]
     assert torch.equal(negative, by_numpy(2**64 - 5, 3, 20, 20))
-    kept = philox.keep(seed, torch.arange(4), 0, 300, 300, 0.17).float().mean()
+    kept = dropout.keep(seed, torch.arange(4), 0, 300, 300, 0.17).float().mean()
     assert abs(float(kept) - 0.83) < 0.01
 
 
@@ -347,7 +347,7 @@ def test_blocks_of_queries_change_nothing_but_rounding(monkeypatch):
         return out, lse, *torch.autograd.grad(out.square().sum() + lse.square().sum(), inputs)
 
     whole = both()
-    monkeypatch.setattr(naive, "BUDGET", 8 * B * HQ * SK * 2)
+    monkeypatch.setattr(formula, "BUDGET", 8 * B * HQ * SK * 2)
     for a, b in zip(both(), whole, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -1,6 +1,7 @@
 """The package: who imports whom, what `import fusedattn` costs, and what the wheel holds."""
 
 import ast
+import graphlib
 import json
 import os
 import shutil
@@ -13,55 +14,30 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Imports go one way: nothing in this table imports what is not in it, the public names and what is built on them.
-CORE = {
+# Floors, from the ground up: a room imports from the rooms that stand beside it here, and from no other.
+ROOMS = {
     "private": set(),
-    "failures": set(),
+    "kernels": set(),
     "call": {"private"},
-    "checks": {"call"},
-    "packing": set(),
-    "padded": {"call", "packing"},
-    "jagged": {"call", "checks"},
-    "checks_plan": {"call", "checks"},
-    "checks_varlen": {"call", "checks", "packing"},
-    "checks_operators": {"call", "checks", "checks_plan", "checks_varlen", "decode_call", "launch"},
-    "namespace": {"call", "private"},
-    "layout": set(),
-    "philox": set(),
-    "decode_call": {"call", "checks"},
-    "decode_naive": {"call", "decode_call", "layout"},
-    "naive": {"call", "decode_call", "decode_naive", "layout", "padded", "philox", "private"},
-    "fallback": {"call", "decode_call", "decode_naive", "failures", "naive", "private"},
-    "reference": {"call", "checks", "checks_varlen", "decode_call", "jagged", "naive"},
-    "configs": set(),
-    "interpreter": set(),
-    "views": {"call", "configs", "kernels"},
-    "decode_launch": {"configs", "decode_call", "kernels", "launch", "views"},
-    "decode_ops": {"call", "checks_operators", "decode_call", "decode_launch", "decode_naive", "failures", "fallback"}
-    | {"layout", "naive", "namespace", "private"},
-    "hopper": {"call", "configs", "kernels", "private", "views"},
-    "launcher": set(),
-    "launch": {"call", "configs", "failures", "hopper", "interpreter", "kernels", "launcher", "views"},
-    "recipe": {"hopper", "kernels", "launch", "launcher", "private"},
-    "gradients": {"call", "configs", "launch", "packing", "views"},
-    "ops": {"call", "checks_operators", "failures", "fallback", "gradients", "launch", "layout", "naive", "namespace"}
-    | {"private"},
-    "repeat": {"call", "failures", "gradients", "launch", "ops", "private", "recipe"},
-    "backends": {"call", "checks", "configs", "decode_call", "decode_ops", "failures", "hopper", "launch"}
-    | {"naive", "ops", "private"},
-    "tolerance": set(),
-    "compare": {"reference", "tolerance"},
+    "naive": {"call", "private"},
+    "launch": {"call", "kernels", "private"},
+    "operators": {"call", "launch", "naive", "private"},
+    "replay": {"call", "kernels", "launch", "operators", "private"},
+    "backends": {"call", "launch", "naive", "operators", "private"},
+    "reference": {"call", "naive"},
+    "api": {"backends", "call", "operators", "reference", "replay"},
+    "plot": {"call"},
+    "modules": {"api", "backends", "call"},
+    "layers": {"call", "modules"},
+    "compat": {"api", "backends", "call", "modules", "naive", "operators", "private"},
+    "testing": {"api", "reference"},
 }
-KNOWS_TRITON = {
-    "gradients",
-    "decode_launch",
-    "views",
-    "hopper",
-    "launch",
-    "launcher",
-    "interpreter",
-    "recipe",
-}  # the only files of fusedattn/ that import it before a call asks for it
+# What imports Triton before a call asks for it: the launches, and of them neither the tables of tiles nor the failures.
+LAUNCHES = {
+    f"launch.{name}" for name in ("arguments", "backward", "cached", "hopper", "interpreter", "launcher", "run")
+}
+KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
+ASKS_FOR_TRITON = {"backends", "cli.machine"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}
 
 
@@ -102,15 +78,45 @@ def test_kernels_import_triton_and_each_other_and_nothing_else():
     assert not wrong
 
 
-def test_the_core_imports_one_way():
-    wrong = []
-    for module, path in sources("fusedattn"):
-        short = module.removeprefix("fusedattn.")
+def inner_imports():
+    """{module of fusedattn: the modules of fusedattn that it imports, at whatever time}, names without "fusedattn."."""
+    modules = dict(sources("fusedattn"))
+    found = {}
+    for module, path in modules.items():
+        inner = found.setdefault(module.removeprefix("fusedattn."), set())
         for name in imported(module, path):
-            target = name.removeprefix("fusedattn").removeprefix(".").split(".")[0]
-            if not within(name, "fusedattn") or target in CORE.get(short, {target} - {"kernels"}):
-                continue
-            wrong.append(f"{module} imports {name}")
+            if within(name, "fusedattn"):
+                while name not in modules and not within(name, "fusedattn.kernels"):
+                    name = name.rpartition(".")[0]
+                inner.add(name.removeprefix("fusedattn").removeprefix("."))
+    return found
+
+
+def test_rooms_import_one_way():
+    wrong = []
+    for module, names in inner_imports().items():
+        room = module.partition(".")[0]
+        allowed = ROOMS.get(room, {*ROOMS, "cli", "bench", ""} - {"kernels"})  # the public names, and the command line
+        wrong += [f"{module} imports {name}" for name in names if name.partition(".")[0] not in {room, *allowed}]
+    assert not wrong
+
+
+def test_no_import_goes_in_a_circle():
+    graph = {
+        module: names - {""} for module, names in inner_imports().items() if module not in ("fusedattn", "__main__")
+    }
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_triton_is_imported_in_two_rooms():
+    late = ["triton", "fusedattn.kernels"]
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in sources("fusedattn")
+        if module.removeprefix("fusedattn.") not in KNOWS_TRITON | ASKS_FOR_TRITON
+        for name in imported(module, path)
+        if any(within(name, package) for package in late)
+    ]
     assert not wrong
 
 
@@ -230,8 +236,7 @@ def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
 def test_launching_kernels_needs_no_numpy():
     """Only the interpreter does; NumPy is not a dependency of ours, nor of torch."""
     pytest.importorskip("triton")
-    program = (
-        "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore'); import fusedattn.launch"
-    )
+    quiet = "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')"
+    program = f"{quiet}; import fusedattn.launch.run"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)

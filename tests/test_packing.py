@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import with_gradients
+from fusedattn.testing.compare import with_gradients
 
 from .cases import Case
 from .close import assert_close
@@ -36,7 +36,7 @@ APART = {
 
 @pytest.mark.parametrize("name", PACKED | APART)
 def test_heads_that_share_keys_share_a_tile(name, device, monkeypatch, poison):
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     heads, run = [], launch._run
 
@@ -69,7 +69,7 @@ def test_a_mask_of_keys_is_packed(device):
 
 
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, monkeypatch):
-    from fusedattn import launch, views
+    from fusedattn.launch import arguments as views, run as launch
 
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 5)
     monkeypatch.setattr(views, "packed", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compare import with_gradients
+from fusedattn.testing.compare import with_gradients
 
 from . import cases
 from .cases import Case
@@ -58,7 +58,7 @@ NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that are launched, less those that only look at masks."""
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     names, run = [], launch._run
 
@@ -167,18 +167,19 @@ def test_in_which_order_programs_run_is_seen_in_dq_alone(passes, case, shuffled,
 @pytest.mark.parametrize("dim", [16, 24, 5])
 def test_a_descriptor_adds_what_pointers_add(dim, dtype, device, poison, monkeypatch):
     """The copy engine's sum, that the interpreter has been lent, against that of threads."""
-    from fusedattn import configs, repeat, views
+    from fusedattn.launch import arguments, tiles
+    from fusedattn.replay import cache
 
     if device == "cuda":
         pytest.skip("tiles of GPUs that have a copy engine ask for it")
     case = Case("bulk", B=2, Hq=4, Hkv=2, Sq=70, Sk=50, D=dim, Dv=16, dtype=dtype, causal=True, key_mask="own")
     tensors, options = case.draw(device)
     want = with_gradients(fa.attention, tensors, options, backend="triton")
-    (tile,) = configs.INTERPRETED["one_pass"]
-    monkeypatch.setitem(configs.INTERPRETED, "one_pass", (tile._replace(bulk=True),))
-    made, descriptor = [], views.descriptor
-    monkeypatch.setattr(views, "descriptor", lambda *of: made.append(descriptor(*of)) or made[-1])
-    repeat.forget()
+    (tile,) = tiles.INTERPRETED["one_pass"]
+    monkeypatch.setitem(tiles.INTERPRETED, "one_pass", (tile._replace(bulk=True),))
+    made, descriptor = [], arguments.descriptor
+    monkeypatch.setattr(arguments, "descriptor", lambda *of: made.append(descriptor(*of)) or made[-1])
+    cache.forget()
     for _ in range(2):
         got = with_gradients(fa.attention, tensors, options, backend="triton")
         assert all(torch.equal(got[name], want[name]) for name in want)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call import Arguments
-from fusedattn.checks import checked
-from fusedattn.compare import with_gradients
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.testing.compare import with_gradients
 
 from .cases import Case
 from .close import assert_close
@@ -18,9 +18,9 @@ NONE, SOME, ALL = 0, 1, 3
 
 @pytest.fixture
 def grain(device):
-    from fusedattn import configs, launch
+    from fusedattn.launch import run as launch, tiles
 
-    return configs.grain(launch.capability(torch.device(device)))
+    return tiles.grain(launch.capability(torch.device(device)))
 
 
 def by_hand(mask, grain):
@@ -84,7 +84,7 @@ LISTED = [
 
 @pytest.mark.parametrize(("shape", "tile", "options"), LISTED, ids=str)
 def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, grain):
-    from fusedattn import configs, launch
+    from fusedattn.launch import run as launch, tiles
 
     mask = blocky(*shape, device=device, grain=grain)
     query, key = torch.zeros(2, 4, 70, 16, device=device), torch.zeros(2, 2, 90, 16, device=device)
@@ -93,7 +93,7 @@ def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, gr
     i, j = torch.arange(70)[:, None] + 20, torch.arange(90)[None, :]
     left, right = options.get("window", (90, 0 if options else 90))
     seen = seen & (j >= i - left) & (j <= i + right)
-    size = configs.Tile(*tile, 4, 1)
+    size = tiles.Tile(*tile, 4, 1)
     for by_keys in (False, True):
         listed = launch.list_blocks(call, call.marks, grain, size, by_keys)
         found = tiles_of(listed, 4 if by_keys else 8)
@@ -178,7 +178,7 @@ def test_marks_of_what_was_expanded_are_those_of_what_it_was_expanded_from(given
 
 
 def test_a_plan_is_looked_at_once(device, monkeypatch):
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     marked = []
     run = launch.mark
@@ -212,9 +212,9 @@ def test_a_plan_in_modules_compiled_code_and_torch_func(device):
 
 def test_work_follows_the_real_tokens(device, grain):
     """With padding, tiles are listed for real tokens alone, whatever the length of the batch."""
-    from fusedattn import configs, launch
+    from fusedattn.launch import run as launch, tiles
 
-    lengths, size = torch.tensor([20, 64, 160, 5]), configs.Tile(32, 32, 4, 1)
+    lengths, size = torch.tensor([20, 64, 160, 5]), tiles.Tile(32, 32, 4, 1)
     real = (torch.arange(160)[None] < lengths[:, None]).to(device)
     x = torch.zeros(4, 1, 160, 16, device=device)
     call = checked(Arguments(x, x, x, mask=fa.plan(key_mask=real, query_mask=real)))

@@ -53,7 +53,7 @@ def without(names, backend):
     for name, value in there.items():
         setattr(names[name], name, value)  # torch itself needs it
     _attend(fa, backend)
-    repeat = importlib.import_module("fusedattn.repeat")
+    repeat = importlib.import_module("fusedattn.replay.cache")
     assert not repeat._recent and bool(repeat._known) == (backend is not None and names is SLOWING)
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import fusedattn as fa
-from fusedattn import naive
-from fusedattn.compare import with_gradients
+from fusedattn.naive import formula
+from fusedattn.testing.compare import with_gradients
 
 from . import cases
 
@@ -86,9 +86,9 @@ def test_blocks_of_queries_change_nothing_but_rounding(case, monkeypatch):
     tensors, options = case.draw()
     whole = with_gradients(fa.attention, tensors, options)
     blocks = []
-    run = naive._block
-    monkeypatch.setattr(naive, "_block", lambda call, *rest: blocks.append(rest[:2]) or run(call, *rest))
-    monkeypatch.setattr(naive, "BUDGET", 4 * case.B * case.Hq * case.Sk * 10)
+    run = formula._block
+    monkeypatch.setattr(formula, "_block", lambda call, *rest: blocks.append(rest[:2]) or run(call, *rest))
+    monkeypatch.setattr(formula, "BUDGET", 4 * case.B * case.Hq * case.Sk * 10)
     split = with_gradients(fa.attention, tensors, options)
     assert blocks[:4] == [(0, 10), (10, 20), (20, 30), (30, 37)] and len(blocks) == 8  # and again in the backward
     for name in whole:
@@ -100,7 +100,7 @@ def test_blocks_of_queries_change_nothing_but_rounding(case, monkeypatch):
 def test_blocks_keep_to_autograds_rules(monkeypatch):
     """What they need in the backward is seen by hooks, and may not change in between."""
     query, key, value = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
-    monkeypatch.setattr(naive, "BUDGET", 4 * 2 * 40 * 10)
+    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 40 * 10)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.data_ptr()) or x, lambda x: x):
         fa.attention(query, key, value)
@@ -115,7 +115,7 @@ def test_blocks_keep_to_autograds_rules(monkeypatch):
 def test_under_torch_func_blocks_are_right_too(monkeypatch):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
     whole = torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query)
-    monkeypatch.setattr(naive, "BUDGET", 4 * 2 * 33 * 10)
+    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 33 * 10)
     torch.testing.assert_close(torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query), whole)
 
 

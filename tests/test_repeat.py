@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn import repeat
+from fusedattn.replay import cache
 
 from .inside import BACKENDS, OPTIONS, SK, SQ, draw, learned, same
 
@@ -46,13 +46,13 @@ def everything(inputs, options, backend):
 @pytest.fixture
 def found(monkeypatch):
     """Whether each call was like an earlier one."""
-    answers, find = [], repeat.find
+    answers, find = [], cache.find
 
     def watched(*arguments):
         answers.append(find(*arguments))
         return answers[-1]
 
-    monkeypatch.setattr(repeat, "find", watched)
+    monkeypatch.setattr(cache, "find", watched)
     return answers
 
 
@@ -160,7 +160,7 @@ def test_dropout_draws_as_it_does_the_first_time(device):
     for _ in range(2):
         torch.manual_seed(5)
         found.append([attend(inputs, options) for _ in range(2)])
-        repeat.forget()
+        cache.forget()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
     assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
@@ -257,7 +257,7 @@ def test_what_was_kept_may_come_back_in_another_order(device):
         return torch.autograd.grad(out.square().sum(), inputs)
 
     for order in ((as_it_is, contiguous, as_it_is), (contiguous, as_it_is, contiguous), (by_columns, as_it_is)):
-        repeat.forget()
+        cache.forget()
         for pack in order:
             packed = torch.randn(2, SQ, 3, 2, 16, device=device)
             inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
@@ -328,25 +328,25 @@ def test_a_negated_view_is_not_what_lies_in_memory(device):
 
 
 def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
-    monkeypatch.setattr(repeat, "MEETINGS", 2)
+    monkeypatch.setattr(cache, "MEETINGS", 2)
     inputs = draw(device)
     want = fa.attention(*inputs, backend="naive")
     for known in (0, 1, 1):
         same([attend(inputs, {})], [want])
-        assert len(repeat._known) == known and len(repeat._met) == 1 - known
-    monkeypatch.setattr(repeat, "MOST", 4)
+        assert len(cache._known) == known and len(cache._met) == 1 - known
+    monkeypatch.setattr(cache, "MOST", 4)
     for scale in range(1, 20):
         attend(inputs, dict(scale=scale / 10))
-        assert len(repeat._met) <= 4
+        assert len(cache._met) <= 4
 
 
 def test_backwards_of_one_kind_do_not_pile_up(device):
     inputs = draw(device, requires_grad=True)
     out = attend(inputs, {})
-    for more in range(repeat.RECENT + 3):
+    for more in range(cache.RECENT + 3):
         grad = torch.randn(*out.shape[:2], out.shape[2] + 16 * more, out.shape[3], device=device)[:, :, : out.shape[2]]
         torch.autograd.grad(out, inputs, grad, retain_graph=True)
-        assert all(len(each.backwards) <= repeat.RECENT for each in repeat._known.values())
+        assert all(len(each.backwards) <= cache.RECENT for each in cache._known.values())
 
 
 def test_a_checkpoint_is_computed_again_the_other_way(device):
@@ -360,15 +360,15 @@ def test_a_checkpoint_is_computed_again_the_other_way(device):
 
 
 def test_kinds_do_not_pile_up(device, monkeypatch):
-    monkeypatch.setattr(repeat, "MOST", 3)
+    monkeypatch.setattr(cache, "MOST", 3)
     for length in range(1, 12):
         query = torch.randn(1, 1, length, 8, device=device)
         same([attend((query, query, query + 1), {})], [fa.attention(query, query, query + 1)])
-        assert len(repeat._known) <= 3 and all(len(kinds) <= repeat.RECENT for kinds in repeat._recent.values())
+        assert len(cache._known) <= 3 and all(len(kinds) <= cache.RECENT for kinds in cache._recent.values())
 
 
 def test_many_kinds_at_once_are_all_found(device, found):
-    lengths = range(1, repeat.RECENT + 4)
+    lengths = range(1, cache.RECENT + 4)
     draws = [[torch.randn(1, 1, length, 8, device=device) for _ in range(3)] for length in lengths]
     for _ in range(3):
         for inputs in draws:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from fusedattn.bench import cases, rows, skipping
 
-from fusedattn import configs, naive
-from fusedattn.call import Arguments
-from fusedattn.checks import checked
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.launch import tiles as configs
+from fusedattn.naive import formula
 
 from .test_bench import module
 
@@ -29,7 +30,7 @@ def brute_force(case, tile, grain):
     """
     masks = case.masks("cpu")
     query = torch.zeros(case.B, 1, case.Sq, 1)
-    band = naive.visible(checked(Arguments(query, query, query, **case.arguments({}))), 0, case.Sq)
+    band = formula.visible(checked(Arguments(query, query, query, **case.arguments({}))), 0, case.Sq)
     band = torch.ones(case.Sq, case.Sk, dtype=torch.bool) if band is None else band
     seen = bare = band.expand(case.B, 1, case.Sq, case.Sk)
     for name, mask in masks.items():
@@ -73,11 +74,11 @@ def test_what_is_counted_is_what_the_grid_of_pairs_says(case):
 @interpreted
 @pytest.mark.parametrize("options", ["padding=0.5", "documents=3"])
 def test_marking_each_different_block_once_marks_them_all(options):
-    from fusedattn import launch
+    from fusedattn.launch import run
 
     case = cases.Case(2, 1, 1, 192, 192, 16, 16, False, "float32", options)
     masks = case.masks("cpu")
-    whole = launch.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
+    whole = run.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
     assert torch.equal(skipping.marks(masks, 16), whole)
 
 

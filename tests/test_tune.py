@@ -14,8 +14,9 @@ from fusedattn.bench import compiled, cost, rows, tune, variants
 from fusedattn.bench.cases import Case
 from triton.runtime.errors import OutOfResources
 
-from fusedattn import configs, launch, repeat
-from fusedattn.configs import Tile
+from fusedattn.launch import run, tiles as configs
+from fusedattn.launch.tiles import Tile
+from fusedattn.replay import cache
 
 KEYS = [
     (kernel, *key)
@@ -170,12 +171,12 @@ def test_a_budget_for_spills_is_printed_and_no_row_where_nothing_came_through():
 
 def test_an_override_is_of_one_kernel_and_ends(monkeypatch):
     forgotten = []
-    monkeypatch.setattr(repeat, "forget", lambda: forgotten.append(launch.candidates))
-    monkeypatch.setattr(launch, "candidates", given := lambda name, call: f"tiles of {name}")
+    monkeypatch.setattr(cache, "forget", lambda: forgotten.append(run.candidates))
+    monkeypatch.setattr(run, "candidates", given := lambda name, call: f"tiles of {name}")
     with pytest.raises(ZeroDivisionError), variants.only("dq", TILES[0]):
-        assert launch.candidates("dq", None) == (TILES[0],) and launch.candidates("dkdv", None) == "tiles of dkdv"
+        assert run.candidates("dq", None) == (TILES[0],) and run.candidates("dkdv", None) == "tiles of dkdv"
         raise ZeroDivisionError
-    assert launch.candidates is given and len(forgotten) == 2
+    assert run.candidates is given and len(forgotten) == 2
 
 
 CASE = Case(1, 2, 2, 2048, 2048, 64, 64, False, "bfloat16")
@@ -188,7 +189,7 @@ class Bench:
         self.case = case
 
     def measure(self):
-        (tile,) = launch.candidates("dq", None)
+        (tile,) = run.candidates("dq", None)
         if tile.stages == 3:
             raise OutOfResources(300000, 232448, "shared memory")
         flops = cost.flops(self.case, "forward") * 1.5
@@ -223,7 +224,7 @@ def test_a_tile_is_timed_on_all_cases_and_each_is_a_row(tmp_path):
     assert "spills" in tune.timed(row(), spilling, benches, 232448, write).why and len(rows.read(path)) == 6
 
 
-@pytest.mark.skipif(not launch.interpreting(), reason="kernels run on CPU tensors in the interpreter alone")
+@pytest.mark.skipif(not run.interpreting(), reason="kernels run on CPU tensors in the interpreter alone")
 @pytest.mark.parametrize("kernel", tune.PRODUCTS)
 def test_a_kernel_is_held_to_the_rule_and_timed_with_a_tile(kernel, monkeypatch):
     bench = tune.Bench(kernel, Case(1, 2, 2, 40, 40, 16, 16, True, "float32"), "cpu")
@@ -252,7 +253,7 @@ ERRORS = [
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(run, "interpreting", lambda: False)
 
 
 @pytest.mark.parametrize("arguments, said", ERRORS)
@@ -263,7 +264,7 @@ def test_what_it_cannot_do_is_refused(arguments, said, no_gpu, capsys):
 
 
 def test_it_compiles_nothing_in_the_interpreter(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "interpreting", lambda: True)
+    monkeypatch.setattr(run, "interpreting", lambda: True)
     with pytest.raises(SystemExit):
         tune.main([])
     assert "TRITON_INTERPRET" in capsys.readouterr().err
@@ -322,8 +323,8 @@ def test_with_a_gpu_it_times_and_says_which(monkeypatch, tmp_path, capsys):
         get_device_properties=lambda device: types.SimpleNamespace(shared_memory_per_block_optin=232448),
     ).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch, "capability", lambda device: 90)
+    monkeypatch.setattr(run, "interpreting", lambda: False)
+    monkeypatch.setattr(run, "capability", lambda device: 90)
     monkeypatch.setattr(rows, "machine", lambda device, commit: machine)
     monkeypatch.setattr(compiled, "pool", Pool)
     monkeypatch.setattr(tune, "compile_tile", compile)

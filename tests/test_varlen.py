@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.checks_varlen import Packed, checked_packed
-from fusedattn.compare import with_gradients
+from fusedattn.call.packed import Packed, checked_packed
+from fusedattn.testing.compare import with_gradients
 
 from . import cases
 from .cases import Case
@@ -84,13 +84,15 @@ def test_random_lengths(seed, device, poison):
     "name", ["plain", "causal", "mask of pairs", "bias over heads", "slopes of each batch", "weights"]
 )
 def test_one_long_sequence_does_not_make_all_as_long(name, monkeypatch):
-    from fusedattn import naive, padded
+    from fusedattn.naive import formula, packed
 
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
-    monkeypatch.setattr(padded, "SLACK", 0)
+    monkeypatch.setattr(packed, "SLACK", 0)
     sizes = []
-    prepare = naive._prepared
-    monkeypatch.setattr(naive, "_prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype))
+    prepare = formula._prepared
+    monkeypatch.setattr(
+        formula, "_prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype)
+    )
     case = Case(name, grads=ALONE.get(name, {}).get("grads", "out and lse"))._replace(**ALONE.get(name, {}))
     tensors, options = case._replace(B=6, Sq=40, Sk=45).draw()
     got = with_gradients(attention_varlen(rows, keys, "naive"), tensors, options, case.grads)
@@ -226,7 +228,7 @@ def test_a_plan_of_tokens_is_refused(device):
 
 def test_marks_know_how_long_sequences_are(device):
     """Of what is past the end of one, the tokens of the next, nothing is asked: nor past the end of all."""
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     rows, keys = (3, 40), (20, 33)
     query, key, value, _ = draw_packed(rows, keys, device)
@@ -244,11 +246,11 @@ def test_marks_know_how_long_sequences_are(device):
 @pytest.mark.parametrize("bulk", [False, True], ids=["threads", "copy engine"])
 def test_in_one_pass_too_a_sequence_does_not_see_its_neighbours(bulk, device, monkeypatch):
     """dq is added up tile by tile: rows past the end of a sequence are the next one's."""
-    from fusedattn import configs
+    from fusedattn.launch import tiles
 
     if device == "cpu":
-        tile = configs.INTERPRETED["one_pass"][0]._replace(bulk=bulk)
-        monkeypatch.setitem(configs.INTERPRETED, "one_pass", (tile,))
+        tile = tiles.INTERPRETED["one_pass"][0]._replace(bulk=bulk)
+        monkeypatch.setitem(tiles.INTERPRETED, "one_pass", (tile,))
     rows = keys = (20, 33, 9)
     query, key, value, grad = draw_packed(rows, keys, device, dtype=torch.float16, dims=(16, 16))
     cu = offsets(rows, device)
@@ -266,7 +268,7 @@ def test_in_one_pass_too_a_sequence_does_not_see_its_neighbours(bulk, device, mo
 
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     generator = random.Random(1)
     for count in (1, 3, 70):
@@ -287,7 +289,7 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
 
 def test_no_turn_is_written_where_there_is_no_room(device):
     """Offsets that fall name more blocks than there are rows for."""
-    from fusedattn import launch
+    from fusedattn.launch import run as launch
 
     whole, extents = (torch.full((40, n), -7, dtype=torch.int32, device=device) for n in (2, 4))
     wrong = torch.tensor([0, 200, 0, 200], dtype=torch.int32, device=device)
@@ -307,7 +309,8 @@ WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 2
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     """Offsets on a GPU are not looked at: here those on a CPU are not either."""
-    from fusedattn import checks_varlen, gradients, launch
+    from fusedattn.call import packed as checks_varlen
+    from fusedattn.launch import backward, run as launch
 
     monkeypatch.setattr(checks_varlen, "apply", lambda *arguments: None)
     rows = keys = (20, 20)
@@ -335,6 +338,6 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     incoming = grad.transpose(0, 1)[None], lse.clone(), None if weights is None else weights.clone()
     grads = iter(grads)
     wanted = [None if x is None else next(grads) for x in call[:6]]
-    gradients.fill(wanted, *incoming, out, weights, stats, call)
+    backward.fill(wanted, *incoming, out, weights, stats, call)
     for whole, _ in made:
         assert (whole[0] == 7).all() and (whole[2] == 7).all()

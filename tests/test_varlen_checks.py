@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import checks_varlen
+from fusedattn.call import packed
 
 from .sequences import offsets
 
@@ -146,15 +146,13 @@ def test_a_wrong_argument_is_named(row):
 
 
 def test_every_rule_has_a_row():
-    rules = [*checks_varlen.TENSORS, *(rule for table in checks_varlen.OPTIONS.values() for rule in table)]
+    rules = [*packed.TENSORS, *(rule for table in packed.OPTIONS.values() for rule in table)]
     reached = set()
     for _, _, _, changed, _ in WRONG:
         given = call(**changed)
-        arguments = checks_varlen.Packed(
-            **{name: x for name, x in given.items() if name in checks_varlen.Packed._fields}
-        )
+        arguments = packed.Packed(**{name: x for name, x in given.items() if name in packed.Packed._fields})
         for rule in rules:
-            if rule.argument in checks_varlen.OPTIONS and getattr(arguments, rule.argument) is None:
+            if rule.argument in packed.OPTIONS and getattr(arguments, rule.argument) is None:
                 continue
             if rule.wrong(arguments):
                 reached.add(rules.index(rule))

@@ -6,9 +6,9 @@ import time
 import torch
 
 from ..backends import BACKENDS, explain
-from ..tolerance import Verdict
+from ..testing.cases import CASES, RESULTS, Case, compare
+from ..testing.tolerance import Verdict
 from . import DTYPES, machine
-from .grid import CASES, RESULTS, Case, compare
 from .screen import Problem, Screen, error
 
 

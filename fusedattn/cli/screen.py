@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from ..tolerance import Verdict
+from ..testing.tolerance import Verdict
 
 
 class Problem(Exception):

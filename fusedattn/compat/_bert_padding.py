@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..packing import longest
+from ..call.packing import longest
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import decode_call
 from ..api import attention, attention_decode, attention_varlen
-from ..call import Arguments, autocast_dtype, autocasting, in_order
-from ..checks import check_flags, divides, fail
-from ..decode_call import CacheArguments, is_known
-from ..decode_naive import rotated
+from ..call import cached
+from ..call.cached import CacheArguments, is_known
+from ..call.form import Arguments, autocast_dtype, autocasting, in_order
+from ..call.rules import check_flags, divides, fail
+from ..naive.cached import rotated
 
 
 class Options(NamedTuple):
@@ -194,7 +194,7 @@ def _turned(names, caches: CacheArguments, options, spread):
     """
     # All is checked before any of it is computed with. With "top_left" nothing is said of where queries stand.
     everything = Arguments(None, None, None, align="top_left", **options)
-    _ask(names, decode_call.checked, caches, everything)
+    _ask(names, cached.checked, caches, everything)
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device
     rows, new = (torch.arange(x.shape[2], device=device) for x in (caches.query, caches.new_key))
     places = start + (rows if spread else torch.zeros_like(rows))

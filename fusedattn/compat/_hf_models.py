@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from ._hf_code import kind, named
-from .transformers import NAMES, WHOLE
+from ._hf_names import NAMES, WHOLE
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")

@@ -11,9 +11,9 @@ import torch
 
 from .. import backends
 from ..api import attention
-from ..call import Arguments, Call
-from ..checks import checked
-from ..namespace import NAME, OPERATORS
+from ..call.form import Arguments, Call
+from ..call.rules import checked
+from ..operators.namespace import NAME, OPERATORS
 from ._override import Override
 
 

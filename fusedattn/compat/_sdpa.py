@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..call import CAST, autocast_dtype, autocasting
-from ..checks import check_flags, fail
+from ..call.form import CAST, autocast_dtype, autocasting
+from ..call.rules import check_flags, fail
 
 
 def scaled_dot_product_attention(

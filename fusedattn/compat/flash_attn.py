@@ -28,7 +28,7 @@ import types
 
 from torch import Tensor
 
-from ..checks import check_flags, fail
+from ..call.rules import check_flags, fail
 from . import _bert_padding
 from ._flash_calls import Options, attend, attend_cached, attend_packed, check_packed, scores
 

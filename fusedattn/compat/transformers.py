@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..checks import fail
+from ..call.rules import fail
+from ._hf_names import NAMES, WHOLE
 
 # What some models ask for by a keyword of their own. Leaving it out would change the answer.
 REFUSED = {
@@ -15,9 +16,6 @@ REFUSED = {
 }
 # What transformers takes a name for, by what is in it.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
-
-NAMES: set[str] = set()  # that were registered
-WHOLE: set[type] = set()  # classes of configs all of whose attention calls the interface: a mask of None may be causal
 
 
 def register(name: str = "fusedattn") -> None:

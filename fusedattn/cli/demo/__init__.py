@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 
 from ...backends import explain
-from ...tolerance import Verdict
+from ...testing.tolerance import Verdict
 from .. import machine
 from ..screen import Problem, Screen, compared, error, need
-from . import converted
-from . import text as texts
+from . import converted, text as texts
 from .generation import continuation, greedy, speeds
 from .model import HEADS, WIDTH, LanguageModel
 from .timing import times

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.torch import convert
-from ...tolerance import verdict
+from ...testing.tolerance import verdict
 from .model import HEADS, LAYERS, WIDTH
 from .timing import median
 from .verify import Check

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ...api import attention
-from ...compare import compare, with_gradients
-from ...tolerance import Verdict, verdict
-from ..grid import RESULTS
+from ...testing.cases import RESULTS
+from ...testing.compare import compare, with_gradients
+from ...testing.tolerance import Verdict, verdict
 from .generation import Greedy
 from .model import LanguageModel, TorchAttention, heads
 

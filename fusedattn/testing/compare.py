@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from . import reference
+from .. import reference
 from .tolerance import Verdict, verdicts
 
 INPUTS = ("query", "key", "value")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Plan, rank4, rows
-from .checks import BOOL, FLOATING, fail
+from .form import Plan, rank4, rows
+from .rules import BOOL, FLOATING, fail
 
 
 def check_plan(plan: Plan) -> None:

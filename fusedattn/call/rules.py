@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Arguments, Call, Plan, autocast, normalise
+from .form import Arguments, Call, Plan, autocast, normalise
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 BOOL = "a bool tensor, True = may attend (say .bool())"

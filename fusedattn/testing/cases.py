@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 
 from ..api import attention
-from ..compare import compare as held
-from ..compare import with_gradients
-from ..tolerance import Verdict
+from .compare import compare as held, with_gradients
+from .tolerance import Verdict
 
 
 class Case(NamedTuple):

@@ -8,17 +8,18 @@ import contextlib
 import torch
 from torch import Tensor
 
-from . import checks_operators, decode_naive, fallback, naive
-from .call import Call
-from .decode_call import CacheArguments, Decode, check_gradients, stand_in
-from .failures import Unusable, any_known
-from .layout import dense
+from ..call.cached import CacheArguments, Decode, check_gradients, stand_in
+from ..call.form import Call
+from ..call.layout import dense
+from ..launch.failures import Unusable, any_known
+from ..naive import cached, formula
+from ..private import below_autograd
+from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
-from .private import below_autograd
 
 
 def _append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named):
-    from . import decode_launch
+    from ..launch import cached as decode_launch
 
     nothing = dict.fromkeys(Call._fields[3:]) | dict(top_left=False, scale=1.0, dropout_p=0.0, named=named)
     call = Call(new_key, *_stand_ins(key_cache, value_cache, table), **nothing)
@@ -55,7 +56,7 @@ def _call(query, key_cache, value_cache, lengths, table, *rest):
 def _decode(*arguments):
     out, lse = _new(*arguments)
     if out.numel():
-        from . import decode_launch
+        from ..launch import cached as decode_launch
 
         _, *caches, added, cos, sin, interleaved = arguments[:9]
         decode = Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved)
@@ -68,8 +69,8 @@ def _decode(*arguments):
 
 def _check_decode(*arguments):
     *caches, added, cos, sin, interleaved = arguments[:9]
-    checks_operators.check_caches(CacheArguments(*caches, None, None, cos, sin, interleaved), added)
-    checks_operators.check_call(_call(*arguments))
+    rules.check_caches(CacheArguments(*caches, None, None, cos, sin, interleaved), added)
+    rules.check_call(_call(*arguments))
 
 
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
@@ -78,7 +79,7 @@ register(
     f"Tensor new_value, {_TURNING}, bool named) -> ()",
     _append,
     lambda *_: None,
-    checks_operators.check_append,
+    rules.check_append,
 )
 register(
     "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, "
@@ -114,7 +115,7 @@ def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Ten
             if not compiling:  # to a compiler the operator's schema says so
                 torch.autograd.graph.increment_version(caches[:2])
         out, lse = OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
-    weights = naive.run(decode_naive.dense(decode), False, True)[2] if need_weights else None
+    weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
@@ -122,6 +123,6 @@ def failed(decode: Decode) -> list[str]:
     """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
     if not any_known() or torch.compiler.is_compiling():
         return []
-    from . import decode_launch
+    from ..launch import cached as decode_launch
 
     return [str(why)] if (why := decode_launch.failed(decode)) is not None else []

@@ -3,12 +3,12 @@
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import configs
-from .call import shift
-from .kernels.dropout import noise
-from .kernels.masks import Masks
-from .kernels.scores import score
-from .kernels.tiles import View, width
+from ..call.form import shift
+from ..kernels.dropout import noise
+from ..kernels.masks import Masks
+from ..kernels.scores import score
+from ..kernels.tiles import View, width
+from . import tiles
 
 
 def precision(dtype):
@@ -113,7 +113,7 @@ def packs(call, out):
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads
-        and rows * (heads // kv_heads) <= configs.FEW_ROWS
+        and rows * (heads // kv_heads) <= tiles.FEW_ROWS
         and all(x is None for x in each_head)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and (call.left is None or call.left >= keys + rows)

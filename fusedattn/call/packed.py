@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .call import Arguments, Call, Plan, autocast, normalise
-from .checks import (
+from .form import Arguments, Call, Plan, autocast, normalise
+from .packing import longest
+from .rules import (
     FLOATING,
     Rule,
     apply,
@@ -19,7 +20,6 @@ from .checks import (
     place,
     shape_of,
 )
-from .packing import longest
 
 
 class Packed(NamedTuple):

@@ -5,9 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
-from .call import Call
-from .decode_call import Decode, room
-from .layout import arrange
+from ..call.cached import Decode, room
+from ..call.form import Call
+from ..call.layout import arrange
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, checks_varlen, decode_call
-from .call import DIFFERENTIABLE, Call, Lengths, kept_columns
-from .checks import FLOATING, Rule, apply, fail, has_rank, is_floating, is_strided, place, shape_of
-from .checks_plan import check_fit, check_masks, pairs_of
-from .checks_varlen import Packed
-from .decode_call import CacheArguments
+from ..call import cached, packed as checks_varlen, rules as checks
+from ..call.cached import CacheArguments
+from ..call.form import DIFFERENTIABLE, Call, Lengths, kept_columns
+from ..call.packed import Packed
+from ..call.plan import check_fit, check_masks, pairs_of
+from ..call.rules import FLOATING, Rule, apply, fail, has_rank, is_floating, is_strided, place, shape_of
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
@@ -116,9 +116,9 @@ def _check_longest(most_q: int | None, most_k: int | None, needed: str) -> None:
 
 
 def _check_marks(marks: Tensor, call: Call) -> None:
-    from . import launch  # it has imported Triton before there were marks
+    from ..launch import run  # it has imported Triton before there were marks
 
-    (*planes, rows, _), keys, grain = call.query.shape, call.key.shape[2], launch.grain(call.query.device)
+    (*planes, rows, _), keys, grain = call.query.shape, call.key.shape[2], run.grain(call.query.device)
     shape = (*planes, -(-rows // grain), -(-keys // grain))
     apply(place("marks"), call)
     if marks.dtype != torch.uint8:
@@ -212,11 +212,11 @@ def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos
     apply(NEW_KEY_CACHE, arguments)
     _, heads, _, dim = key_cache.shape
     level = key_cache.new_empty(()).expand(lengths.shape[0], heads, 0, dim)  # a query that there might be
-    decode_call.check_sizes(arguments._replace(query=level))
+    cached.check_sizes(arguments._replace(query=level))
 
 
 def check_caches(arguments: CacheArguments, added: int) -> None:
     """Those of `decode` but for the options, which are those of a Call."""
-    decode_call.check_sizes(arguments)
+    cached.check_sizes(arguments)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)

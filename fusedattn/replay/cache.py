@@ -13,10 +13,10 @@ from torch import Tensor, float32, strided
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from . import ops
-from .call import DIFFERENTIABLE, Call, asked_in_order, rank4, rows, seed_tensor
-from .failures import Unusable
-from .private import (
+from ..call.form import DIFFERENTIABLE, Call, asked_in_order, rank4, rows, seed_tensor
+from ..launch.failures import Unusable
+from ..operators import attention
+from ..private import (
     TensorGuards,
     any_autocast,
     can_replay,
@@ -31,7 +31,7 @@ MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, 
 MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
 RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C++ before all others are looked up
 
-REPEATS = ops.run, ops.run_on_hopper
+REPEATS = attention.run, attention.run_on_hopper
 _QUERY_KEY_VALUE = 3
 _SEED, _MARKS = Call._fields.index("seed"), Call._fields.index("marks")
 TENSORS = _MARKS + 1  # a packed call is of no kind
@@ -185,7 +185,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeate
         return None
     del _met[kind]
     try:
-        repeated = Repeated(call, numbers, run is ops.run_on_hopper)
+        repeated = Repeated(call, numbers, run is attention.run_on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
     _known[kind] = repeated
@@ -204,8 +204,8 @@ class Repeated:
     """Does calls of one kind: the forward by a recipe, and by more of them the backward, whatever it is asked for."""
 
     def __init__(self, call, numbers: tuple, on_hopper: bool):
-        from . import launch
-        from .recipe import Recorder
+        from ..launch import run as launch
+        from .recording import Recorder
 
         self.device, self.numbers = call.query.device, call[TENSORS:]
         self.drops = call.seed is not None
@@ -213,7 +213,7 @@ class Repeated:
         self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
         bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
         with Recorder(self.device, bare[:TENSORS]) as recorder:
-            new = ops.new_forward(*bare, return_lse, return_weights, self.save, on_hopper)
+            new = attention.new_forward(*bare, return_lse, return_weights, self.save, on_hopper)
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.marks is None and any(x is not None for x in masks):
@@ -282,14 +282,14 @@ class Repeated:
 
     def _backward(self, given, need):
         """(Recipe of a backward, where its gradients are)."""
-        from . import gradients
-        from .recipe import Recorder
+        from ..launch import backward as gradients
+        from .recording import Recorder
 
         bare = _without_data(given)
         *incoming, out, weights, stats = bare[TENSORS:]
         call = self.fields(bare[:TENSORS])
         with Recorder(self.device, bare) as recorder:
-            grads = ops.new_backward(*incoming, out, weights, stats, *call, need)
+            grads = attention.new_backward(*incoming, out, weights, stats, *call, need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
             gradients.fill(made, *incoming, out, weights, stats, call)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
@@ -297,7 +297,7 @@ class Repeated:
 
     def _differentiate_slowly(self, tensors, incoming, out, weights, stats, need):
         weights = out.new_empty(0) if weights is None else weights
-        grads = ops.backward(*incoming, out, weights, stats, *self.fields(tensors), list(need))
+        grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), list(need))
         triples = zip(grads, tensors, need, strict=False)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
 

@@ -9,13 +9,23 @@ from triton import cdiv, knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from . import configs, failures, hopper, launcher, views
-from .call import Call
-from .kernels import append, backward, blocks, dbias, decode, dkdv, dq, merge, sequences
-from .kernels import forward as attention
-from .kernels import weights as recomputed
-from .kernels.span import Sequences
-from .kernels.tiles import width
+from ..call.form import Call
+from ..kernels import (
+    append,
+    backward,
+    blocks,
+    dbias,
+    decode,
+    dkdv,
+    dq,
+    forward as attention,
+    merge,
+    sequences,
+    weights as recomputed,
+)
+from ..kernels.span import Sequences
+from ..kernels.tiles import width
+from . import arguments as views, failures, hopper, launcher, tiles as configs
 
 
 def interpreting():

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Arguments, Call, autocast_dtype, differentiated, normalise
-from .checks import Rule, check, divides, fail, has_rank, is_flag, is_floating, is_strided, kind_of, place, shape_of
+from .form import Arguments, Call, autocast_dtype, differentiated, normalise
+from .rules import Rule, check, divides, fail, has_rank, is_flag, is_floating, is_strided, kind_of, place, shape_of
 
 
 class CacheArguments(NamedTuple):

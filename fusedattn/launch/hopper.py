@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import cdiv
 
-from . import configs, views
-from .call import Call
-from .configs import Pipeline
-from .kernels.tiles import width
-from .private import has_storage
+from ..call.form import Call
+from ..kernels.tiles import width
+from ..private import has_storage
+from . import arguments as views, tiles
+from .tiles import Pipeline
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .kernels.hopper.forward import forward as kernel
+    from ..kernels.hopper.forward import forward as kernel
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
@@ -73,7 +73,7 @@ def reasons(call: Call) -> list[str]:
 
 def pipeline(call: Call) -> Pipeline:
     """How the kernel works on a call."""
-    return configs.pipeline(max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3])))
+    return tiles.pipeline(max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3])))
 
 
 def readable(tensor: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
     """Those of the kernel, but for Lse and Stats."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
-    group, each = heads // key.shape[1], configs.WARPGROUP_ROWS
-    together = configs.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
-    _, registers, fewer = configs.REGISTERS[taken.warpgroups]
+    group, each = heads // key.shape[1], tiles.WARPGROUP_ROWS
+    together = tiles.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
+    _, registers, fewer = tiles.REGISTERS[taken.warpgroups]
     return dict(
         Q=descriptor(query, each),
         K=descriptor(key, taken.keys),

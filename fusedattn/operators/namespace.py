@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from .call import differentiated
-from .private import any_requires_grad, forward_mode, redispatch, transforms_active
+from ..call.form import differentiated
+from ..private import any_requires_grad, forward_mode, redispatch, transforms_active
 
 NAME = __name__.rpartition(".")[0].replace(".", "_")
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does

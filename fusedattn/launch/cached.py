@@ -5,11 +5,11 @@ from typing import Any
 
 from triton import cdiv
 
-from . import configs, launch, views
-from .decode_call import Decode, room
-from .kernels.pages import Cache
-from .kernels.parts import Parts
-from .kernels.rotary import Rotary
+from ..call.cached import Decode, room
+from ..kernels.pages import Cache
+from ..kernels.parts import Parts
+from ..kernels.rotary import Rotary
+from . import arguments as views, run, tiles
 
 
 def _common(decode: Decode):
@@ -44,7 +44,7 @@ def append(decode: Decode):
         return
     batch, heads, added, _ = new_key.shape
     arguments = _common(decode) | dict(K=views.of(new_key), V=views.of(new_value))
-    launch.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, arguments)
+    run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, arguments)
 
 
 def _seen(decode: Decode):
@@ -59,8 +59,8 @@ def _seen(decode: Decode):
 
 def splits(decode: Decode, programs, tile):
     """How many programs share the keys of a block of rows; from shapes alone, so that a graph may be replayed."""
-    many = None if launch.interpreting() else launch.multiprocessors(launch._device(decode.call.query))
-    return configs.splits(programs, cdiv(_seen(decode), tile.keys), many)
+    many = None if run.interpreting() else run.multiprocessors(run._device(decode.call.query))
+    return tiles.splits(programs, cdiv(_seen(decode), tile.keys), many)
 
 
 def _rows_of_a_tile(decode: Decode) -> int:
@@ -70,8 +70,8 @@ def _rows_of_a_tile(decode: Decode) -> int:
 
 def failed(decode: Decode):
     """Why one of the kernels of a call to a cache is known not to run; None if none is."""
-    reading = configs.decoder(_rows_of_a_tile(decode)), "merge"
-    return launch.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
+    reading = tiles.decoder(_rows_of_a_tile(decode)), "merge"
+    return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
 
 
 def attend(out, lse, decode: Decode):
@@ -102,7 +102,7 @@ def attend(out, lse, decode: Decode):
         merging["splits"] = n
         return dict(Out=None, Lse=None, **merging)
 
-    launch.run_tiled(configs.decoder(packed), call, lambda tile: math.prod(shares(tile)), common, targets)
+    run.run_tiled(tiles.decoder(packed), call, lambda tile: math.prod(shares(tile)), common, targets)
     if merging:
-        sizes = dict(rows=rows, HEADS=heads, DV=out.shape[3], MOST=configs.MOST_SPLITS, unit=common["score"].unit)
-        launch.run_tiled("merge", call, lambda tile: batch * heads * rows, results | merging | sizes)
+        sizes = dict(rows=rows, HEADS=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, unit=common["score"].unit)
+        run.run_tiled("merge", call, lambda tile: batch * heads * rows, results | merging | sizes)

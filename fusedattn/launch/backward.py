@@ -3,14 +3,14 @@
 import torch
 from triton import cdiv
 
-from . import configs, launch, views
-from .call import Call
-from .packing import packing
+from ..call.form import Call
+from ..call.packing import packing
+from . import arguments, run, tiles
 
 
 def _bias_sum(call):
     """What the gradient of the bias is a sum by: where it is broadcast decides whose loops it is taken in."""
-    batch, heads, rows, keys = views.sizes(call)
+    batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
     if call.bias.shape[2] == 1:
@@ -28,7 +28,7 @@ def passes(call: Call, need) -> tuple[str, ...]:
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     in_order = call.in_order or torch.are_deterministic_algorithms_enabled()
-    in_any_order = launch.widest(call) <= configs.ONE_PASS and not in_order
+    in_any_order = run.widest(call) <= tiles.ONE_PASS and not in_order
     if query and by_keys and not by_rows and in_any_order:
         found = ["prepare", "one_pass", "convert"]
     else:
@@ -38,7 +38,7 @@ def passes(call: Call, need) -> tuple[str, ...]:
 
 
 def _view(tensor):
-    return None if tensor is None else views.of(tensor)
+    return None if tensor is None else arguments.of(tensor)
 
 
 def _spread(sums, offsets, most):
@@ -62,12 +62,12 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
 
     grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
     """
-    batch, heads, rows, keys = views.sizes(call)
+    batch, heads, rows, keys = arguments.sizes(call)
     count, length = call.query.shape[0], call.query.shape[2]  # of packed sequences, all their rows are one batch's
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     names = passes(call, [x is not None for x in grads])
-    common, (marks, grain) = views.common(call), launch.marked(call)
-    common |= dict(GradOut=views.of(grad_out), GradWeights=_view(grad_weights))
+    common, (marks, grain) = arguments.common(call), run.marked(call)
+    common |= dict(GradOut=arguments.of(grad_out), GradWeights=_view(grad_weights))
 
     def table(columns, length=length, new=stats.new_empty):
         return new((count, heads, length, columns))
@@ -78,62 +78,62 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     where = None if grad_bias is None else _bias_sum(call)
     by_rows = table(1) if where == "rows" else None
     by_keys = table(3, call.key.shape[2], stats.new_zeros) if where == "keys" else None
-    whole = views.of(grad_bias.zero_()) if where == "pairs" else None
+    whole = arguments.of(grad_bias.zero_()) if where == "pairs" else None
     slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
     sums = None
     if "one_pass" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
-        width, bulk = call.query.shape[3], any(tile.bulk for tile in launch.candidates("one_pass", call))
+        width, bulk = call.query.shape[3], any(tile.bulk for tile in run.candidates("one_pass", call))
         sums = table(cdiv(width, 4) * 4)[..., :width] if bulk or grad_query.dtype != stats.dtype else grad_query
 
     kept = table(4)
     taken = "GradOut", "GradWeights", "q_len", "k_len", "HEADS", "D", "DV", "PRECISION"
     own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
     of_scores = any(x is not None for x in (grad_query, grad_key, grad_bias, grad_slopes, grad_sinks))
-    own |= dict(Out=views.of(out) if of_scores else None)
+    own |= dict(Out=arguments.of(out) if of_scores else None)
     own |= dict(Stats=stats, COLUMNS=stats.shape[3], Rows=kept, GradQ=_view(sums), k_len=keys)
-    launch.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
+    run.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
     common |= dict(Rows=kept)
     if "dq" in names:
         own = dict(GradQ=_view(grad_query), GradBias=whole)
         own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums)
-        launch.run_tiled(
+        run.run_tiled(
             "dq",
             call,
-            lambda tile: launch.turns(call, tile.rows) * heads,
+            lambda tile: run.turns(call, tile.rows) * heads,
             common | own,
-            lambda tile: launch.walks(call, marks, grain, tile),
+            lambda tile: run.walks(call, marks, grain, tile),
         )
         whole = None
     for name in {"one_pass", "dkdv"}.intersection(names):
         own = dict(GradK=_view(grad_key), GradV=_view(grad_value), GradBias=whole, BiasSums=by_keys)
 
         def more(tile):
-            added = views.descriptor(sums, tile.rows) if tile.bulk else _view(sums)
-            return launch.walks(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
+            added = arguments.descriptor(sums, tile.rows) if tile.bulk else _view(sums)
+            return run.walks(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
 
         def blocks_of_keys(tile):
-            return launch.turns(call, tile.keys, by_keys=True) * call.key.shape[1]
+            return run.turns(call, tile.keys, by_keys=True) * call.key.shape[1]
 
-        launch.run_tiled(name, call, blocks_of_keys, common | own, more)
+        run.run_tiled(name, call, blocks_of_keys, common | own, more)
     if sums is not None:
-        own = dict(Sums=views.of(sums), GradQ=views.of(grad_query))
+        own = dict(Sums=arguments.of(sums), GradQ=arguments.of(grad_query))
         own |= {name: common[name] for name in ("q_len", "score", "HEADS", "D")}
-        launch.run_tiled("convert", call, blocks_of_rows, own)
+        run.run_tiled("convert", call, blocks_of_rows, own)
     if "dbias" in names:
         own_batch, own_heads = grad_bias.shape[:2]
         met = marks & 1
         met = met if own_batch == batch else met.amax(0, keepdim=True)
         met = met if own_heads == heads else met.amax(1, keepdim=True)
         met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
-        own = dict(GradBias=views.of(grad_bias), marks=views.of(met), GRAIN=grain)
+        own = dict(GradBias=arguments.of(grad_bias), marks=arguments.of(met), GRAIN=grain)
         own |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads, most_q=rows, most_k=keys)
-        launch.run_tiled(
+        run.run_tiled(
             "dbias",
             call,
             lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
             common | own,
-            lambda tile: dict(extents=launch.extents(call.lengths)),
+            lambda tile: dict(extents=run.extents(call.lengths)),
         )
 
     # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.

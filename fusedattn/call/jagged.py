@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Arguments
-from .checks import BOOL, fail
+from .form import Arguments
+from .rules import BOOL, fail
 
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 

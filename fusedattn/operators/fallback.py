@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import decode_naive, naive, private
-from .call import Call
-from .decode_call import Decode
-from .failures import Unusable, take_next
+from .. import private
+from ..call.cached import Decode
+from ..call.form import Call
+from ..launch.failures import Unusable, take_next
+from ..naive import cached, formula
 
 
 def forward(results: Sequence[Tensor], call: Call, why: Unusable) -> None:
@@ -18,7 +19,7 @@ def forward(results: Sequence[Tensor], call: Call, why: Unusable) -> None:
     """
     take_next(why, call.named)
     out, lse, weights, stats = results
-    found = naive.run(call, bool(lse.numel()), bool(weights.numel()))
+    found = formula.run(call, bool(lse.numel()), bool(weights.numel()))
     for target, x in zip((out, lse, weights), found, strict=True):
         if target.numel():
             target.copy_(x)
@@ -32,7 +33,7 @@ def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: C
         wanted = {name: grad for name, grad in zip(Call._fields, grads, strict=False) if grad.numel()}
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
         of_lse, of_weights = (grad is not None for grad in incoming[1:])
-        outcome = naive.run(call._replace(**leaves), of_lse, of_weights)
+        outcome = formula.run(call._replace(**leaves), of_lse, of_weights)
         pairs = [(x, grad.to(x.dtype)) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
         results, cotangents = zip(*pairs, strict=True)
         inputs = list(leaves.values())
@@ -44,14 +45,14 @@ def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: C
 def append(decode: Decode, why: Unusable) -> None:
     """Write what is new into the caches."""
     take_next(why, decode.call.named)
-    decode_naive.append(decode)
+    cached.append(decode)
 
 
 def decode(results: Sequence[Tensor], decode: Decode, why: Unusable) -> None:
     """Fill (output, lse) of a call to a cache, which has been appended to; an empty lse is not wanted."""
     take_next(why, decode.call.named)
     out, lse = results
-    found = naive.run(decode_naive.dense(decode), bool(lse.numel()), False)
+    found = formula.run(cached.dense(decode), bool(lse.numel()), False)
     for target, x in zip((out, lse), found, strict=False):
         if target.numel():
             target.copy_(x)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import decode_naive, philox
-from .call import DIFFERENTIABLE, Call, autocasting, shift
-from .decode_call import Decode
-from .layout import arrange
-from .padded import joined, packed, padded, parts
-from .private import transforms_active
+from ..call.cached import Decode
+from ..call.form import DIFFERENTIABLE, Call, autocasting, shift
+from ..call.layout import arrange
+from ..private import transforms_active
+from . import cached, dropout
+from .packed import joined, packed, padded, parts
 
 BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
 
@@ -124,7 +124,7 @@ def _factor(call: Call, first: int, last: int) -> Tensor | None:
         return None
     batch, heads, keys = *call.query.shape[:2], call.key.shape[2]
     planes = torch.arange(batch * heads, device=call.query.device)
-    kept = philox.keep(call.seed, planes, first, last, keys, call.dropout_p).view(batch, heads, last - first, keys)
+    kept = dropout.keep(call.seed, planes, first, last, keys, call.dropout_p).view(batch, heads, last - first, keys)
     return kept.to(call.query.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
 
 
@@ -319,5 +319,5 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
 
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call to a cache, written to first: the backend "naive"."""
-    decode_naive.append(decode)
-    return run(decode_naive.dense(decode), need_lse, need_weights)
+    cached.append(decode)
+    return run(cached.dense(decode), need_lse, need_weights)

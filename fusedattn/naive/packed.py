@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .call import Call
-from .packing import Packing, packing
+from ..call.form import Call
+from ..call.packing import Packing, packing
 
 WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
 SLACK = 2**14  # pairs of one head that are not worth a call

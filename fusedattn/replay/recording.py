@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from . import hopper, launch, launcher
-from .kernels.tiles import View
-from .private import EMPTY, current_device, storage
+from ..kernels.tiles import View
+from ..launch import hopper, launcher, run as launch
+from ..private import EMPTY, current_device, storage
 
 
 class New(NamedTuple):

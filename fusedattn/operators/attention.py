@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks_operators, fallback, naive
-from .call import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, kept_columns
-from .failures import Unusable, any_known, take_next
-from .layout import dense
+from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, kept_columns
+from ..call.layout import dense
+from ..launch.failures import Unusable, any_known, take_next
+from ..naive import formula
+from ..private import below_autograd, forward_mode, has_storage, transforms_active
+from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
-from .private import below_autograd, forward_mode, has_storage, transforms_active
 
 _CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
@@ -58,7 +59,7 @@ def new_backward(*arguments):
 def _forward(*arguments):
     out, *rest = results = new_forward(*arguments)
     if out.numel():
-        from . import launch  # the first call imports Triton, nothing before it does
+        from ..launch import run as launch  # the first call imports Triton, nothing before it does
 
         filled, call = [x if x.numel() else None for x in rest], Call(*arguments[:-_AFTER])
         for on_hopper in (True, False) if arguments[-1] else (False,):
@@ -80,7 +81,7 @@ def _backward(*arguments):
         for grad in grads:
             grad.zero_()
         return grads
-    from . import gradients, launch
+    from ..launch import backward as gradients, run as launch
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
@@ -98,20 +99,20 @@ def _backward(*arguments):
 
 
 def _grain(*masks):
-    from . import launch
+    from ..launch import run as launch
 
     return launch.grain(next(mask.device for mask in masks if mask is not None))
 
 
 def _new_marks(*arguments):
-    from . import launch
+    from ..launch import run as launch
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
     return launch.new_marks(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))[0]
 
 
 def _mark(*arguments):
-    from . import launch
+    from ..launch import run as launch
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
     return launch.mark(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))
@@ -122,21 +123,21 @@ register(
     "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
     _forward,
     new_forward,
-    checks_operators.check_forward,
+    rules.check_forward,
 )
 register(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
     f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
     _backward,
     new_backward,
-    checks_operators.check_backward,
+    rules.check_backward,
 )
 register(
     "mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
     _mark,
     _new_marks,
-    checks_operators.check_mark,
+    rules.check_mark,
 )
 
 
@@ -181,7 +182,7 @@ def _differentiate_again(ctx, *grad_grads):
     incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
-    found = naive.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
+    found = formula.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
     return (*found[:3], None, None, None, *found[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
 
 
@@ -335,7 +336,7 @@ def failed(call: Call, on_hopper: bool) -> list[str]:
     """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
     if not any_known() or torch.compiler.is_compiling():
         return []
-    from . import gradients, launch
+    from ..launch import backward as gradients, run as launch
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
     backward = gradients.passes(call, need) if torch.is_grad_enabled() and any(need) else ()
@@ -345,7 +346,7 @@ def failed(call: Call, on_hopper: bool) -> list[str]:
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, its backward to query, key, value and what is learned."""
-    from . import gradients, launch
+    from ..launch import backward as gradients, run as launch
 
     learned = call.bias, call.alibi_slopes, call.sinks
     need = True, True, True, *(x is not None and x.requires_grad for x in learned)

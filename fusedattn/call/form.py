@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .private import forward_mode
+from ..private import forward_mode
 
 DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
 TENSORS = 13  # how many are tensors, or None

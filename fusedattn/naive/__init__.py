@@ -1,0 +1,1 @@
+"""The definition in PyTorch, which is also the path of a CPU."""

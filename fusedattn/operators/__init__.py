@@ -1,0 +1,1 @@
+"""The operators of torch.library: schemas, derivatives and what runs them."""
