@@ -3,7 +3,7 @@
 import textwrap
 
 import triton
-from fusedattn.kernels.tiles import width
+from fusedattn.kernels.vocabulary.tiles import width
 
 from . import bounds, sass
 from .compiled import DTYPES, SHARED

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import pages as paging, rotary as turning, span, tiles
+from .vocabulary import pages as paging, rotary as turning, span, tiles
 
 
 @triton.jit(do_not_specialize=["capacity", "added", "pages", "positions"])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import masks as hidden, span, tiles
+from .vocabulary import masks as hidden, span, tiles
 
 SOME = tl.constexpr(1)  # bits of a mark: some pair of the block is seen
 ALL = tl.constexpr(2)  # no pair of it is hidden

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from . import blocks, gradient, masks as hidden, scores, span, tiles
+from . import blocks
+from .vocabulary import gradient, masks as hidden, scores, span, tiles
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "most_q", "most_k", "left", "right", "batches"])

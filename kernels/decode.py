@@ -7,7 +7,16 @@ Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2
 import triton
 import triton.language as tl
 
-from . import masks as hidden, pages as paging, parts as splitting, rotary as turning, scores, softmax, span, tiles
+from .vocabulary import (
+    masks as hidden,
+    pages as paging,
+    partials as splitting,
+    rotary as turning,
+    scores,
+    softmax,
+    span,
+    tiles,
+)
 
 
 @triton.constexpr_function

@@ -6,7 +6,8 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, gradient, masks as hidden, scores, span, tiles
+from . import blocks
+from .vocabulary import dropout, gradient, masks as hidden, scores, span, tiles
 
 
 @triton.jit

@@ -6,7 +6,8 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a b
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, gradient, masks as hidden, row_sums, scores, softmax, span, tiles
+from . import blocks
+from .vocabulary import dropout, gradient, masks as hidden, row_sums, scores, softmax, span, tiles
 
 
 @triton.jit

@@ -6,7 +6,8 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from . import blocks, dropout, kept, masks as hidden, scores, softmax, span, tiles
+from . import blocks
+from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, tiles
 
 
 @triton.jit

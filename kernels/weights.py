@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import dropout, kept, masks as hidden, scores, softmax, span, tiles
+from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, tiles
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "columns", "left", "right"])

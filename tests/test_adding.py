@@ -5,7 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="kernels need Triton")
 import triton.language as tl  # noqa: E402
-from fusedattn.kernels import span, tiles  # noqa: E402
+from fusedattn.kernels.vocabulary import span, tiles  # noqa: E402
 
 from fusedattn.launch import arguments, run  # noqa: E402
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 import triton
 import triton.language as tl
-from fusedattn.kernels import schedule
+from fusedattn.kernels.hopper import schedule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedattn as fa

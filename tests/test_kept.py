@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 import triton
 import triton.language as tl
-from fusedattn.kernels import kept, span, tiles
+from fusedattn.kernels.vocabulary import kept, span, tiles
 
 from fusedattn.launch import run
 

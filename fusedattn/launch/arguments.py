@@ -4,10 +4,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call.form import shift
-from ..kernels.dropout import noise
-from ..kernels.masks import Masks
-from ..kernels.scores import score
-from ..kernels.tiles import View, width
+from ..kernels.vocabulary.dropout import noise
+from ..kernels.vocabulary.masks import Masks
+from ..kernels.vocabulary.scores import score
+from ..kernels.vocabulary.tiles import View, width
 from . import tiles
 
 

@@ -6,9 +6,9 @@ from typing import Any
 from triton import cdiv
 
 from ..call.cached import Decode, room
-from ..kernels.pages import Cache
-from ..kernels.parts import Parts
-from ..kernels.rotary import Rotary
+from ..kernels.vocabulary.pages import Cache
+from ..kernels.vocabulary.partials import Parts
+from ..kernels.vocabulary.rotary import Rotary
 from . import arguments as views, run, tiles
 
 

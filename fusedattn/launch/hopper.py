@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from triton import cdiv
 
 from ..call.form import Call
-from ..kernels.tiles import width
+from ..kernels.vocabulary.tiles import width
 from ..private import has_storage
 from . import arguments as views, tiles
 from .tiles import Pipeline

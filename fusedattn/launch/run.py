@@ -12,19 +12,19 @@ from triton.runtime.errors import OutOfResources
 from ..call.form import Call
 from ..kernels import (
     append,
-    backward,
     blocks,
+    combine,
     dbias,
     decode,
     dkdv,
     dq,
     forward as attention,
-    merge,
+    preprocess as backward,
     sequences,
     weights as recomputed,
 )
-from ..kernels.span import Sequences
-from ..kernels.tiles import width
+from ..kernels.vocabulary.span import Sequences
+from ..kernels.vocabulary.tiles import width
 from . import arguments as views, failures, hopper, launcher, tiles as configs
 
 
@@ -125,7 +125,7 @@ KERNELS = {
         blocks.list_blocks,
         sequences.take_turns,
         append.append,
-        merge.merge,
+        combine.merge,
     )
 }
 KERNELS |= dict.fromkeys(configs.DECODE, decode.decode)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from ..kernels.tiles import View
+from ..kernels.vocabulary.tiles import View
 from ..launch import hopper, launcher, run as launch
 from ..private import EMPTY, current_device, storage
 

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from .. import kept, schedule, softmax, span, tiles
-from . import ring
+from ..vocabulary import kept, softmax, span, tiles
+from . import ring, schedule
 from .copies import async_store
 
 WARPS = gl.constexpr(4)  # of a warpgroup

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import span
+from ..vocabulary import span
 
 
 class Schedule(NamedTuple):

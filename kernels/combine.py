@@ -6,7 +6,7 @@ Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from . import parts as splitting, softmax, span, tiles
+from .vocabulary import partials as splitting, softmax, span, tiles
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
