@@ -99,7 +99,7 @@ def _pairs_visible(call, step=1024):
 
 def count(case, tiles, grain):
     """A Count of each (kernel, tile), of one head of all batches; it takes Triton's interpreter."""
-    from fusedattn.kernels.blocks import ALL, SOME
+    from fusedattn.kernels.vocabulary.walk import ALL, SOME
 
     from fusedattn.launch import run
 

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import blocks
-from .vocabulary import gradient, masks as hidden, scores, span, tiles
+from .vocabulary import gradient, masks as hidden, scores, span, tiles, walk
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "most_q", "most_k", "left", "right", "batches"])
@@ -41,8 +40,8 @@ def dbias(
 ):
     """GradBias, a View of (1 or B, BIAS_HEADS, most_q, most_k): one program a tile sums over the planes that share it.
 
-    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `blocks`, is a
-    View with the planes of GradBias: what any of those says that it sums over. most are q_len and k_len, or, with
+    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `block_mask`, is
+    a View with the planes of GradBias: what any of those says that it sums over. most are q_len and k_len, or, with
     extents, of `sequences`, of the longest.
     """
     if extents is None:
@@ -58,7 +57,7 @@ def dbias(
     if extents is None:
         begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         met = (tile >= begin) & (tile < end)
-    met, every = blocks.covered(marks, own, block, tile, most_q, most_k, met, BLOCK_M, BLOCK_N, GRAIN)
+    met, every = walk.covered(marks, own, block, tile, most_q, most_k, met, BLOCK_M, BLOCK_N, GRAIN)
     for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head, ())

@@ -6,8 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from . import blocks
-from .vocabulary import dropout, gradient, masks as hidden, scores, span, tiles
+from .vocabulary import dropout, gradient, masks as hidden, scores, span, tiles, walk
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def _walk_rows(
     band,
     masks,
     kv,
-    order,
+    tile_list,
     begin,
     end,
     score,
@@ -51,12 +50,12 @@ def _walk_rows(
     One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
     a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
     """
-    following = blocks.first(order, begin)
+    following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
     sums = tl.zeros(cols.shape, dk.dtype)
-    for n in tl.range(0, (end - begin) * GROUP if order is None else end):
-        if order is not None:
-            block, member, following = blocks.turn(order, n, following)
+    for n in tl.range(0, (end - begin) * GROUP if tile_list is None else end):
+        if tile_list is not None:
+            block, member, following = walk.step(tile_list, n, following)
         plane = span.member(kv, member, GROUP)
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
@@ -75,7 +74,7 @@ def _walk_rows(
         ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
         if BiasSums is not None:
             sums += tl.sum(ds, 1)
-            if order is None:
+            if tile_list is None:
                 done = block + 1 == end
             else:
                 done = (n + 1 == end) | ((following >> 32) != member)
@@ -91,7 +90,7 @@ def _walk_rows(
         if GradQ is not None:
             dq = tl.dot(ds.T, k, input_precision=PRECISION, out_dtype=dk.dtype)
             tiles.add(GradQ, plane, rows, block * BLOCK_M, band.rows, dq, D)
-        if order is None:
+        if tile_list is None:
             block += 1
             if GROUP > 1:
                 wrap = block == end
@@ -156,11 +155,11 @@ def dkdv(
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     for n in tl.static_range(3 if lists is None else 2):
-        order = None if lists is None else blocks.order(lists, kv, block, n)
-        begin, end = blocks.extent(ranges, order, n)
+        tile_list = None if lists is None else walk.tile_list(lists, kv, block, n)
+        begin, end = walk.extent(ranges, tile_list, n)
         dk, dv = _walk_rows(
             dk, dv, k, v, Q, GradOut, GradWeights, GradQ, GradK, GradV, GradBias, BiasSums, Rows, cols, band, masks, kv,
-            order, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
+            tile_list, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     if GradK is not None:
         tiles.store(tiles.of_keys(GradK, kv), cols, k_len, scores.grad(score, dk), D)

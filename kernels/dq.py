@@ -6,8 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a b
 import triton
 import triton.language as tl
 
-from . import blocks
-from .vocabulary import dropout, gradient, masks as hidden, row_sums, scores, softmax, span, tiles
+from .vocabulary import dropout, gradient, masks as hidden, row_sums, scores, softmax, span, tiles, walk
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def _walk_keys(
     band,
     masks,
     plane,
-    order,
+    tile_list,
     begin,
     end,
     score,
@@ -45,9 +44,9 @@ def _walk_keys(
     What will not be stored, since GradQ or all of BiasSums, SlopeSums and SinkSums are None, stays as it is. GradBias,
     unless None, gets the gradient of the scores.
     """
-    following = blocks.first(order, begin)
+    following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
-        j, member, following = blocks.turn(order, n, following)
+        j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
@@ -123,11 +122,11 @@ def dq(
     sums = row_sums.Sums(zero, zero, zero, zero)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     for n in tl.static_range(3 if lists is None else 2):
-        order = None if lists is None else blocks.order(lists, plane, first // BLOCK_M, n)
-        begin, end = blocks.extent(ranges, order, n)
+        tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
+        begin, end = walk.extent(ranges, tile_list, n)
         grad, sums = _walk_keys(
             grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, SinkSums, row, rows, band,
-            masks, plane, order, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+            masks, plane, tile_list, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
     if GradQ is not None:
         tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)

@@ -6,8 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from . import blocks
-from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, tiles
+from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, tiles, walk
 
 
 @triton.jit
@@ -21,7 +20,7 @@ def _walk(
     band,
     masks,
     plane,
-    order,
+    tile_list,
     begin,
     end,
     score,
@@ -32,10 +31,10 @@ def _walk(
     PRECISION: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Fold key blocks [begin, end), or as many entries of an order, into the running softmax."""
-    following = blocks.first(order, begin)
+    """Fold key blocks [begin, end), or as many entries of an tile_list, into the running softmax."""
+    following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
-        j, member, following = blocks.turn(order, n, following)
+        j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
@@ -81,7 +80,7 @@ def forward(
 ):
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
-    Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `blocks`, is None if nothing but a band hides.
+    Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `block_mask`, is None if a band alone hides.
     With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -99,10 +98,10 @@ def forward(
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     for n in tl.static_range(3 if lists is None else 2):
-        order = None if lists is None else blocks.order(lists, plane, first // BLOCK_M, n)
-        begin, end = blocks.extent(ranges, order, n)
+        tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
+        begin, end = walk.extent(ranges, tile_list, n)
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, order, begin, end, score, noise,
+            out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, noise,
             D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
 

@@ -125,7 +125,7 @@ class Call(NamedTuple):
 
 
 def kept_columns(dtype: torch.dtype, width: int) -> int:
-    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels.kept` has them.
+    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` has them.
 
     Two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
     """

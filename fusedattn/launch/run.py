@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 from ..call.form import Call
 from ..kernels import (
     append,
-    blocks,
+    block_mask,
     combine,
     dbias,
     decode,
@@ -121,8 +121,8 @@ KERNELS = {
         dq.dq,
         dkdv.dkdv,
         dbias.dbias,
-        blocks.mark,
-        blocks.list_blocks,
+        block_mask.mark,
+        block_mask.list_blocks,
         sequences.take_turns,
         append.append,
         combine.merge,
@@ -234,7 +234,7 @@ def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
 
 
 def mark(mask, key_mask, query_mask, bias, lengths, grain):
-    """The marks of blocks of grain x grain pairs: bytes, as `kernels.blocks.mark` has them."""
+    """The marks of blocks of grain x grain pairs: bytes, as `kernels.block_mask.mark` has them."""
     marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, lengths, grain)
     mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
     batch, heads = marks.shape[:2]

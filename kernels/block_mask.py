@@ -3,10 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import masks as hidden, span, tiles
-
-SOME = tl.constexpr(1)  # bits of a mark: some pair of the block is seen
-ALL = tl.constexpr(2)  # no pair of it is hidden
+from .vocabulary import masks as hidden, span, tiles, walk
 
 
 @triton.jit(do_not_specialize=["rows", "keys"])
@@ -32,22 +29,7 @@ def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl
     if bias is not None:
         seen &= tiles.load_pairs(tiles.matrix(bias, plane), r, c, rows, keys, CHECK=True).to(tl.float32) > float("-inf")
     some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-    tl.store(Marks + tl.program_id(0), (some * SOME + every * ALL).to(tl.uint8))
-
-
-@triton.jit
-def covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRAIN: tl.constexpr):
-    """(some pair is seen, none is hidden) of the tiles (i, j) that are live, from the marks that they cover."""
-    view = tiles.matrix(marks, plane)
-    some, every = live & False, live | True
-    for a in tl.static_range(max(1, BLOCK_M // GRAIN)):
-        for b in tl.static_range(max(1, BLOCK_N // GRAIN)):
-            down, right = i * BLOCK_M // GRAIN + a, j * BLOCK_N // GRAIN + b
-            exists = live & (down * GRAIN < rows) & (right * GRAIN < keys)
-            seen = tl.load(tiles.pointers(view, down, right), mask=exists, other=ALL)
-            some |= (seen & SOME) != 0
-            every &= (seen & ALL) != 0
-    return some, every
+    tl.store(Marks + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "turns", "left", "right"])
@@ -97,7 +79,7 @@ def list_blocks(
         live = (n < most) & (tile >= begin) & (tile < end)
         i, j = (tile, tile * 0 + block) if BY_KEYS else (tile * 0 + block, tile)
         head = span.member(plane, member, GROUP)
-        some, every = covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
+        some, every = walk.covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
         every &= (tile >= full) & (tile < rest)
         entry = (member.to(tl.int64) << 32) | tile
         takes, bears = (some & ~every).to(tl.int32), (some & every).to(tl.int32)
@@ -107,40 +89,3 @@ def list_blocks(
         bare += tl.sum(bears, 0)
     tl.store(partly, masked.to(tl.int64))
     tl.store(fully, bare.to(tl.int64))
-
-
-@triton.jit
-def order(lists, plane, block, N: tl.constexpr):
-    """What walk N visits for a block of a plane, in turn: 0 those tiles that take a mask, 1 those that take none."""
-    place = block if len(plane.packed) == 0 else plane.packed.turn
-    return tiles.pointers(tiles.matrix(lists, plane), place * 2 + N, place * 0) + 1
-
-
-@triton.jit
-def extent(ranges, order, N: tl.constexpr):
-    """(begin, end) of walk N: of an order, or, where that is None, of the three `ranges` of `span.blocks`.
-
-    Walk 1 alone takes no mask.
-    """
-    if order is None:
-        return ranges[N], ranges[N + 1]
-    else:
-        return 0, tl.load(order - 1).to(tl.int32)
-
-
-@triton.jit
-def first(order, begin):
-    """What the first turn of a loop visits; order None is a range that starts with begin."""
-    return begin if order is None else tl.load(order)
-
-
-@triton.jit
-def turn(order, n, following):
-    """(tile, member of the group) that turn n visits, and the entry of the next one.
-
-    It is read a turn ahead, so that loads of tiles can start early. In a range the members are the caller's to count.
-    """
-    if order is None:
-        return n, 0, following
-    else:
-        return following.to(tl.int32), (following >> 32).to(tl.int32), tl.load(order + n + 1)
