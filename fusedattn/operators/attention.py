@@ -33,7 +33,7 @@ _BEFORE = 6  # how many arguments of backward come before them
 def new_forward(*arguments):
     """Uninitialised (out, lse, weights, stats) of the arguments of the forward.
 
-    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `call.form.kept_columns`),
+    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `kept_columns`),
     what recomputes weights and the mean of their gradients, if nothing will.
     """
     *fields, need_lse, need_weights, save, _ = arguments
