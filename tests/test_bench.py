@@ -118,6 +118,12 @@ def test_a_budget_cuts_off_the_least_important(tmp_path):
     assert [case for case, _ in first[::3]] == cases.LONG and cases.LONG[0].Sq >= 2048
 
 
+def test_a_gpu_without_a_driver_did_not_break_down():
+    """A torch that was built for CUDA says so of nested tensors on a machine that has no GPU."""
+    refused = "unsupported: CUDA error: CUDA driver version is insufficient for CUDA runtime version"
+    assert not attention._broke(refused) and attention._broke("unsupported: CUDA error: an illegal memory access")
+
+
 def test_a_run_that_was_broken_off_goes_on(tmp_path, monkeypatch):
     """As gpu.sh has it: a row, then a crash of the GPU, then a new process with --resume."""
 
