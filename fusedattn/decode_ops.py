@@ -14,7 +14,7 @@ from .decode_call import CacheArguments, Decode, check_gradients, stand_in
 from .failures import Unusable, any_known
 from .layout import dense
 from .namespace import OPERATORS, register, register_derivative
-from .private import below_autograd
+from .private import argument_names, below_autograd
 
 
 def _append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named):
@@ -93,8 +93,8 @@ register(
 
 def _refuse(name):
     """Have an operator raise where somebody may want a derivative of it."""
-    named = [argument.name for argument in getattr(OPERATORS, name).default._schema.arguments]
-    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=True))))
+    named = argument_names(getattr(OPERATORS, name).default)
+    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=False))))
 
 
 _refuse("append")

@@ -82,7 +82,7 @@ def test_what_cannot_run_is_a_row_that_says_why(tmp_path, monkeypatch):
     assert statuses["sdpa:flash", "16"] == "ok"
 
 
-_never = fa.backends.Backend("triton", lambda call: ["it is a test"], None)
+_never = fa.backends.Backend("triton", lambda *_: ["it is a test"], None)
 
 
 def test_a_wrong_answer_is_found(tmp_path, monkeypatch):
@@ -314,7 +314,10 @@ def test_flex_attention_gets_the_same_options(case):
     """What is compiled on a GPU, as plain PyTorch, which has no backward on a CPU."""
     tensors = case.draw("cpu")
     attend = peers.flex_function(case, tensors)
-    out = attend(*tensors.inputs, block_mask=peers.block_mask(case, tensors))
+    try:
+        out = attend(*tensors.inputs, block_mask=peers.block_mask(case, tensors))
+    except torch._dynamo.exc.UserError as error:  # of torch 2.10
+        pytest.skip(f"this torch does not trace a bias that flex_attention reads on a CPU: {str(error)[:80]}")
     assert accuracy.judge(case, "forward", out, accuracy.truth(case, tensors))[2] == ""
 
 
