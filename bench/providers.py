@@ -102,7 +102,7 @@ def _packed_backend(case, tensors):
     found = packing_of(case, tensors)
     inputs = taken(Call(None, by_token=True, packing=found), tensors[:3])
     options = _by_sequence(case, tensors.masks) | dict(bias=tensors.bias)
-    return backends.choose(checked_packed(Packed(*inputs, *offsets_of(found)), options, False)).name
+    return backends.choose(checked_packed(Packed(*inputs, *offsets_of(found)), options, False), False).name
 
 
 def naive(case, tensors):

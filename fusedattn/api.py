@@ -93,7 +93,7 @@ def attention(
         more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return jagged.attend(attention_varlen, arguments, **more)
     call = checked(arguments)._replace(named=named is not None)
-    chosen = backends.choose(call, named)
+    chosen = backends.choose(call, return_weights, named)
     again = cache.learn(tensors, numbers, call, chosen.run) if chosen.run in cache.REPEATS else None
     if again is not None:
         return again((*tensors[:9], call.seed, call.marks))
@@ -163,7 +163,7 @@ def attention_varlen(
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
     call = call._replace(named=backends.named(backend) is not None)
-    out, lse, weights = backends.choose(call, backend).run(call, return_lse, return_weights)
+    out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)
 
 
@@ -242,7 +242,7 @@ def attention_decode(
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     decode = cached.checked(arguments, Arguments(None, None, None, *options))
     decode = decode._replace(call=decode.call._replace(named=backends.named(backend) is not None))
-    out, lse, weights = backends.choose(decode, backend).run(decode, return_lse, return_weights)
+    out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
 
 

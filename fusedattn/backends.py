@@ -62,8 +62,8 @@ def _kernel_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    """Why this call cannot take the universal kernels; empty if it can."""
+def _grid_reasons(call: Call) -> list[str]:
+    """Why no kernel takes a call of that size, or with such tensors."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     blocks = batch * (max(rows, call.key.shape[2]) + 15) // 16  # no tile has fewer than 16 rows or keys
@@ -71,7 +71,12 @@ def _triton_reasons(call: Call) -> list[str]:
         blocks += call.offsets_q.shape[0]  # each sequence begins with a block of its own
     if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
-    return reasons or attention.failed(call, on_hopper=False)
+    return reasons
+
+
+def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
+    """Why this call cannot take the universal kernels; empty if it can."""
+    return _grid_reasons(call) or attention.failed(call, need_weights, on_hopper=False)
 
 
 @constant
@@ -86,23 +91,24 @@ def hopper_reasons(device: torch.device) -> tuple[str, ...]:
     return ()
 
 
-def _hopper_reasons(call: Call) -> list[str]:
+def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
     """Why this call cannot take the kernel for Hopper; empty if it can."""
-    if reasons := _triton_reasons(call):  # its backward, and weights, are by the universal kernels
+    if reasons := _grid_reasons(call):
         return reasons
     from .launch import hopper
 
-    return [*hopper_reasons(call.query.device), *hopper.reasons(call)] or attention.failed(call, on_hopper=True)
+    found = [*hopper_reasons(call.query.device), *hopper.reasons(call)]
+    return found or attention.failed(call, need_weights, on_hopper=True)
 
 
 class Backend(NamedTuple):
-    """reasons(call) lists why it cannot take a call; run(call, need_lse, need_weights) gives (output, lse, weights).
+    """reasons(call, need_weights) lists why it cannot; run(call, need_lse, need_weights) gives (output, lse, weights).
 
     What is not needed may be None. waits says why it takes only calls that name it, if so.
     """
 
     name: str
-    reasons: Callable[[Any], list[str]]
+    reasons: Callable[[Any, bool], list[str]]
     run: Callable[[Any, bool, bool], tuple]
     waits: str | None = None
 
@@ -113,11 +119,11 @@ BACKENDS = {
         "hopper", _hopper_reasons, attention.run_on_hopper, None if configs.HOPPER_PROVEN is not None else _UNPROVEN
     ),
     "triton": Backend("triton", _triton_reasons, attention.run),
-    "naive": Backend("naive", lambda call: [], formula.run),
+    "naive": Backend("naive", lambda call, need_weights: [], formula.run),
 }
 
 
-def _decode_reasons(decode: Decode) -> list[str]:
+def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     """Why a call to a cache cannot take the universal kernels; empty if it can."""
     reasons = _kernel_reasons(decode.call)
     batch, heads, rows, _ = decode.call.query.shape
@@ -128,9 +134,9 @@ def _decode_reasons(decode: Decode) -> list[str]:
 
 # The same of calls of `attention_decode`: reasons and run take a Decode.
 DECODERS = {
-    "hopper": Backend("hopper", lambda decode: ["it has no kernel for caches"], cached.run),
+    "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run),
     "triton": Backend("triton", _decode_reasons, cached.run),
-    "naive": Backend("naive", lambda decode: [], formula.run_decode),
+    "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
 }
 
 
@@ -179,20 +185,20 @@ def _on_gpu(call: Call | Decode) -> bool:
     return (call.call if isinstance(call, Decode) else call).query.device.type == "cuda"
 
 
-def choose(call: Call | Decode, name: str | None = None) -> Backend:
+def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
     """The backend that takes a call: the one named, or else the first that has no reason not to."""
     check_name(name)
     among = DECODERS if isinstance(call, Decode) else BACKENDS
     taken = named(name)
     if taken is not None:
-        if reasons := among[taken].reasons(call):
+        if reasons := among[taken].reasons(call, need_weights):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
         return among[taken]
     if not _on_gpu(call):
         return among["naive"]
-    taken = next(name for name, known in among.items() if known.waits is None and not known.reasons(call))
+    taken = next(name for name, known in among.items() if known.waits is None and not known.reasons(call, need_weights))
     if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
-        for reason in among["triton"].reasons(call):
+        for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, since {reason}", stacklevel=3)
     return among[taken]
 
@@ -229,7 +235,7 @@ def explain(query, key, value, *, backend=None, return_lse=False, return_weights
     call = checked(Arguments(query, key, value, **options))
     check_name(backend)
     chosen = named(backend)
-    reasons = {name: known.reasons(call) for name, known in BACKENDS.items()}
+    reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     for name, known in BACKENDS.items():
         if known.waits is not None and name != chosen:
             reasons[name].append(known.waits)

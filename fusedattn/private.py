@@ -2,8 +2,9 @@
 
 | name of torch | what for | where it is gone |
 |---|---|---|
-| `_C._are_functorch_transforms_active` | is a transform of torch.func active? | taken to be: no replay |
-| `autograd.forward_ad._current_level` | is forward mode active? | taken to be: no replay |
+| `_C._are_functorch_transforms_active` | is a transform of torch.func active? | the next is asked |
+| `_C._functorch.peek_interpreter_stack` | the same | taken to be: no replay, no whole graph, no operator by name |
+| `autograd.forward_ad._current_level` | is forward mode active? | taken to be: no replay, no whole graph |
 | `_C._len_torch_dispatch_stack` | is a TorchDispatchMode active? | taken to be: no replay |
 | `_C._get_tracing_state` | does torch.jit trace? | taken to: no replay |
 | `_C._is_any_autocast_enabled` | is autocast on for any device? | taken to be: no replay |
@@ -20,9 +21,14 @@
 | `utils._device.DeviceContext` | the mode of set_default_device, which stays first | it may not |
 | `_C.DisableTorchFunction`, `_C._is_torch_function_all_disabled` | is it ours that calls torch's? | taken to be no |
 | `_C._disabled_torch_function_impl` | does a class answer for itself? | taken to |
+| `OpOverload._schema` | the names of an operator's arguments | it is refused a derivative without their names |
+| the attribute `_maybe_max_seqlen` of a nested tensor | its longest sequence | it is looked for |
+| the attribute `_ragged_idx` of a nested tensor | which dimension is ragged | taken to be the third |
+| the module `nested._internal.nested_tensor` | is a jagged tensor one of torch's? | it answers for itself |
 | the attribute `_dynamo_marked_constant` | the compiler does not trace a function | it traces it: maybe a graph break |
 
-"No replay" is the way of a call that is made for the first time, 40 us to 200 us longer.
+"No replay" is the way of a call that is made for the first time, 40 us to 200 us longer; "no whole graph", that
+torch.compile with fullgraph=True refuses, and without it breaks the graph there.
 """
 
 import contextlib
@@ -48,6 +54,15 @@ def _find(path: str, otherwise: Any = None) -> Any:
     return otherwise if found is None else found
 
 
+def constant(function):
+    """Tell the compiler not to trace a function: what it returns is a constant.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports the compiler for it.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def _storage_there(tensor: Tensor) -> bool:
     try:
         tensor.untyped_storage()
@@ -60,11 +75,17 @@ def _wants_gradient(*arguments: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
+@constant
+def _interpreter_there() -> bool:
+    peek = _find("_C._functorch.peek_interpreter_stack")
+    return peek is None or peek() is not None
+
+
 def _made_on(device: str) -> Callable[[tuple, tuple, torch.dtype], Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
+transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _interpreter_there)
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _storage_there)
 current_device: Callable[[], int] = _find("_C._cuda_getDevice", torch.cuda.current_device)
@@ -116,6 +137,8 @@ def autograd_inside(device: torch.device):
 
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
+# Where torch has classes of tensors with a __torch_function__ that we know: causal biases, and jagged tensors.
+TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor")
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
 _MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
 _all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
@@ -136,10 +159,17 @@ def replace_function_modes(modes: list) -> None:
         _push_mode(mode)
 
 
-def constant(function):
-    """Tell the compiler not to trace a function: what it returns is a constant.
+def longest(nested: Tensor) -> int | None:
+    """The length of the longest sequence of a tensor of torch.jagged, if it is known."""
+    return getattr(nested, "_maybe_max_seqlen", None)
 
-    `torch.compiler.assume_constant_result` sets the same mark, and imports the compiler for it.
-    """
-    function._dynamo_marked_constant = True
-    return function
+
+def ragged_dim(nested: Tensor) -> int:
+    """Which dimension of a tensor of torch.jagged differs from batch to batch."""
+    return getattr(nested, "_ragged_idx", 2)
+
+
+def argument_names(operator: Any) -> list[str]:
+    """What the arguments of an operator are called, or their numbers."""
+    schema = getattr(operator, "_schema", None)
+    return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]

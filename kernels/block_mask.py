@@ -27,7 +27,8 @@ def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl
     every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
     seen &= real
     if bias is not None:
-        seen &= tiles.load_pairs(tiles.matrix(bias, plane), r, c, rows, keys, CHECK=True).to(tl.float32) > float("-inf")
+        b = tiles.load_pairs(tiles.matrix(bias, plane), r, c, rows, keys, CHECK=True)
+        seen &= tiles.cast(b, tl.float32) > float("-inf")
     some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
     tl.store(Marks + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
 

@@ -82,7 +82,7 @@ def test_what_cannot_run_is_a_row_that_says_why(tmp_path, monkeypatch):
     assert statuses["sdpa:flash", "16"] == "ok"
 
 
-_never = fa.backends.Backend("triton", lambda call: ["it is a test"], None)
+_never = fa.backends.Backend("triton", lambda *_: ["it is a test"], None)
 
 
 def test_a_wrong_answer_is_found(tmp_path, monkeypatch):
@@ -116,6 +116,12 @@ def test_a_budget_cuts_off_the_least_important(tmp_path):
     first = work[: 3 * len(cases.LONG)]
     assert {name for _, name in first} == {"fusedattn", "sdpa:cudnn", "sdpa:flash"}
     assert [case for case, _ in first[::3]] == cases.LONG and cases.LONG[0].Sq >= 2048
+
+
+def test_a_gpu_without_a_driver_did_not_break_down():
+    """A torch that was built for CUDA says so of nested tensors on a machine that has no GPU."""
+    refused = "unsupported: CUDA error: CUDA driver version is insufficient for CUDA runtime version"
+    assert not attention._broke(refused) and attention._broke("unsupported: CUDA error: an illegal memory access")
 
 
 def test_a_run_that_was_broken_off_goes_on(tmp_path, monkeypatch):
@@ -308,7 +314,10 @@ def test_flex_attention_gets_the_same_options(case):
     """What is compiled on a GPU, as plain PyTorch, which has no backward on a CPU."""
     tensors = case.draw("cpu")
     attend = peers.flex_function(case, tensors)
-    out = attend(*tensors.inputs, block_mask=peers.block_mask(case, tensors))
+    try:
+        out = attend(*tensors.inputs, block_mask=peers.block_mask(case, tensors))
+    except torch._dynamo.exc.UserError as error:  # of torch 2.10
+        pytest.skip(f"this torch does not trace a bias that flex_attention reads on a CPU: {str(error)[:80]}")
     assert accuracy.judge(case, "forward", out, accuracy.truth(case, tensors))[2] == ""
 
 

@@ -93,7 +93,7 @@ def test_the_goals_of_the_forward_are_those_that_were_set():
 def test_what_is_measured_of_the_hopper_kernel_without_a_gpu_is_why_it_cannot_be(
     at_once, tmp_path, monkeypatch, capsys
 ):
-    never = fa.backends.Backend("triton", lambda call: ["it is a test"], None)
+    never = fa.backends.Backend("triton", lambda *_: ["it is a test"], None)
     monkeypatch.setattr(fa.backends, "BACKENDS", fa.backends.BACKENDS | {"triton": never})
     found = ask(hopper.main, tmp_path / "a.csv")
     assert len({(row.provider, table.case_of(row)) for row in found}) == len(found)

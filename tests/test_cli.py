@@ -37,7 +37,7 @@ def answer(capsys, *arguments):
 def plant(monkeypatch, name, run):
     """Let a backend take every call, Triton or not, and compute it by another function."""
     monkeypatch.setattr(backends.ops, "tiles", lambda *_: {})
-    planted = backends.BACKENDS[name]._replace(reasons=lambda call: [], run=run)
+    planted = backends.BACKENDS[name]._replace(reasons=lambda *_: [], run=run)
     monkeypatch.setitem(backends.BACKENDS, name, planted)
 
 

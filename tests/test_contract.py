@@ -163,6 +163,16 @@ def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
     assert_close(got, tensors, options, case.grads)
 
 
+@pytest.mark.parametrize("lowest", [torch.float32, torch.float64], ids=str)
+def test_a_bias_of_the_lowest_finite_number_hides_nothing(lowest, device, backend):
+    """Of float64 too, which in float32 would be -inf: a row of it is the mean, whole blocks of it are computed."""
+    tensors, _ = Case("lowest", Sq=70, Sk=140, Hq=1, Hkv=1).draw(device)
+    bias = torch.full((70, 140), torch.finfo(lowest).min, dtype=lowest, device=device)
+    got = fa.attention(tensors["query"], tensors["key"], tensors["value"], bias=bias, backend=backend)
+    mean = tensors["value"].mean(2, keepdim=True).expand_as(got)
+    torch.testing.assert_close(got, mean, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("size", [1e5, 133120.0, 1e10, 1e15, 4e18])
 def test_larger_scores_are_finite(size, sign, device, backend):

@@ -1,5 +1,6 @@
 """Kernels that do not compile or load: Triton fails on purpose, at each stage, and another backend takes the call."""
 
+import errno
 import functools
 import subprocess
 import types
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import absent
+from triton.compiler import compiler
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction
@@ -28,6 +30,7 @@ STAGES = {
     "a pass": ("compile", RuntimeError("PassManager::run failed")),
     "ptxas": ("compile", PTXASError("ptxas fatal: Unsupported .version 9.9")),
     "no ptxas": ("compile", FileNotFoundError("ptxas")),
+    "no cache": ("compile", PermissionError(13, "Permission denied", "/root/.triton/cache")),
     "no compiler": ("compile", RuntimeError("Failed to find C compiler. Please specify via CC")),
     "no header": ("load", COMPILER),
     "the launcher": ("load", ImportError("cuda_utils.so: undefined symbol: cuLaunchKernelEx")),
@@ -100,14 +103,18 @@ def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
     said = once(caught)
     assert why in said and type(error).__name__ in why
     assert ("no such product" in why) == (stage == "the language")
-    assert ("install a C compiler" in said) == (stage in ("no ptxas", "no compiler", "no header", "the launcher"))
+    assert ("install a C compiler" in said) == (stage in ("no compiler", "no header"))
+    assert ("empty Triton's cache" in said) == (stage == "the launcher")
+    assert ("the file or folder that is named" in said) == (stage in ("no ptxas", "no cache"))
 
 
 @compiled
 def test_a_named_backend_that_fails_the_first_time_says_what_to_do(failing):
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
-    with gpu, pytest.raises(NotImplementedError, match="^backend: .*PTXASError.*ptxas fatal.*leave backend unset"):
-        fa.attention(*draw("cpu"), backend="triton")
+    with gpu:
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="^backend: .*PTXASError.*ptxas fatal.*leave backend unset"):
+                fa.attention(*draw("cpu"), backend="triton")
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
     with gpu, fa.use_backend("triton"), pytest.raises(NotImplementedError, match="^backend: "):
         fa.attention(*draw("cpu", requires_grad=True))
@@ -229,6 +236,58 @@ def test_what_may_be_otherwise_another_time_is_not_kept(failing):
             with pytest.raises(RuntimeError, match="out of memory"):
                 fa.attention(*draw("cpu"))
         assert fa.explain(*draw("cpu")).backend == "triton"
+
+
+@compiled
+def test_a_disk_that_is_full_is_asked_again(failing):
+    gpu, tried = failing("compile", OSError(errno.ENOSPC, "No space left on device"), FORWARD)
+    inputs = draw("cpu")
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            tried.clear()
+            same([fa.attention(*inputs)], [fa.reference.attention(*inputs)])
+            assert "forward" in tried and fa.explain(*inputs).backend == "triton"
+    assert "No space left" in once(caught)
+
+
+@compiled
+def test_weights_that_cannot_be_had(failing):
+    """Calls that want them take another backend whole, from the second on; the others keep their kernel."""
+    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
+    inputs = draw("cpu")
+    with gpu, pytest.warns(UserWarning, match="PTXASError"):
+        same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
+        assert fa.explain(*inputs, return_weights=True).backend == "naive"
+        assert fa.explain(*inputs).backend == "triton"
+        tried.clear()
+        same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
+        assert tried == []
+
+
+@compiled
+def test_a_kernel_that_did_not_load_once_is_loaded_the_next_time(monkeypatch):
+    """By Triton's own loading, which has what runs a kernel before there is a kernel; the driver is a stand-in."""
+    trouble, functions = [RuntimeError("Triton Error [CUDA]: out of memory")], []
+
+    def load_binary(*binary):
+        if trouble:
+            raise trouble.pop()
+        return None, 4711, 32, 0, 1024  # no module: Triton would unload it
+
+    class Launcher(absent.Run):
+        def __init__(self, source, metadata):
+            super().__init__(lambda x, y, z, stream, function, *rest: functions.append(function))
+
+    monkeypatch.setattr(absent._Utils, "load_binary", staticmethod(load_binary), raising=False)
+    monkeypatch.setattr(absent.Driver, "launcher_cls", Launcher, raising=False)
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 10**9)
+    with absent.gpu(load=compiler.CompiledKernel._init_handles):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fa.attention(*draw("cpu"), backend="triton")
+        assert functions == []
+        fa.attention(*draw("cpu"), backend="triton")
+    assert functions == [4711]
 
 
 @compiled

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import sys
+import types
 
 import pytest
 import torch
@@ -214,3 +215,22 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     emulate(monkeypatch, module, SMALL._replace(ping_pong=True))
     with pytest.raises(Exception, match=said or "'out':|wait for each other"):
         check(Case("slip", Sq=90, Sk=100, dtype=torch.bfloat16, window=(60, 0)), "cpu")
+
+
+NEW, OLD = ("async_load", "async_store"), ("async_copy_global_to_shared", "async_copy_shared_to_global")
+
+
+@pytest.mark.parametrize("there, taken", [(NEW, NEW), (OLD, OLD), (NEW + OLD, NEW), (NEW[:1] + OLD, None), ((), None)])
+def test_copies_have_the_names_of_each_version_of_triton(there, taken, monkeypatch):
+    """3.9 keeps the older ones, which raise. Where one is missing there is no kernel, and that is said."""
+    copies = importlib.import_module("fusedattn.kernels.hopper.copies")
+    language = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    monkeypatch.setattr(language, "tma", types.SimpleNamespace(**{name: name for name in there}))
+    spec = importlib.util.spec_from_file_location("copies_of_another_version", copies.__file__)
+    module = importlib.util.module_from_spec(spec)
+    if taken is None:
+        with pytest.raises(AttributeError):
+            spec.loader.exec_module(module)
+    else:
+        spec.loader.exec_module(module)
+        assert (module.async_load, module.async_store) == taken

@@ -93,8 +93,9 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("marks", ValueError, "broadcastable to (2, 4, 1, 1)", dict(marks=ones(1, 1, 1, 2).to(torch.uint8))),
         ("marks", ValueError, "rank 4", dict(marks=ones(1, 1, 1).to(torch.uint8))),
         ("query", ValueError, "a batch of 1 beside cu_seqlens_q", dict(OFFSETS)),
-        ("on_hopper", ValueError, "False beside key_mask", dict(key_mask=bools(1, SK), on_hopper=True)),
-        ("on_hopper", ValueError, "False beside softcap", dict(softcap=2.0, on_hopper=True)),
+        ("on_hopper", ValueError, "False where it knows no key_mask", dict(key_mask=bools(1, SK), on_hopper=True)),
+        ("on_hopper", ValueError, "False where it knows no softcap", dict(softcap=2.0, on_hopper=True)),
+        ("on_hopper", ValueError, "float16 and bfloat16, not torch.float32", dict(on_hopper=True)),
     ],
     "packed forward": [
         ("cu_seqlens_k", TypeError, "a tensor, got NoneType", dict(cu_seqlens_k=None)),

@@ -258,6 +258,8 @@ def check_sizes(a: CacheArguments) -> None:
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
     """Raise for a tensor that somebody may want a gradient of."""
+    if not differentiated(arguments.values()):
+        return
     for name, x in arguments.items():
         if differentiated((x,)):
             expected = "a tensor without a gradient, for attention_decode has none (see torch.no_grad)"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..private import longest, ragged_dim
 from .form import Arguments
 from .rules import BOOL, fail
 
@@ -28,7 +29,7 @@ def _check(query, key, value):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
         if not tensor.is_nested or tensor.layout != torch.jagged:
             fail(TypeError, name, "a nested tensor of torch.jagged, as query is", tensor.layout)
-        if tensor.dim() != 4 or tensor._ragged_idx != 2:
+        if tensor.dim() != 4 or ragged_dim(tensor) != 2:
             fail(ValueError, name, SHAPE, tuple(tensor.shape))
         if tensor.shape[0] != query.shape[0]:
             fail(ValueError, name, f"the batch size of query, {query.shape[0]}", tuple(tensor.shape))
@@ -68,8 +69,8 @@ def attend(function: Callable, arguments: Arguments, **more):
         value.values(),
         offsets.int(),
         key.offsets().int(),  # type: ignore[attr-defined]
-        max_seqlen_q=query._maybe_max_seqlen,  # type: ignore[attr-defined]
-        max_seqlen_k=key._maybe_max_seqlen,  # type: ignore[attr-defined]
+        max_seqlen_q=longest(query),
+        max_seqlen_k=longest(key),
         **tokens,
         **options,
         **more,

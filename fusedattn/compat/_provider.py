@@ -77,7 +77,7 @@ def _activate():
 def _call(query, key, value, is_causal, scale) -> Call | None:
     """The call that the kernels get; None if they cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
-    return None if backends.BACKENDS["triton"].reasons(call) else call
+    return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
 
 def forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..private import (
+    TENSORS_OF_TORCH,
     DeviceContext,
     as_torch_has_it,
     disabled_torch_function,
@@ -124,8 +125,6 @@ class _OursWhileEnabled(_Ours):
         return _everywhere is not None
 
 
-# Classes that have a __torch_function__ for what they are, and that ours knows: causal biases, and jagged tensors.
-_KNOWN = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor")
 _UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, disabled_torch_function)
 
 
@@ -133,7 +132,7 @@ def _answer_themselves(types) -> bool:
     """Whether one of the classes of a call's tensors says itself what attention is."""
     for kind in types:
         function = kind.__torch_function__
-        if getattr(function, "__func__", function) not in _UNCHANGED and kind.__module__ not in _KNOWN:
+        if getattr(function, "__func__", function) not in _UNCHANGED and kind.__module__ not in TENSORS_OF_TORCH:
             return True
     return False
 

@@ -4,24 +4,21 @@ Triton compiles a kernel when it is first called, so a compiler that is missing,
 then. What was found is kept: calls of the same kind take another backend from then on.
 """
 
+import errno
 import subprocess
 import warnings
 from typing import Any
 
 import torch
 
-# What stops every kernel, not one: a compiler, a header or a library that is missing.
-_OF_THE_MACHINE = (subprocess.SubprocessError, OSError, ImportError)
-_known: dict[tuple, tuple[str, str]] = {}  # (sentence, advice)
+# What may be otherwise the next time: a disk that is full, too many files.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
+_known: dict[tuple, str] = {}
 _warned: set[str] = set()
 
 
 class Unusable(Exception):
-    """A kernel cannot run here; the message says which, why, and in `advice` what to do."""
-
-    def __init__(self, sentence: str, advice: str):
-        super().__init__(sentence)
-        self.advice = advice
+    """A kernel cannot run here; the message says which, why, and what to do."""
 
 
 def forget() -> None:
@@ -43,24 +40,24 @@ def any_known() -> bool:
 def known(key: tuple) -> "Unusable | None":
     """Why a kernel is known not to run for calls of a kind; None if it is not."""
     found = _known.get(("every kernel", key[1])) or _known.get(key) if _known else None
-    return None if found is None else Unusable(*found)
+    return None if found is None else Unusable(found)
 
 
 def remember(key: tuple, error: Exception) -> "Unusable":
-    """Keep that a kernel failed for calls of a kind; returns what to raise."""
+    """Keep that a kernel failed for calls of a kind, unless that may pass; returns what to raise."""
     name, device, *_ = key
-    whole = isinstance(error, _OF_THE_MACHINE) or "C compiler" in str(error)
-    stage = "Triton cannot build what launches kernels" if whole else f"the kernel {name!r} does not compile or load"
-    found = f"{stage} on {device} ({_cause(error)})", _advice(error, whole)
-    _known[("every kernel", device) if whole else key] = found
-    return Unusable(*found)
+    whole, what, advice = _judge(name, error)
+    found = f"{what} on {device} ({_cause(error)}); {advice}"
+    if not (isinstance(error, OSError) and error.errno in _PASSING):
+        _known[("every kernel", device) if whole else key] = found
+    return Unusable(found)
 
 
 def take_next(why: "Unusable", named: bool) -> None:
     """Let another backend take a call, with a warning for each cause; or raise, if the call names its backend."""
     if named:
-        raise NotImplementedError(f"backend: the one named cannot take this call: {why}; {why.advice}") from why
-    warn_once(str(why), f"{why}; {why.advice}", stacklevel=2)
+        raise NotImplementedError(f"backend: the one named cannot take this call: {why}") from why
+    warn_once(str(why), str(why), stacklevel=2)
 
 
 def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
@@ -77,9 +74,18 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def _advice(error: Exception, whole: bool) -> str:
-    if whole:
-        return "install a C compiler and Python's headers (apt install gcc python3-dev)"
+def _judge(name: str, error: Exception) -> tuple[bool, str, str]:
+    """(whether every kernel fails so, what does not work, what to do about it)."""
+    if isinstance(error, subprocess.SubprocessError) or "C compiler" in str(error):
+        advice = "install a C compiler and Python's headers (apt install gcc python3-dev)"
+        return True, "Triton cannot build what launches kernels", advice
+    if isinstance(error, ImportError):
+        advice = "see that NVIDIA's driver is installed, and empty Triton's cache, ~/.triton/cache"
+        return True, "Triton cannot load what launches kernels", advice
+    if isinstance(error, OSError):
+        advice = "give Triton the file or folder that is named; TRITON_CACHE_DIR is where it writes"
+        return True, "Triton cannot compile kernels", advice
+    what = f"the kernel {name!r} does not compile or load"
     if type(error).__name__ == "OutOfResources":
-        return "this GPU has too little of that for every tile of it: leave backend unset"
-    return "leave backend unset, and report this with what `fusedattn info` prints"
+        return False, what, "this GPU has too little of that for every tile of it: leave backend unset"
+    return False, what, "leave backend unset, and report this with what `fusedattn info` prints"

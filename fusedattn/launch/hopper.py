@@ -22,7 +22,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
-_LACKS = ("mask", "key_mask", "query_mask", "bias", "alibi_slopes", "sinks", "softcap")
+_LACKS = ("mask", "key_mask", "query_mask", "marks", "bias", "alibi_slopes", "sinks", "softcap")
 _DESCRIPTORS = (views.TensorDescriptor,) if kernel is None else (views.TensorDescriptor, TensorDescriptor)
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
 
@@ -45,29 +45,35 @@ def _aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0
 
 
-def reasons(call: Call) -> list[str]:
-    """Why a call cannot take the kernel, whatever the machine; empty if it can."""
-    if missing is not None:
-        return [missing]
+def limits(call: Call) -> list[str]:
+    """What the kernel does not know of a call, wherever its tensors lie."""
     found = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
     if call.offsets_q is not None:
         found.append("it knows no packed sequences")
     if call.seed is not None:
         found.append("it knows no dropout_p")
-    if call.query.dtype not in _LAYOUTS:
+    if call.query.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
     if views.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).unit is None:
         found.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
     if call.key.shape[2] == 0:
         found.append("there are no keys")
+    if call.value.shape[3] % 8:
+        found.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
+    return found
+
+
+def reasons(call: Call) -> list[str]:
+    """Why a call cannot take the kernel, whatever the machine; empty if it can."""
+    if missing is not None:
+        return [missing]
+    found = limits(call)
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
         if not _copied(tensor):
             found.append(f"the strides of {name} are {tuple(tensor.stride())}, not 1 for the last and multiples of 8")
         elif not _aligned(tensor):
             found.append(f"{name} lies at an address that is no multiple of 16")
-    if call.value.shape[3] % 8:
-        found.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return found
 
 

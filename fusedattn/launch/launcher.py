@@ -24,12 +24,17 @@ _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "l
 def load(kernel, programs: int, arguments: dict, options: dict):
     """The compiled kernel of these arguments, ready to launch. Raises whatever Triton raises where there is none."""
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
-    run = compiled.run  # a property: the first time, it loads the kernel and builds what launches it
+    try:
+        run = compiled.run  # a property: the first time, it loads the kernel and builds what launches it
+    except Exception:
+        compiled._run = None  # else it is taken for loaded the next time
+        raise
     if isinstance(run, functools.partial):
         run()  # raises what that first time has raised
     return compiled
 
 
+@functools.lru_cache(maxsize=4096)  # looking at a signature takes longer than a launch
 def launched(compiled, encodes: bool = True) -> Callable:
     """launch(programs, stream, arguments) of a loaded kernel; hooks, such as a profiler's, are called.
 

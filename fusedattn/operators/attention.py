@@ -62,7 +62,7 @@ def _forward(*arguments):
         from ..launch import run as launch  # the first call imports Triton, nothing before it does
 
         filled, call = [x if x.numel() else None for x in rest], Call(*arguments[:-_AFTER])
-        for on_hopper in (True, False) if arguments[-1] else (False,):
+        for on_hopper in (True, False) if arguments[-1] and launch.has_hopper(out) else (False,):
             try:
                 launch.forward(out, *filled, call, on_hopper)
                 break
@@ -332,7 +332,7 @@ def marks_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None
         return None
 
 
-def failed(call: Call, on_hopper: bool) -> list[str]:
+def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
     if not any_known() or torch.compiler.is_compiling():
         return []
@@ -340,7 +340,7 @@ def failed(call: Call, on_hopper: bool) -> list[str]:
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
     backward = gradients.passes(call, need) if torch.is_grad_enabled() and any(need) else ()
-    names = ["hopper" if on_hopper else "forward", *backward]
+    names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
     return [str(why)] if (why := launch.failed(call, names)) is not None else []
 
 

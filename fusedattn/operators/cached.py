@@ -13,7 +13,7 @@ from ..call.form import Call
 from ..call.layout import dense
 from ..launch.failures import Unusable, any_known
 from ..naive import cached, formula
-from ..private import below_autograd
+from ..private import argument_names, below_autograd
 from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
 
@@ -94,8 +94,8 @@ register(
 
 def _refuse(name):
     """Have an operator raise where somebody may want a derivative of it."""
-    named = [argument.name for argument in getattr(OPERATORS, name).default._schema.arguments]
-    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=True))))
+    named = argument_names(getattr(OPERATORS, name).default)
+    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=False))))
 
 
 _refuse("append")

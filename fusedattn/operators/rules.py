@@ -132,9 +132,11 @@ def check_forward(*arguments: Any) -> None:
     *fields, _, need_weights, _, on_hopper = arguments
     call = Call(*fields)
     check_call(call, need_weights)
-    options = {name: x for name, x in call._asdict().items() if name in (*TOKENS, *OPTIONS, "marks", "offsets_q")}
-    if on_hopper and (given := [name for name, x in options.items() if x is not None]):
-        fail(ValueError, "on_hopper", f"False beside {given[0]}, which its kernel does not know", True)
+    if on_hopper:
+        from ..launch import hopper
+
+        if call.query.numel() and call.key.numel() and (found := hopper.limits(call)):
+            fail(ValueError, "on_hopper", f"False where {found[0]}", True)
 
 
 def check_backward(*arguments: Any) -> None:

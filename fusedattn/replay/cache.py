@@ -183,7 +183,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeate
     _met[kind] = _met.get(kind, 0) + 1
     if _met[kind] < MEETINGS:
         return None
-    del _met[kind]
+    _met.pop(kind, None)  # another thread may have learnt it, or forgotten all
     try:
         repeated = Repeated(call, numbers, run is attention.run_on_hopper)
     except Unusable:
@@ -268,15 +268,16 @@ class Repeated:
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
         facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
         kind = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
-        if kind not in self.backwards:
+        found = self.backwards.get(kind)
+        if found is None:
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
             try:
-                self.backwards[kind] = self._backward(given, need)
+                found = self.backwards[kind] = self._backward(given, need)
             except Unusable:
                 forget()  # the next forward is better computed as its backward has to be
                 return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
-        recipe, places = self.backwards[kind]
+        recipe, places = found
         made = recipe.run(given)
         return [None if place is None else made[place] for place in places]
 
