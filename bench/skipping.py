@@ -56,7 +56,7 @@ def marks(masks, grain):
     It marks each different block once, for a mark depends on nothing but the block: of the 65,536 of a grid of 16384 x
     16384 a few dozen differ, and the interpreter takes 12 ms for each.
     """
-    from fusedattn.launch import run
+    from fusedattn.launch import blocks
 
     found = {}
     for name, mask in masks.items():
@@ -74,7 +74,7 @@ def marks(masks, grain):
     blocks = {
         name: contents[each] for (name, (contents, _)), each in zip(found.items(), together.unbind(1), strict=True)
     }
-    each = run.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
+    each = blocks.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
     return each.flatten()[place].view(numbers[0].shape)
 
 
@@ -101,7 +101,7 @@ def count(case, tiles, grain):
     """A Count of each (kernel, tile), of one head of all batches; it takes Triton's interpreter."""
     from fusedattn.kernels.vocabulary.walk import ALL, SOME
 
-    from fusedattn.launch import run
+    from fusedattn.launch import blocks
 
     masks = case.masks("cpu")
     call = _call(case, masks)
@@ -110,7 +110,7 @@ def count(case, tiles, grain):
 
     def listed(tile, by_keys):
         """(tiles that take a mask, all tiles) of the lists of a kernel."""
-        lists = run.list_blocks(call, found, grain, tile, by_keys).base
+        lists = blocks.list_blocks(call, found, grain, tile, by_keys).base
         masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
         return masked, masked + bare
 

@@ -279,13 +279,13 @@ def test_deterministic_is_of_one_call(device, monkeypatch):
     """Kept until its backward, which repeats none of the other kind; and torch's own flag is as it was."""
     from fusedattn.launch import run as launch
 
-    names, run = set(), launch._run
+    names, run = set(), launch.run_kernel
 
     def spy(name, *rest, **more):
         names.add(name)
         return run(name, *rest, **more)
 
-    monkeypatch.setattr(launch, "_run", spy)
+    monkeypatch.setattr(launch, "run_kernel", spy)
     q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
     packed = [x.detach()[0].requires_grad_() for x in (q, k, v)]
     offset = offsets([15, 25], device)

@@ -65,8 +65,10 @@ def test_a_window_needs_fewer():
 
 
 def launched(monkeypatch):
-    names, run = [], launch._run
-    monkeypatch.setattr(launch, "_run", lambda name, *rest, **more: (names.append(name), run(name, *rest, **more)))
+    names, run = [], launch.run_kernel
+    monkeypatch.setattr(
+        launch, "run_kernel", lambda name, *rest, **more: (names.append(name), run(name, *rest, **more))
+    )
     return names
 
 
@@ -102,13 +104,13 @@ def test_what_is_not_a_number_is_not_hidden(splits, device, monkeypatch):
 
 def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, monkeypatch):
     """With a table of one page a sequence neither, as where rows of a cache are chosen by number."""
-    compiled, run = [], launch._run
+    compiled, run = [], launch.run_kernel
 
     def spy(name, programs, arguments, *rest, **options):
         compiled.append((name, sorted((key, x) for key, x in arguments.items() if key.isupper() and key not in "QKV")))
         return run(name, programs, arguments, *rest, **options)
 
-    monkeypatch.setattr(launch, "_run", spy)
+    monkeypatch.setattr(launch, "run_kernel", spy)
     monkeypatch.setattr(configs, "splits", lambda *_: 1)
     for page in (None, 1):
         found = []
@@ -131,7 +133,7 @@ def test_heads_and_queries_share_tiles_of_their_number(device, monkeypatch):
 
 def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     """The next one may share the keys of a sequence in another way, or not at all."""
-    case, run = PACKED._replace(lengths=(0, 44)), launch._run
+    case, run = PACKED._replace(lengths=(0, 44)), launch.run_kernel
     want = attend(case.draw(device))
     tiles = configs.Tile(16, 32, 4, 1), configs.Tile(16, 16, 4, 1)
     monkeypatch.setattr(launch, "_too_large", {})
@@ -146,7 +148,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
         names.append(name)
         return run(name, programs, arguments, *rest, **options)
 
-    monkeypatch.setattr(launch, "_run", small)
+    monkeypatch.setattr(launch, "run_kernel", small)
     for first, second in ((2, 1), (1, 2)):
         # 48 keys are two blocks of the first tile, and three of the second.
         monkeypatch.setattr(configs, "splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn import backends
-from fusedattn.launch import failures, launcher, run, tiles as configs
+from fusedattn.launch import failures, forward, launcher, run, tiles as configs
 
 from .inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
 
@@ -167,7 +167,7 @@ def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
     monkeypatch.setitem(backends.BACKENDS, "hopper", backends.BACKENDS["hopper"]._replace(waits=None))
     seen = []
-    monkeypatch.setattr(run, "_forward", lambda out, lse, stats, call: seen.append(out.fill_(7.0)))
+    monkeypatch.setattr(forward, "_forward", lambda out, lse, stats, call: seen.append(out.fill_(7.0)))
     inputs = draw("cpu", dtype=torch.bfloat16)
     with gpu, pytest.warns(UserWarning, match="PTXASError"):
         assert fa.explain(*inputs).backend == "hopper"

@@ -196,7 +196,7 @@ def test_a_wrong_argument_is_named_before_a_launch(name, device, monkeypatch):
     from fusedattn.launch import run
 
     operator(name)(**moved(RIGHT[name], device))
-    monkeypatch.setattr(run, "_run", None)  # a launch would fail
+    monkeypatch.setattr(run, "run_kernel", None)  # a launch would fail
     for argument, error, text, changed in WRONG[name]:
         given = RIGHT[name] | changed
         for where in (device, "meta"):

@@ -33,7 +33,10 @@ ROOMS = {
     "testing": {"api", "reference"},
 }
 # What imports Triton before a call asks for it: the launches, and of them neither the tables of tiles nor the failures.
-LAUNCHES = {f"launch.{x}" for x in ("arguments", "backward", "cached", "hopper", "interpreter", "launcher", "run")}
+LAUNCHES = {
+    f"launch.{x}"
+    for x in ("arguments", "backward", "blocks", "cached", "forward", "hopper", "interpreter", "launcher", "run")
+}
 KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
 ASKS_FOR_TRITON = {"backends", "cli.machine"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}

@@ -38,14 +38,14 @@ APART = {
 def test_heads_that_share_keys_share_a_tile(name, device, monkeypatch, poison):
     from fusedattn.launch import run as launch
 
-    heads, run = [], launch._run
+    heads, run = [], launch.run_kernel
 
     def seen(kernel, programs, arguments, *rest, **options):
         if kernel == "forward":
             heads.append(arguments["HEADS"])
         run(kernel, programs, arguments, *rest, **options)
 
-    monkeypatch.setattr(launch, "_run", seen)
+    monkeypatch.setattr(launch, "run_kernel", seen)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
     case = (PACKED | APART)[name]
     tensors, options = case.draw(device)

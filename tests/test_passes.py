@@ -60,14 +60,14 @@ def launched(monkeypatch):
     """Names of the kernels that are launched, less those that only look at masks."""
     from fusedattn.launch import run as launch
 
-    names, run = [], launch._run
+    names, run = [], launch.run_kernel
 
     def spy(name, *rest, **more):
         if name not in ("mark", "list_blocks"):
             names.append(name)
         return run(name, *rest, **more)
 
-    monkeypatch.setattr(launch, "_run", spy)
+    monkeypatch.setattr(launch, "run_kernel", spy)
     return names
 
 

@@ -84,7 +84,7 @@ LISTED = [
 
 @pytest.mark.parametrize(("shape", "tile", "options"), LISTED, ids=str)
 def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, grain):
-    from fusedattn.launch import run as launch, tiles
+    from fusedattn.launch import blocks, tiles
 
     mask = blocky(*shape, device=device, grain=grain)
     query, key = torch.zeros(2, 4, 70, 16, device=device), torch.zeros(2, 2, 90, 16, device=device)
@@ -95,7 +95,7 @@ def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, gr
     seen = seen & (j >= i - left) & (j <= i + right)
     size = tiles.Tile(*tile, 4, 1)
     for by_keys in (False, True):
-        listed = launch.list_blocks(call, call.marks, grain, size, by_keys)
+        listed = blocks.list_blocks(call, call.marks, grain, size, by_keys)
         found = tiles_of(listed, 4 if by_keys else 8)
         got = torch.zeros(8, -(-70 // tile[0]), -(-90 // tile[1]), dtype=torch.long)
         for (plane, block), (partly, fully) in found.items():
@@ -178,11 +178,11 @@ def test_marks_of_what_was_expanded_are_those_of_what_it_was_expanded_from(given
 
 
 def test_a_plan_is_looked_at_once(device, monkeypatch):
-    from fusedattn.launch import run as launch
+    from fusedattn.launch import blocks
 
     marked = []
-    run = launch.mark
-    monkeypatch.setattr(launch, "mark", lambda *masks: marked.append(masks) or run(*masks))
+    run = blocks.mark
+    monkeypatch.setattr(blocks, "mark", lambda *masks: marked.append(masks) or run(*masks))
     query = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
     mask = torch.ones(20, 20, dtype=torch.bool, device=device).tril()
     plan = fa.plan(mask)
@@ -212,14 +212,14 @@ def test_a_plan_in_modules_compiled_code_and_torch_func(device):
 
 def test_work_follows_the_real_tokens(device, grain):
     """With padding, tiles are listed for real tokens alone, whatever the length of the batch."""
-    from fusedattn.launch import run as launch, tiles
+    from fusedattn.launch import blocks, tiles
 
     lengths, size = torch.tensor([20, 64, 160, 5]), tiles.Tile(32, 32, 4, 1)
     real = (torch.arange(160)[None] < lengths[:, None]).to(device)
     x = torch.zeros(4, 1, 160, 16, device=device)
     call = checked(Arguments(x, x, x, mask=fa.plan(key_mask=real, query_mask=real)))
     for by_keys in (False, True):
-        found = tiles_of(launch.list_blocks(call, call.marks, grain, size, by_keys), 4)
+        found = tiles_of(blocks.list_blocks(call, call.marks, grain, size, by_keys), 4)
         counted = [sum(len(a) + len(b) for (p, _), (a, b) in found.items() if p == plane) for plane in range(4)]
         if grain <= 32:
             assert counted == [(-(-length // 32)) ** 2 for length in lengths.tolist()]

@@ -74,11 +74,11 @@ def test_what_is_counted_is_what_the_grid_of_pairs_says(case):
 @interpreted
 @pytest.mark.parametrize("options", ["padding=0.5", "documents=3"])
 def test_marking_each_different_block_once_marks_them_all(options):
-    from fusedattn.launch import run
+    from fusedattn.launch import blocks
 
     case = cases.Case(2, 1, 1, 192, 192, 16, 16, False, "float32", options)
     masks = case.masks("cpu")
-    whole = run.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
+    whole = blocks.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
     assert torch.equal(skipping.marks(masks, 16), whole)
 
 

@@ -228,17 +228,17 @@ def test_a_plan_of_tokens_is_refused(device):
 
 def test_marks_know_how_long_sequences_are(device):
     """Of what is past the end of one, the tokens of the next, nothing is asked: nor past the end of all."""
-    from fusedattn.launch import run as launch
+    from fusedattn.launch import blocks
 
     rows, keys = (3, 40), (20, 33)
     query, key, value, _ = draw_packed(rows, keys, device)
-    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), launch.grain(query.device)
+    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), blocks.grain(query.device)
     seen = torch.zeros(grain + 53, dtype=torch.bool, device=device)[:53]
     seen[20:] = True
     call = checked_packed(
         Packed(query, key, value, offsets(rows, device), offsets(keys, device), **most, key_mask=seen), {}, False
     )
-    marks = launch.mark(*call.hiding, call.lengths, grain)
+    marks = blocks.mark(*call.hiding, call.lengths, grain)
     assert marks.shape == (2, 1, 1, -(-33 // grain))
     assert not marks[0, 0, 0, : -(-20 // grain)].fmod(2).any() and (marks[1] == 3).all()
 
@@ -268,15 +268,15 @@ def test_in_one_pass_too_a_sequence_does_not_see_its_neighbours(bulk, device, mo
 
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
-    from fusedattn.launch import run as launch
+    from fusedattn.launch import blocks
 
     generator = random.Random(1)
     for count in (1, 3, 70):
         rows, keys = ([generator.choice((0, 1, generator.randint(2, 200))) for _ in range(count)] for _ in range(2))
         query, key, value, _ = draw_packed(rows, keys, device, (1, 1), (1, 1))
         call = checked_packed(Packed(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False)
-        size = launch.turns(call, 32, by_keys)
-        turns, extents = launch._sequences(call.lengths, 32, by_keys, size)
+        size = blocks.turns(call, 32, by_keys)
+        turns, extents = blocks.packed_sequences(call.lengths, 32, by_keys, size)
         starts = [offsets(lengths)[:-1].tolist() for lengths in (rows, keys)]
         assert extents.tolist() == [list(each) for each in zip(starts[0], rows, starts[1], keys, strict=True)]
         taken = [tuple(turn) for turn in turns.tolist() if turn != [-1, -1]]
@@ -297,7 +297,7 @@ def test_no_turn_is_written_where_there_is_no_room(device):
     for size in (0, 5, 13, 14):
         whole.fill_(-7)
         more = dict(Turns=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)
-        launch._run("take_turns", 3, lengths | more, wrong.device, num_warps=4)
+        launch.run_kernel("take_turns", 3, lengths | more, wrong.device, num_warps=4)
         assert (whole[size:] == -7).all() and (whole[:size] >= 0).all()
         assert extents.tolist()[:4] == [[0, 200, 0, 200], [200, 0, 200, 0], [0, 200, 0, 200], [-7] * 4]
 
@@ -310,7 +310,7 @@ WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 2
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     """Offsets on a GPU are not looked at: here those on a CPU are not either."""
     from fusedattn.call import packed as checks_varlen
-    from fusedattn.launch import backward, run as launch
+    from fusedattn.launch import backward, forward
 
     monkeypatch.setattr(checks_varlen, "apply", lambda *arguments: None)
     rows = keys = (20, 20)
@@ -334,7 +334,7 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     made = [guarded(*shape) for shape in (*shapes, *(x.shape for x in call[:6] if x is not None))]
     out, lse, stats, weights, *grads = (inside for _, inside in made)
     weights = weights if most and most[1] else None
-    launch.forward(out, lse, weights, stats, call, False)
+    forward.forward(out, lse, weights, stats, call, False)
     incoming = grad.transpose(0, 1)[None], lse.clone(), None if weights is None else weights.clone()
     grads = iter(grads)
     wanted = [None if x is None else next(grads) for x in call[:6]]

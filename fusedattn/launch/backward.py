@@ -5,7 +5,7 @@ from triton import cdiv
 
 from ..call.form import Call
 from ..call.packing import packing
-from . import arguments, run, tiles
+from . import arguments, blocks, run, tiles
 
 
 def _bias_sum(call):
@@ -66,7 +66,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     count, length = call.query.shape[0], call.query.shape[2]  # of packed sequences, all their rows are one batch's
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     names = passes(call, [x is not None for x in grads])
-    common, (marks, grain) = arguments.common(call), run.marked(call)
+    common, (marks, grain) = arguments.common(call), blocks.marked(call)
     common |= dict(GradOut=arguments.of(grad_out), GradWeights=_view(grad_weights))
 
     def table(columns, length=length, new=stats.new_empty):
@@ -100,9 +100,9 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
         run.run_tiled(
             "dq",
             call,
-            lambda tile: run.turns(call, tile.rows) * heads,
+            lambda tile: blocks.turns(call, tile.rows) * heads,
             common | own,
-            lambda tile: run.walks(call, marks, grain, tile),
+            lambda tile: blocks.walks(call, marks, grain, tile),
         )
         whole = None
     for name in {"one_pass", "dkdv"}.intersection(names):
@@ -110,10 +110,10 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
 
         def more(tile):
             added = arguments.descriptor(sums, tile.rows) if tile.bulk else _view(sums)
-            return run.walks(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
+            return blocks.walks(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
 
         def blocks_of_keys(tile):
-            return run.turns(call, tile.keys, by_keys=True) * call.key.shape[1]
+            return blocks.turns(call, tile.keys, by_keys=True) * call.key.shape[1]
 
         run.run_tiled(name, call, blocks_of_keys, common | own, more)
     if sums is not None:
@@ -133,7 +133,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
             call,
             lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
             common | own,
-            lambda tile: dict(extents=run.extents(call.lengths)),
+            lambda tile: dict(extents=blocks.extents(call.lengths)),
         )
 
     # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.

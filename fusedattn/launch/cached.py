@@ -59,7 +59,7 @@ def _seen(decode: Decode):
 
 def splits(decode: Decode, programs, tile):
     """How many programs share the keys of a block of rows; from shapes alone, so that a graph may be replayed."""
-    many = None if run.interpreting() else run.multiprocessors(run._device(decode.call.query))
+    many = None if run.interpreting() else run.multiprocessors(run.device_of(decode.call.query))
     return tiles.splits(programs, cdiv(_seen(decode), tile.keys), many)
 
 

@@ -1,11 +1,14 @@
-"""From tensors to kernels: grids and tiles. Sizes of 0 do not get here: `ops` answers for them."""
+"""Runs a kernel with the first of its tiles that fits the device, or has the launch recorded.
+
+Sizes of 0 do not get here: the operators answer for them.
+"""
 
 import contextlib
 import functools
 import threading
 
 import torch
-from triton import cdiv, knobs
+from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
@@ -18,14 +21,14 @@ from ..kernels import (
     decode,
     dkdv,
     dq,
-    forward as attention,
-    preprocess as backward,
+    forward,
+    preprocess,
     sequences,
-    weights as recomputed,
+    weights,
 )
-from ..kernels.vocabulary.span import Sequences
 from ..kernels.vocabulary.tiles import width
-from . import arguments as views, failures, hopper, launcher, tiles as configs
+from . import failures, hopper, launcher, tiles as tile_table
+from .arguments import sizes
 
 
 def interpreting():
@@ -52,17 +55,17 @@ def recording(recorder):
         del _local.recorder
 
 
-def _recorder():
+def current_recorder():
     return getattr(_local, "recorder", None)
 
 
-def _device(tensor):
+def device_of(tensor):
     """Where kernels on a tensor run."""
-    recorder = _recorder()
+    recorder = current_recorder()
     return tensor.device if recorder is None else recorder.device
 
 
-def _run(name, programs, arguments, device, kind=None, last=True, **options):
+def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
     """Run one kernel, or have it recorded.
 
     Args:
@@ -70,7 +73,7 @@ def _run(name, programs, arguments, device, kind=None, last=True, **options):
         last: whether there is no smaller tile to try.
     Raises: Unusable for a kernel that does not compile or load; OutOfResources for a tile that is not the last.
     """
-    kernel, recorder, compiled = KERNELS[name], _recorder(), None
+    kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
         kind = failures.kind(name, device) if kind is None else kind
         if (why := failures.known(kind)) is not None:
@@ -103,7 +106,7 @@ def capability(device):
 
 def has_hopper(tensor):
     """Whether the kernel for Hopper runs where a tensor is: a graph may come from another machine."""
-    return hopper.missing is None and capability(_device(tensor)) in (90, None)
+    return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
 @functools.cache
@@ -112,18 +115,13 @@ def multiprocessors(device):
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def grain(device):
-    """Rows and keys of a block that is marked as seen or not, on a device."""
-    return configs.grain(capability(device))
-
-
 KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        attention.forward,
-        recomputed.weights,
-        backward.prepare,
-        backward.convert,
+        forward.forward,
+        weights.weights,
+        preprocess.prepare,
+        preprocess.convert,
         dq.dq,
         dkdv.dkdv,
         dbias.dbias,
@@ -134,11 +132,11 @@ KERNELS = {
         combine.merge,
     )
 }
-KERNELS |= dict.fromkeys(configs.DECODE, decode.decode)
+KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
-_too_large: dict[tuple, int] = {}  # `_kind`: how many of its tiles the device cannot hold
+_too_large: dict[tuple, int] = {}  # `kind_of`: how many of its tiles the device cannot hold
 
 
 def widest(call):
@@ -146,15 +144,15 @@ def widest(call):
     return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
 
 
-def _kind(name, call):
+def kind_of(name, call):
     query = call.query
-    few = views.sizes(call)[2] <= configs.FEW_ROWS and name in ("forward", "dq")
-    narrow = configs.narrow(call.left, call.right) or few
-    return failures.kind(name, _device(query), query.dtype, widest(call), _load(call), narrow)
+    few = sizes(call)[2] <= tile_table.FEW_ROWS and name in ("forward", "dq")
+    narrow = tile_table.narrow(call.left, call.right) or few
+    return failures.kind(name, device_of(query), query.dtype, widest(call), _load(call), narrow)
 
 
 def _load(call):
-    """What a call asks of each pair beyond its score and its weight, as `configs` has it."""
+    """What a call asks of each pair beyond its score and its weight, as `tiles` has it."""
     if any(x is not None for x in (call.bias, call.alibi_slopes, call.softcap, call.seed)):
         return "rich"
     return "plain" if call.mask is None else "masked"
@@ -162,12 +160,12 @@ def _load(call):
 
 def _tiles(kind):
     name, device, dtype, width, *rest = kind
-    return configs.tiles(name, capability(device), dtype.itemsize, width, *rest)
+    return tile_table.tiles(name, capability(device), dtype.itemsize, width, *rest)
 
 
 def candidates(name, call):
     """Tiles that a kernel may take for a call, best first, less those that the device is known not to hold."""
-    kind = _kind(name, call)
+    kind = kind_of(name, call)
     tiles = _tiles(kind)
     return tiles[min(_too_large.get(kind, 0), len(tiles) - 1) :]
 
@@ -185,16 +183,21 @@ def run_tiled(name, call, programs, arguments, more=None):
     Args:
         programs: of a tile, how many there are to run. more: of a tile, what arguments there are besides.
     """
-    tiles, recorder, device, kind = candidates(name, call), _recorder(), _device(call.query), _kind(name, call)
+    tiles, recorder, device, kind = (
+        candidates(name, call),
+        current_recorder(),
+        device_of(call.query),
+        kind_of(name, call),
+    )
     with surroundings(device):
         for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
             before = None if recorder is None else recorder.position()
-            sizes = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+            blocks = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
             if more is not None:
-                sizes |= more(tile)
+                blocks |= more(tile)
             try:
                 options = dict(num_warps=tile.warps, num_stages=tile.stages)
-                _run(name, programs(tile), arguments | sizes, device, kind, last=not left, **options)
+                run_kernel(name, programs(tile), arguments | blocks, device, kind, last=not left, **options)
                 return
             except OutOfResources:
                 if not left:
@@ -205,158 +208,11 @@ def run_tiled(name, call, programs, arguments, more=None):
                 _too_large[kind] = len(_tiles(kind)) - left
 
 
-def _narrow(tensor):
-    """A tensor before it was expanded: one element along each dimension in which it repeats itself."""
-    if tensor is None or 0 not in tensor.stride():
-        return tensor
-    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
-
-
-def _narrowed(mask, key_mask, query_mask, bias, lengths):
-    """Masks and a bias, narrow where they lie in a grid of pairs: of packed rows each has its own place."""
-    tokens = (key_mask, query_mask) if lengths is not None else map(_narrow, (key_mask, query_mask))
-    return _narrow(mask), *tokens, _narrow(bias)
-
-
-def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
-    """(uninitialised marks of grain x grain pairs, (rows, keys) that they are of).
-
-    The masks, the bias and the lengths are those of a Call; any may be None, but not all of the first four. Sizes along
-    which none differs are 1.
-    """
-    mask, key_mask, query_mask, bias = masks = _narrowed(mask, key_mask, query_mask, bias, lengths)
-    shapes = [x.shape for x in (mask, bias) if x is not None]
-    if lengths is None:
-        shapes += [] if key_mask is None else [key_mask[:, None, None, :].shape]
-        shapes += [] if query_mask is None else [query_mask[:, None, :, None].shape]
-    else:
-        count = lengths.offsets_q.shape[0] - 1
-        shapes += [] if key_mask is None else [(count, 1, 1, lengths.most_k)]
-        shapes += [] if query_mask is None else [(count, 1, lengths.most_q, 1)]
-    batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
-    given = next(x for x in masks if x is not None)
-    marks = given.new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
-    return marks, (rows, keys)
-
-
-def mark(mask, key_mask, query_mask, bias, lengths, grain):
-    """The marks of blocks of grain x grain pairs: bytes, as `kernels.block_mask.mark` has them."""
-    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, lengths, grain)
-    mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
-    batch, heads = marks.shape[:2]
-    if marks.numel():
-        # What hides pairs alone, of one batch maybe, need not know that there are sequences.
-        packed = lengths is not None and not (key_mask is query_mask is None)
-        arguments = dict(
-            Marks=marks,
-            masks=views.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
-            bias=None if bias is None else views.of(bias.expand(batch, heads, rows, keys)),
-            rows=rows,
-            keys=keys,
-            HEADS=heads,
-            GRAIN=grain,
-        )
-        with surroundings(_device(marks)):
-            arguments |= dict(extents=extents(lengths) if packed else None)
-            _run("mark", marks.numel(), arguments, _device(marks), num_warps=4)
-    return marks
-
-
-def turns(call, block, by_keys=False):
-    """How many turns blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
-    batch, _, rows, keys = views.sizes(call)
-    lengths = call.lengths
-    if lengths is None:
-        return cdiv(keys if by_keys else rows, block) * batch
-    return (lengths.keys if by_keys else lengths.rows) // block + batch
-
-
-def _sequences(lengths, block, by_keys=False, count=0):
-    """The Sequences of Lengths, with `count` turns of blocks of so many rows, or keys; None of None."""
-    if lengths is None:
-        return None
-    batch, new = lengths.offsets_q.shape[0] - 1, lengths.offsets_q.new_full
-    found = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
-    arguments = dict(
-        Turns=found.turns,
-        Extents=found.extents,
-        OffsetsQ=lengths.offsets_q.contiguous(),
-        OffsetsK=lengths.offsets_k.contiguous(),
-        n=batch,
-        q_len=lengths.rows,
-        k_len=lengths.keys,
-        most_q=lengths.rows if lengths.most_q is None else lengths.most_q,
-        most_k=lengths.keys if lengths.most_k is None else lengths.most_k,
-        size=count,
-        BLOCK=block,
-        BY_KEYS=by_keys,
-        CHUNK=64 if interpreting() else 1024,
-    )
-    if batch:
-        _run("take_turns", batch, arguments, _device(found.extents), num_warps=4)
-    return found
-
-
-def extents(lengths):
-    """The Extents of the sequences of Lengths; None of None."""
-    return None if lengths is None else _sequences(lengths, 1).extents
-
-
-def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
-    """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
-    batch, heads, rows, keys = views.sizes(call)
-    group = heads // call.key.shape[1]
-    planes, length, across = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
-    if by_keys:
-        planes, length, across = max(1, planes // group), across, length
-    batches = marks.shape[0]
-    if sequences is not None:
-        batches, length = 1, sequences.turns.shape[0]
-    most = across * group if by_keys else across
-    lists = marks.new_empty((batches, planes, length, 2, most + 2), dtype=torch.int64)
-    if lists.numel():
-        arguments = views.band(call) | dict(
-            Lists=lists,
-            sequences=sequences,
-            turns=across,
-            marks=views.of(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
-            HEADS=planes,
-            GROUP=group if by_keys else 1,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.keys,
-            GRAIN=grain,
-            BY_KEYS=by_keys,
-            CHUNK=256,
-        )
-        _run("list_blocks", batches * planes * length, arguments, _device(lists), num_warps=4)
-    return views.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
-
-
-def marked(call):
-    """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
-    size = grain(_device(call.query))
-    if call.marks is not None:
-        return call.marks, size
-    if all(x is None for x in call.hiding):
-        return None, size
-    return mark(*call.hiding, call.lengths, size), size
-
-
-def walks(call, marks, grain, tile, by_keys=False):
-    """The arguments `sequences` and `lists` of a kernel with a program for each block of rows, or of keys."""
-    block = tile.keys if by_keys else tile.rows
-    found = _sequences(call.lengths, block, by_keys, turns(call, block, by_keys))
-    return dict(
-        sequences=found,
-        lists=None if marks is None else list_blocks(call, marks, grain, tile, by_keys, found),
-    )
-
-
 def failed(call: Call, names) -> "failures.Unusable | None":
     """Why one of these kernels, or of those that go before them, is known not to run for a call; None if none is."""
-    device = _device(call.query)
-    kinds = [failures.kind(name, device) if name == "hopper" else _kind(name, call) for name in names]
-    reads_caches = names[0] in configs.ON_CACHES
+    device = device_of(call.query)
+    kinds = [failures.kind(name, device) if name == "hopper" else kind_of(name, call) for name in names]
+    reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.marks is not None or any(x is not None for x in call.hiding)):
         kinds += [failures.kind(name, device) for name in ("mark", "list_blocks")]
     if call.lengths is not None:
@@ -369,49 +225,3 @@ def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
     names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), *backward]
     found = {"hopper": hopper.pipeline(call)} if on_hopper else {}
     return found | {name: candidates(name, call)[0] for name in names}
-
-
-def _forward_on_hopper(out, lse, stats, call):
-    """`forward` without weights, by the kernel for Hopper; it copies what the compiler passed on without asking."""
-    call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
-    taken, device, target = hopper.pipeline(call), _device(call.query), hopper.readable(out)
-    assert target is out or _recorder() is None, "what is recorded are launches: a copy would be lost"
-    arguments = hopper.arguments(call, target, taken) | dict(Lse=lse, Stats=stats)
-    registers, *_ = configs.REGISTERS[taken.warpgroups]
-    with surroundings(device):
-        programs = hopper.programs(call, taken, multiprocessors(device))
-        _run("hopper", programs, arguments, device, num_warps=4, maxnreg=registers)
-    if target is not out:
-        out.copy_(target)
-
-
-def _forward(out, lse, stats, call):
-    """`forward` without weights, by the kernel for every GPU."""
-    if views.packs(call, out) and call.query.shape[0] * call.key.shape[1] >= multiprocessors(_device(call.query)):
-        call, out = views.packed(call, out)
-    marks = marked(call)
-    run_tiled(
-        "forward",
-        call,
-        lambda tile: turns(call, tile.rows) * call.query.shape[1],
-        views.common(call) | dict(Out=views.of(out), Lse=lse, Stats=stats),
-        lambda tile: walks(call, *marks, tile),
-    )
-
-
-def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
-    """Fill out and, unless None, lse, weights and stats; weights need stats.
-
-    on_hopper: out, lse and stats by the kernel for Hopper, which must have no reason not to take the call.
-    """
-    (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
-    if weights is not None:
-        common, columns = views.common(call), weights.shape[3]
-        arguments = {name: common[name] for name in common if name != "V"}
-        run_tiled(
-            "weights",
-            call,
-            lambda tile: turns(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
-            arguments | dict(Weights=views.of(weights), Stats=stats, columns=columns),
-            lambda tile: dict(sequences=_sequences(call.lengths, tile.rows, count=turns(call, tile.rows))),
-        )

@@ -59,12 +59,13 @@ def new_backward(*arguments):
 def _forward(*arguments):
     out, *rest = results = new_forward(*arguments)
     if out.numel():
-        from ..launch import run as launch  # the first call imports Triton, nothing before it does
+        # The first call imports Triton, nothing before it does.
+        from ..launch import forward, run as launch
 
         filled, call = [x if x.numel() else None for x in rest], Call(*arguments[:-_AFTER])
         for on_hopper in (True, False) if arguments[-1] and launch.has_hopper(out) else (False,):
             try:
-                launch.forward(out, *filled, call, on_hopper)
+                forward.forward(out, *filled, call, on_hopper)
                 break
             except Unusable as why:
                 if on_hopper:
@@ -99,23 +100,23 @@ def _backward(*arguments):
 
 
 def _grain(*masks):
-    from ..launch import run as launch
+    from ..launch import blocks
 
-    return launch.grain(next(mask.device for mask in masks if mask is not None))
+    return blocks.grain(next(mask.device for mask in masks if mask is not None))
 
 
 def _new_marks(*arguments):
-    from ..launch import run as launch
+    from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return launch.new_marks(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))[0]
+    return blocks.new_marks(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))[0]
 
 
 def _mark(*arguments):
-    from ..launch import run as launch
+    from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return launch.mark(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))
+    return blocks.mark(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))
 
 
 register(

@@ -116,9 +116,9 @@ def _check_longest(most_q: int | None, most_k: int | None, needed: str) -> None:
 
 
 def _check_marks(marks: Tensor, call: Call) -> None:
-    from ..launch import run  # it has imported Triton before there were marks
+    from ..launch import blocks  # it has imported Triton before there were marks
 
-    (*planes, rows, _), keys, grain = call.query.shape, call.key.shape[2], run.grain(call.query.device)
+    (*planes, rows, _), keys, grain = call.query.shape, call.key.shape[2], blocks.grain(call.query.device)
     shape = (*planes, -(-rows // grain), -(-keys // grain))
     apply(place("marks"), call)
     if marks.dtype != torch.uint8:

@@ -204,7 +204,7 @@ class Repeated:
     """Does calls of one kind: the forward by a recipe, and by more of them the backward, whatever it is asked for."""
 
     def __init__(self, call, numbers: tuple, on_hopper: bool):
-        from ..launch import run as launch
+        from ..launch import blocks, forward
         from .recording import Recorder
 
         self.device, self.numbers = call.query.device, call[TENSORS:]
@@ -217,9 +217,9 @@ class Repeated:
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.marks is None and any(x is not None for x in masks):
-                bare = bare._replace(marks=launch.mark(*masks, None, launch.grain(self.device)))
+                bare = bare._replace(marks=blocks.mark(*masks, None, blocks.grain(self.device)))
             out, lse, weights, stats = made
-            launch.forward(out, lse, weights, stats, bare, on_hopper)
+            forward.forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
         self.marks = recorder.number(bare.marks)
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]

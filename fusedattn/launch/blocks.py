@@ -1,0 +1,164 @@
+"""What the caller's masks leave of the grid of pairs, and where packed sequences begin, for each kernel's own tiles."""
+
+import torch
+from triton import cdiv
+
+from ..kernels.vocabulary.span import Sequences
+from . import arguments, run, tiles
+
+
+def _narrow(tensor):
+    """A tensor before it was expanded: one element along each dimension in which it repeats itself."""
+    if tensor is None or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
+def _narrowed(mask, key_mask, query_mask, bias, lengths):
+    """Masks and a bias, narrow where they lie in a grid of pairs: of packed rows each has its own place."""
+    tokens = (key_mask, query_mask) if lengths is not None else map(_narrow, (key_mask, query_mask))
+    return _narrow(mask), *tokens, _narrow(bias)
+
+
+def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
+    """(uninitialised marks of grain x grain pairs, (rows, keys) that they are of).
+
+    The masks, the bias and the lengths are those of a Call; any may be None, but not all of the first four. Sizes along
+    which none differs are 1.
+    """
+    mask, key_mask, query_mask, bias = masks = _narrowed(mask, key_mask, query_mask, bias, lengths)
+    shapes = [x.shape for x in (mask, bias) if x is not None]
+    if lengths is None:
+        shapes += [] if key_mask is None else [key_mask[:, None, None, :].shape]
+        shapes += [] if query_mask is None else [query_mask[:, None, :, None].shape]
+    else:
+        count = lengths.offsets_q.shape[0] - 1
+        shapes += [] if key_mask is None else [(count, 1, 1, lengths.most_k)]
+        shapes += [] if query_mask is None else [(count, 1, lengths.most_q, 1)]
+    batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
+    given = next(x for x in masks if x is not None)
+    marks = given.new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
+    return marks, (rows, keys)
+
+
+def mark(mask, key_mask, query_mask, bias, lengths, grain):
+    """The marks of blocks of grain x grain pairs: bytes, as `kernels.block_mask.mark` has them."""
+    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, lengths, grain)
+    mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
+    batch, heads = marks.shape[:2]
+    if marks.numel():
+        # What hides pairs alone, of one batch maybe, need not know that there are sequences.
+        packed = lengths is not None and not (key_mask is query_mask is None)
+        launched = dict(
+            Marks=marks,
+            masks=arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
+            bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
+            rows=rows,
+            keys=keys,
+            HEADS=heads,
+            GRAIN=grain,
+        )
+        with run.surroundings(run.device_of(marks)):
+            launched |= dict(extents=extents(lengths) if packed else None)
+            run.run_kernel("mark", marks.numel(), launched, run.device_of(marks), num_warps=4)
+    return marks
+
+
+def turns(call, block, by_keys=False):
+    """How many turns blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
+    batch, _, rows, keys = arguments.sizes(call)
+    lengths = call.lengths
+    if lengths is None:
+        return cdiv(keys if by_keys else rows, block) * batch
+    return (lengths.keys if by_keys else lengths.rows) // block + batch
+
+
+def packed_sequences(lengths, block, by_keys=False, count=0):
+    """The Sequences of Lengths, with `count` turns of blocks of so many rows, or keys; None of None."""
+    if lengths is None:
+        return None
+    batch, new = lengths.offsets_q.shape[0] - 1, lengths.offsets_q.new_full
+    found = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
+    launched = dict(
+        Turns=found.turns,
+        Extents=found.extents,
+        OffsetsQ=lengths.offsets_q.contiguous(),
+        OffsetsK=lengths.offsets_k.contiguous(),
+        n=batch,
+        q_len=lengths.rows,
+        k_len=lengths.keys,
+        most_q=lengths.rows if lengths.most_q is None else lengths.most_q,
+        most_k=lengths.keys if lengths.most_k is None else lengths.most_k,
+        size=count,
+        BLOCK=block,
+        BY_KEYS=by_keys,
+        CHUNK=64 if run.interpreting() else 1024,
+    )
+    if batch:
+        run.run_kernel("take_turns", batch, launched, run.device_of(found.extents), num_warps=4)
+    return found
+
+
+def sequences_of(call, block, by_keys=False):
+    """The Sequences of a call, with turns of blocks of so many rows, or keys; None if it is not packed."""
+    return packed_sequences(call.lengths, block, by_keys, turns(call, block, by_keys))
+
+
+def extents(lengths):
+    """The Extents of the sequences of Lengths; None of None."""
+    return None if lengths is None else packed_sequences(lengths, 1).extents
+
+
+def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
+    """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
+    batch, heads, rows, keys = arguments.sizes(call)
+    group = heads // call.key.shape[1]
+    planes, length, across = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
+    if by_keys:
+        planes, length, across = max(1, planes // group), across, length
+    batches = marks.shape[0]
+    if sequences is not None:
+        batches, length = 1, sequences.turns.shape[0]
+    most = across * group if by_keys else across
+    lists = marks.new_empty((batches, planes, length, 2, most + 2), dtype=torch.int64)
+    if lists.numel():
+        launched = arguments.band(call) | dict(
+            Lists=lists,
+            sequences=sequences,
+            turns=across,
+            marks=arguments.of(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
+            HEADS=planes,
+            GROUP=group if by_keys else 1,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            GRAIN=grain,
+            BY_KEYS=by_keys,
+            CHUNK=256,
+        )
+        run.run_kernel("list_blocks", batches * planes * length, launched, run.device_of(lists), num_warps=4)
+    return arguments.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
+
+
+def marked(call):
+    """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
+    size = grain(run.device_of(call.query))
+    if call.marks is not None:
+        return call.marks, size
+    if all(x is None for x in call.hiding):
+        return None, size
+    return mark(*call.hiding, call.lengths, size), size
+
+
+def walks(call, marks, grain, tile, by_keys=False):
+    """The arguments `sequences` and `lists` of a kernel with a program for each block of rows, or of keys."""
+    block = tile.keys if by_keys else tile.rows
+    found = sequences_of(call, block, by_keys)
+    return dict(
+        sequences=found,
+        lists=None if marks is None else list_blocks(call, marks, grain, tile, by_keys, found),
+    )
+
+
+def grain(device):
+    """Rows and keys of a block that is marked as seen or not, on a device."""
+    return tiles.grain(run.capability(device))
