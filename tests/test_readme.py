@@ -14,5 +14,15 @@ def test_the_example_runs(capsys):
 
 
 def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+            assert (ROOT / target).exists(), f"{page}: {target}"
+
+
+def test_the_rooms_of_the_architecture_are_there():
+    """Every file of a room is named in its row."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    for room in ("call", "naive", "launch", "operators", "replay", "testing"):
+        (row,) = re.findall(rf"^\| `{room}/` \| (.*) \|$", page, re.M)
+        files = {path.stem for path in (ROOT / "fusedattn" / room).glob("*.py")} - {"__init__"}
+        assert files <= set(re.findall(r"`(\w+)`", row)), room

@@ -11,7 +11,7 @@ import torch
 from ..call.form import differentiated
 from ..private import any_requires_grad, forward_mode, redispatch, transforms_active
 
-NAME = __name__.rpartition(".")[0].replace(".", "_")
+NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
 OPERATORS = getattr(torch.ops, NAME)
 MOST = 1024  # kinds of arguments that are remembered as right, before all are forgotten
