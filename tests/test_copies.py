@@ -46,10 +46,10 @@ with warnings.catch_warnings():
     assert all(map(torch.equal, run(copy, "triton", compiled=True), want))
 
 assert torch.ops.fusedattn.forward is not torch.ops.mypkg__vendor_fusedattn.forward
-from fusedattn import launch
-from mypkg._vendor.fusedattn import launch as copied
+from fusedattn.launch import run
+from mypkg._vendor.fusedattn.launch import run as copied
 
-assert launch.KERNELS["forward"] is not copied.KERNELS["forward"]
+assert run.KERNELS["forward"] is not copied.KERNELS["forward"]
 
 # torch's registry of flash attention knows both, by the names of their packages.
 own.compat.torch.register()
