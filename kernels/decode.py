@@ -107,6 +107,7 @@ def decode(
 
     Q and Out are Views, Lse is contiguous. `added` keys of each sequence are more than its length in the cache says.
     """
+    # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * GROUP, HEADS, BLOCK_M)
     first = span.latest_first(block, q_len * GROUP, BLOCK_M)
@@ -114,6 +115,7 @@ def decode(
     rows, member = packed // GROUP, packed % GROUP
     head, plane = span.member(kv, member, GROUP), span.member(kv, member[:, None], GROUP)
 
+    # what it sees
     before = paging.length(cache, kv, capacity)
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, TOP_LEFT)
     real = hidden.real_rows(masks, kv, rows, q_len)
@@ -125,6 +127,7 @@ def decode(
     # Of all blocks that some row sees, one share: a sequence is divided by its own length, whatever that is.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
+    # walk it
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
     # A sink is seen once.
     nothing = None if score.sinks is None else tl.where(split == 0, scores.sink(score, head, out.dtype), float("-inf"))
@@ -140,6 +143,7 @@ def decode(
                 D, DV, PAGE, BLOCK_N, PRECISION, CHECK=n != 1,
             )  # fmt: skip
 
+    # store it
     if masks.rows is not None:
         unseen = softmax.start(nothing, BLOCK_M, out.dtype)
         out = tl.where(real[:, None], out, 0.0)

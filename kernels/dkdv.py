@@ -137,6 +137,7 @@ def dkdv(
     GradBias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen. BiasSums (B, Hq, Sk, 3), zeros before, has
     columns that add up to the sums by key of the gradient of the scores.
     """
+    # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
     block, kv, q_len, k_len = span.place_in(
         sequences, pid, programs, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True
@@ -150,10 +151,12 @@ def dkdv(
     dk = tl.zeros([BLOCK_N, tiles.width(D)], wide)
     dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
 
+    # what it sees
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
+    # walk it
     for n in tl.static_range(3 if lists is None else 2):
         tile_list = None if lists is None else walk.tile_list(lists, kv, block, n)
         begin, end = walk.extent(ranges, tile_list, n)
@@ -161,6 +164,7 @@ def dkdv(
             dk, dv, k, v, Q, GradOut, GradWeights, GradQ, GradK, GradV, GradBias, BiasSums, Rows, cols, band, masks, kv,
             tile_list, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
         )  # fmt: skip
+    # store it
     if GradK is not None:
         tiles.store(tiles.of_keys(GradK, kv), cols, k_len, scores.grad(score, dk), D)
     if GradV is not None:

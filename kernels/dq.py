@@ -104,6 +104,7 @@ def dq(
     Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
     row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope, SinkSums of the sink's.
     """
+    # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
     block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
@@ -115,12 +116,14 @@ def dq(
     kv = span.shared(plane, GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
+    # what it sees
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    # walk it
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
     grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     for n in tl.static_range(3 if lists is None else 2):
         tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
@@ -128,6 +131,7 @@ def dq(
             grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, SinkSums, row, rows, band,
             masks, plane, tile_list, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
+    # store it
     if GradQ is not None:
         tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
     if BiasSums is not None or SlopeSums is not None or SinkSums is not None:

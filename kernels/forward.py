@@ -83,6 +83,7 @@ def forward(
     Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `block_mask`, is None if a band alone hides.
     With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
+    # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
     block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
@@ -92,11 +93,13 @@ def forward(
     kv = span.shared(plane, GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
+    # what it sees
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    # walk it
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
     nothing = None if score.sinks is None else scores.sink(score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
-    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     for n in tl.static_range(3 if lists is None else 2):
         tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
@@ -105,6 +108,7 @@ def forward(
             D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
 
+    # store it
     out, lse, remainder = softmax.finish(out, state, score.unit)
     if masks.rows is not None:
         out = tl.where(real[:, None], out, 0.0)

@@ -159,7 +159,12 @@ def inside(b, r, c):
 def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Key blocks met by rows first .. first + ROWS - 1: [begin, full), [full, rest), [rest, end).
 
-    Every row sees every key of the middle range, so it takes no mask; the outer two do.
+    Every row sees every key of the middle range, so it takes no mask; the outer two do:
+
+                 begin    full         rest     end
+        first      |  . x x|x x x x x x x|x .     |
+                   |    . x|x x x x x x x|x x .   |
+        last       |      .|x x x x x x x|x x x . |
     """
     last = tl.minimum(first + ROWS, b.rows) - 1
     begin = tl.maximum(first + b.low, 0) // BLOCK

@@ -26,10 +26,7 @@ def covered(marks, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def tile_list(lists, plane, block, N: tl.constexpr):
-    """The list of tiles that walk N visits for a block of a plane: 0 those that take a mask, 1 those that take none.
-
-    None if there are no lists.
-    """
+    """The list of tiles that walk N visits for a block of a plane: 0 those that take a mask, 1 those that take none."""
     place = block if len(plane.packed) == 0 else plane.packed.turn
     return tiles.pointers(tiles.matrix(lists, plane), place * 2 + N, place * 0) + 1
 
