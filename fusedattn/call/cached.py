@@ -56,7 +56,8 @@ def room(decode: Decode) -> int:
 def capacity(arguments: CacheArguments) -> int:
     """How many keys a sequence has room for."""
     page, table = arguments.key_cache.shape[2], arguments.block_table
-    return page if table is None else page * table.shape[1]
+    found: int = page if table is None else page * table.shape[1]
+    return found
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
@@ -70,7 +71,7 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 def _tensor(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
     """What holds for every tensor but the query: of a dtype, by default that of the query, and where the query is."""
 
-    def is_wrong(a):
+    def is_wrong(a: Any) -> bool:
         x = getattr(a, name)
         return not isinstance(x, Tensor) or x.dtype != (dtype or a.query.dtype)
 
@@ -216,15 +217,15 @@ ROTARY = (
 INTERLEAVED = is_flag("rotary_interleaved")
 
 
-def _around(a: CacheArguments, cache: Tensor) -> tuple:
+def _around(a: CacheArguments, cache: Tensor) -> tuple[int, int, int]:
     return a.query.shape[0], cache.shape[1], cache.shape[3]
 
 
-def _dim(a: CacheArguments) -> int:
+def _dim(a: CacheArguments) -> Any:
     return a.query.shape[3]
 
 
-def _facts(a: CacheArguments) -> dict:
+def _facts(a: CacheArguments) -> dict[str, Any]:
     """What `expected` may name, of arguments that have come so far."""
     query = a.query
     facts = dict(dtype=query.dtype, device=query.device) if isinstance(query, Tensor) else {}

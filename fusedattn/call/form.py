@@ -1,7 +1,7 @@
 """One call of attention: as the caller wrote it, and as every backend takes it."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ _asked = _Asked()
 
 
 @contextmanager
-def in_order(wanted: bool):
+def in_order(wanted: bool) -> Iterator[None]:
     """Whether calls made by this thread inside the `with` have gradients of the same bits each time."""
     before = _asked.in_order
     _asked.in_order = wanted
@@ -162,7 +162,7 @@ def asked_in_order() -> bool:
     return _asked.in_order
 
 
-def differentiated(arguments: Iterable) -> bool:
+def differentiated(arguments: Iterable[Any]) -> bool:
     """Whether somebody may want a derivative of what comes of arguments, tensors and others."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -23,7 +23,7 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous()
 
 
-def _check(query, key, value):
+def _check(query: Any, key: Any, value: Any) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
@@ -48,7 +48,7 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     return mask.contiguous().values()
 
 
-def attend(function: Callable, arguments: Arguments, **more):
+def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
     """What `attention` returns of nested tensors, from a function like `attention_varlen`: nested tensors.
 
     Args:

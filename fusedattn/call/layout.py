@@ -1,7 +1,11 @@
 """The order in which a tensor's dimensions lie in memory, and tensors made in the order of another."""
 
+from collections.abc import Sequence
 
-def order(tensor):
+from torch import Tensor
+
+
+def order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory; row-major where an expanded dimension leaves it open."""
     strides = tensor.stride()
     if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
@@ -20,14 +24,14 @@ def order(tensor):
     return tuple(axes)
 
 
-def dense(like, shape):
+def dense(like: Tensor, shape: Sequence[int]) -> Tensor:
     """An uninitialised tensor of `shape`, without gaps, in the dtype, device and dimension order of `like`."""
     axes = order(like)
     made = like.new_empty([shape[axis] for axis in axes])
     return made.permute([axes.index(axis) for axis in range(len(axes))])
 
 
-def arrange(tensor, like):
+def arrange(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor` in the dtype and dimension order of `like`, without gaps; differentiable, a copy only if needed."""
     if tensor.dtype == like.dtype and like.is_contiguous() and tensor.is_contiguous():
         return tensor

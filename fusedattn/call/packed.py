@@ -1,5 +1,6 @@
 """What a caller can get wrong about packed sequences, in rules as `checks` has them, and the Call of what is right."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,22 +67,22 @@ def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
 def _values(name: str, tensor: str) -> tuple[Rule, ...]:
     """What offsets hold; those on a GPU are not looked at."""
 
-    def values(a):
+    def values(a: Packed) -> Any:
         offsets = getattr(a, name)
         # Neither does the compiler know what they hold.
         return None if offsets.device.type != "cpu" or torch.compiler.is_compiling() else offsets.tolist()
 
-    def rule(wrong, expected, got):
+    def rule(wrong: Callable[[Packed, Any], bool], expected: str, got: Callable[[Packed], Any]) -> Rule:
         return Rule(name, ValueError, lambda a: values(a) is not None and wrong(a, values(a)), expected, got)
 
-    def falls(a, offsets):
+    def falls(a: Packed, offsets: list[int]) -> bool:
         return any(after < before for before, after in zip(offsets, offsets[1:], strict=False))
 
-    def fall(a):
+    def fall(a: Packed) -> str:
         offsets = values(a)
         return next(f"{y} after {x}" for x, y in zip(offsets, offsets[1:], strict=False) if y < x)
 
-    def rows(a):
+    def rows(a: Packed) -> Any:
         return getattr(a, tensor).shape[0]
 
     return (
@@ -98,7 +99,7 @@ def _values(name: str, tensor: str) -> tuple[Rule, ...]:
 def _longest(name: str) -> tuple[Rule, ...]:
     """The longest length, whatever the offsets hold."""
 
-    def number(a):
+    def number(a: Packed) -> bool:
         given = getattr(a, name)
         return isinstance(given, int | torch.SymInt) and not isinstance(given, bool)
 
@@ -109,7 +110,7 @@ def _longest(name: str) -> tuple[Rule, ...]:
 
 
 def _is_longest(name: str, offsets: str) -> Rule:
-    def too_short(a):
+    def too_short(a: Packed) -> bool:
         given = getattr(a, offsets)
         known = given.device.type == "cpu" and not torch.compiler.is_compiling()
         return known and longest(given, name) > getattr(a, name)
@@ -189,7 +190,7 @@ OPTIONS = {
     "key_mask": _tokens("key_mask", "key"),
     "query_mask": _tokens("query_mask", "query"),
 }
-FACTS = {
+FACTS: dict[str, Callable[[Packed], Any]] = {
     "device": lambda a: a.query.device,
     "dtype": lambda a: a.query.dtype,
     "D": lambda a: a.query.shape[2],

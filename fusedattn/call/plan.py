@@ -19,7 +19,7 @@ def check_plan(plan: Plan) -> None:
     check_fit({name: pairs_of(name, rank4(x) if name == "mask" else rows(x)) for name, x in given.items()})
 
 
-def check_masks(given: Mapping[str, Any], ranks: Mapping[str, tuple]) -> None:
+def check_masks(given: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
     """Raise for masks, or a bias, of other dtypes or ranks, or on several devices."""
     first = next(iter(given.values()))
     for name, mask in given.items():
@@ -36,7 +36,7 @@ def check_masks(given: Mapping[str, Any], ranks: Mapping[str, tuple]) -> None:
             fail(ValueError, name, f"the device of the other masks, {first.device}", mask.device)
 
 
-def pairs_of(name: str, mask: Tensor) -> tuple:
+def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
     """The shape that a mask or bias of rank 4, a key_mask or a query_mask of rank 2, has among the pairs."""
     if name in ("mask", "bias"):
         return tuple(mask.shape)
@@ -44,9 +44,9 @@ def pairs_of(name: str, mask: Tensor) -> tuple:
     return (batch, 1, 1, length) if name == "key_mask" else (batch, 1, length, 1)
 
 
-def check_fit(shapes: Mapping[str, tuple]) -> None:
+def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise for shapes of rank 4, by the names of what has them, that do not broadcast together."""
-    whole: tuple = (1, 1, 1, 1)
+    whole: tuple[int, ...] = (1, 1, 1, 1)
     for name, shape in shapes.items():
         if any(1 != size != other != 1 for size, other in zip(shape, whole, strict=True)):
             fail(ValueError, name, f"a shape that fits the other masks, {whole}", shape)

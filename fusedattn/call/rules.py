@@ -1,7 +1,7 @@
 """Everything a caller can get wrong, a row each: the argument, what is wrong with it, what was expected and got."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -104,19 +104,19 @@ def place(name: str) -> tuple[Rule, ...]:
     return (is_strided(name), _on_device(name))
 
 
-def broadcasts(tensor: Tensor, shape: tuple) -> bool:
+def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
     return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
 
 
-def _scores(a: Arguments) -> tuple:
+def _scores(a: Arguments) -> tuple[int, ...]:
     return (*a.query.shape[:-1], a.key.shape[-2])
 
 
 def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
     """A key_mask or query_mask: (S,), (1, S) or (B, S)."""
 
-    def wrong(a):
+    def wrong(a: Arguments) -> bool:
         mask = getattr(a, name)
         return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not broadcasts(mask, (_batch(a), size(a)))
 
@@ -360,7 +360,7 @@ FACTS: dict[str, Callable[[Arguments], Any]] = {
 }
 
 
-def fail(error: type[Exception], argument: str, expected: Any, got: Any):
+def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
     """Raise in the one form that every error about an argument has."""
     raise error(f"{argument}: expected {expected}, got {got}")
 
@@ -372,7 +372,7 @@ def check_flags(**flags: Any) -> None:
             fail(TypeError, name, "a bool", type(flag).__name__)
 
 
-def apply(rules: tuple, arguments: Any, facts: Mapping[str, Callable] = FACTS) -> None:
+def apply(rules: tuple[Rule, ...], arguments: Any, facts: Mapping[str, Callable[[Any], Any]] = FACTS) -> None:
     """Raise for the first rule that arguments break; facts are what it may name."""
     for rule in rules:
         if rule.wrong(arguments):
@@ -389,7 +389,7 @@ def check(arguments: Arguments) -> None:
             apply(OPTIONS[name], arguments)
 
 
-def check_options(**options) -> None:
+def check_options(**options: Any) -> None:
     """`check` for options alone, as a module gets them before there is a query."""
     arguments = Arguments(None, None, None, **options)
     for name, option in options.items():

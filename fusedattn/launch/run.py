@@ -31,7 +31,7 @@ from . import failures, hopper, launcher, tiles as tile_table
 from .arguments import sizes
 
 
-def interpreting():
+def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 asks before Triton is imported."""
     return knobs.runtime.interpret
 
