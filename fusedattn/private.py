@@ -33,7 +33,7 @@ torch.compile with fullgraph=True refuses, and without it breaks the graph there
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ except ImportError:
     DeviceContext = ()
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+
 def _find(path: str, otherwise: Any = None) -> Any:
     """The object at a path below torch; `otherwise` where there is none."""
     found: Any = torch
@@ -54,12 +58,13 @@ def _find(path: str, otherwise: Any = None) -> Any:
     return otherwise if found is None else found
 
 
-def constant(function):
+def constant(function: _Function) -> _Function:
     """Tell the compiler not to trace a function: what it returns is a constant.
 
     `torch.compiler.assume_constant_result` sets the same mark, and imports the compiler for it.
     """
-    function._dynamo_marked_constant = True
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function
 
 
@@ -81,7 +86,7 @@ def _interpreter_there() -> bool:
     return peek is None or peek() is not None
 
 
-def _made_on(device: str) -> Callable[[tuple, tuple, torch.dtype], Tensor]:
+def _made_on(device: str) -> _Empty:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
@@ -93,7 +98,7 @@ any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _wants_g
 below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 # Of (shape, strides, dtype), on the device that is current: in half the time that a tensor's own method takes.
-EMPTY: dict[str, Callable[[tuple, tuple, torch.dtype], Tensor]] = {
+EMPTY: dict[str, _Empty] = {
     "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _made_on("cpu")),
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _made_on("cuda")),
 }
@@ -116,17 +121,18 @@ def forward_mode() -> bool:
 
 def storage(tensor: Tensor) -> int:
     """What tensors share that share their storage; where `can_replay`."""
-    return tensor.untyped_storage()._cdata
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
-def redispatch(operator: Any, keyset: Any, arguments: tuple) -> Any:
+def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
     """What an operator computes below autograd, from within what autograd has for it."""
     after = _find("_C._after_autograd_keyset")
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
 
-def autograd_inside(device: torch.device):
+def autograd_inside(device: torch.device) -> Any:
     """A context in which autograd sees what an operator computes with tensors on a CPU or a GPU."""
     guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in _GUARD)
     if None in (guard, included, excluded, keys, key):
@@ -144,12 +150,12 @@ _MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
 _all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
 
 
-def function_modes() -> list:
+def function_modes() -> list[Any]:
     """The TorchFunctionModes of this thread, the last of which is asked first."""
     return [] if _all_modes is None else _all_modes()
 
 
-def replace_function_modes(modes: list) -> None:
+def replace_function_modes(modes: list[Any]) -> None:
     """Make these the TorchFunctionModes of this thread."""
     if _pop_mode is None or _push_mode is None:
         return
