@@ -3,11 +3,12 @@
 import functools
 import shutil
 import threading
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .call.cached import Decode
 from .call.form import Arguments, Call
@@ -109,7 +110,7 @@ class Backend(NamedTuple):
 
     name: str
     reasons: Callable[[Any, bool], list[str]]
-    run: Callable[[Any, bool, bool], tuple]
+    run: Callable[[Any, bool, bool], tuple[Any, ...]]
     waits: str | None = None
 
 
@@ -148,12 +149,12 @@ class _Chosen(threading.local):
 _chosen = _Chosen()
 
 
-def check_name(name) -> None:
+def check_name(name: str | None) -> None:
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
         fail(ValueError, "backend", f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
 
 
-def use_backend(name: str | None):
+def use_backend(name: str | None) -> AbstractContextManager[None]:
     """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
 
     Args:
@@ -166,7 +167,7 @@ def use_backend(name: str | None):
 
 
 @contextmanager
-def _using(name):
+def _using(name: str | None) -> Iterator[None]:
     before = _chosen.name
     _chosen.name = name
     try:
@@ -211,10 +212,10 @@ class Explanation(NamedTuple):
     """
 
     backend: str | None
-    tiles: dict
-    reasons: dict
+    tiles: dict[str, configs.Tile | configs.Pipeline]
+    reasons: dict[str, list[str]]
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"takes {self.backend}" if self.backend else "raises NotImplementedError"]
         for kernel, tile in self.tiles.items():
             size = f"{tile.rows} rows" if tile.keys is None else f"{tile.rows} rows x {tile.keys} keys"
@@ -225,7 +226,16 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(query, key, value, *, backend=None, return_lse=False, return_weights=False, **options) -> Explanation:
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    backend: str | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    **options: Any,
+) -> Explanation:
     """Which backend `fusedattn.attention` takes for these arguments, and why each other one does not. Computes nothing.
 
     Args: those of `fusedattn.attention`.
