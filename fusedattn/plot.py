@@ -20,8 +20,8 @@ LETTER = 0.6 * LARGEST / 72  # inches that one takes
 
 def attention_map(
     weights: Tensor,
-    tokens: Sequence | None = None,
-    key_tokens: Sequence | None = None,
+    tokens: Sequence[object] | None = None,
+    key_tokens: Sequence[object] | None = None,
     *,
     mask: Tensor | None = None,
     titles: Sequence[str] | None = None,
@@ -88,7 +88,8 @@ def attention_map(
         axes.set_title(title, fontsize=11, color=INK, pad=4)
         axes.spines[:].set_color(FRAME)
     _bar(figure, shown, panels, label, ticks=matplotlib.ticker.MaxNLocator(4))
-    return figure
+    drawn: Figure = figure
+    return drawn
 
 
 def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
@@ -120,10 +121,11 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
         axis.set_label_text(name, color=INK, fontsize=10)
     axes.spines[:].set_color(FRAME)
     _bar(figure, shown, [axes], "value")
-    return figure
+    drawn: Figure = figure
+    return drawn
 
 
-def _matplotlib():
+def _matplotlib() -> Any:
     try:
         import matplotlib
         import matplotlib.colors
@@ -134,7 +136,7 @@ def _matplotlib():
     return matplotlib
 
 
-def _real(name, tensor):
+def _real(name: str, tensor: Tensor) -> Tensor:
     """A tensor as matplotlib takes it."""
     if not isinstance(tensor, Tensor):
         fail(TypeError, name, "a tensor", type(tensor).__name__)
@@ -143,7 +145,7 @@ def _real(name, tensor):
     return tensor.detach().to("cpu", torch.float64)
 
 
-def _maps(weights):
+def _maps(weights: Tensor) -> Tensor:
     """weights as (H, Sq, Sk)."""
     maps = _real("weights", weights)
     if maps.dim() == 4 and len(maps) == 1:
@@ -161,7 +163,7 @@ def _maps(weights):
     return maps
 
 
-def _seen(maps, mask):
+def _seen(maps: Tensor, mask: Tensor | None) -> Tensor:
     """maps with NaN where mask hides."""
     if mask is None:
         return maps
@@ -173,16 +175,16 @@ def _seen(maps, mask):
         fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
 
 
-def _names(argument, names, length):
+def _names(argument: str, names: Sequence[object] | None, length: int) -> list[str] | None:
     if names is None:
         return None
-    names = [str(name).translate(SIGNS) for name in names]
-    if len(names) != length:
-        fail(ValueError, argument, f"{length} names", len(names))
-    return names
+    written = [str(name).translate(SIGNS) for name in names]
+    if len(written) != length:
+        fail(ValueError, argument, f"{length} names", len(written))
+    return written
 
 
-def _write(axis, names, cell, rotation=0):
+def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -> None:
     """Names, or numbers, along an axis where each has `cell` inches."""
     if names is None:
         axis.get_major_locator().set_params(integer=True)
@@ -191,12 +193,14 @@ def _write(axis, names, cell, rotation=0):
     room = max(cell * 72, 0.1)  # points
     every = math.ceil(SMALLEST / room)
     # A token is a token: two dollars in it are no formula.
-    style = dict(fontfamily="monospace", fontsize=min(max(room, SMALLEST), LARGEST), color=INK, parse_math=False)
+    style: dict[str, Any] = dict(
+        fontfamily="monospace", fontsize=min(max(room, SMALLEST), LARGEST), color=INK, parse_math=False
+    )
     axis.set_ticks(range(0, len(names), every), names[::every], rotation=rotation, **style)
     axis.set_tick_params(length=0, pad=2)
 
 
-def _bar(figure, shown, panels, label, ticks=None):
+def _bar(figure: Any, shown: Any, panels: list[Any], label: str, ticks: Any = None) -> None:
     bar = figure.colorbar(shown, ax=panels, fraction=0.025, aspect=50, pad=0.015, ticks=ticks)
     bar.set_label(label, color=INK, fontsize=10)
     bar.ax.tick_params(labelsize=9, colors=INK, length=2)
