@@ -1,5 +1,7 @@
 """The functions people call."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
     backend: str | None = None,
-):
+) -> Tensor | Any:
     """softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
 
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -78,7 +80,7 @@ def attention(
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    tensors: tuple = (query, key, value, bias, alibi_slopes, sinks, mask, key_mask, query_mask, seed, None)
+    tensors: tuple[Any, ...] = (query, key, value, bias, alibi_slopes, sinks, mask, key_mask, query_mask, seed, None)
     if type(mask) is Plan and key_mask is None and query_mask is None:
         tensors = *tensors[:6], *mask[:3], seed, mask.marks
     named, grad = backends.named(backend), torch.is_grad_enabled()
@@ -126,7 +128,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_weights: bool = False,
     backend: str | None = None,
-):
+) -> Tensor | Any:
     """`attention` within each of n sequences of any lengths, that lie one behind the other: nothing is padded.
 
         >>> query = key = value = torch.randn(100, 8, 64)
@@ -193,7 +195,7 @@ def attention_decode(
     return_lse: bool = False,
     return_weights: bool = False,
     backend: str | None = None,
-):
+) -> Tensor | Any:
     """Attention of new queries to caches of keys and values, which may first be extended in place.
 
         >>> cache, length = torch.zeros(2, 2, 8, 128, 64), torch.zeros(2, dtype=torch.int32)
@@ -291,7 +293,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
-def _check_merge(out_a, lse_a, out_b, lse_b):
+def _check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):

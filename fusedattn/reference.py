@@ -1,28 +1,38 @@
 """The functions of the package, by the naive path alone: in any dtype that computes, and on any device."""
 
+from typing import Any
+
 from torch import Tensor
 
 from .call import cached, jagged
 from .call.cached import CacheArguments
-from .call.form import Arguments, drop
+from .call.form import Arguments, Plan, drop
 from .call.packed import Packed, checked_packed
 from .call.rules import check_flags, checked
 from .naive import formula
 
 
-def results(rank: int, *results: Tensor | None):
+def results(rank: int, *results: Tensor | None) -> Tensor | Any:
     """What the caller of a function of ours gets of (out, lse, weights), None where not asked for: in query's rank."""
     got = [drop(x, rank) for x in results if x is not None]
     return tuple(got) if len(got) > 1 else got[0]
 
 
-def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None):
+def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None) -> Tensor | Any:
     """`results` of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, most)."""
     got = [x for x in (out[0].transpose(0, 1), *(None if x is None else x[0] for x in (lse, weights))) if x is not None]
     return tuple(got) if len(got) > 1 else got[0]
 
 
-def eager(query, key, value, *, return_lse=False, return_weights=False, **options):
+def eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    **options: Any,
+) -> Tensor | Any:
     """`attention` with every step in the dtype of the inputs, and for all rows at once: what people write by hand.
 
     Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
@@ -33,26 +43,26 @@ def eager(query, key, value, *, return_lse=False, return_weights=False, **option
 
 
 def attention(
-    query,
-    key,
-    value,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    mask=None,
-    bias=None,
-    key_mask=None,
-    query_mask=None,
-    causal=False,
-    window=None,
-    align="bottom_right",
-    scale=None,
-    softcap=None,
-    alibi_slopes=None,
-    sinks=None,
-    dropout_p=0.0,
-    seed=None,
-    return_lse=False,
-    return_weights=False,
-):
+    mask: Tensor | Plan | None = None,
+    bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> Tensor | Any:
     """`fusedattn.attention`, computed naively: same arguments, same answers, any device.
 
     Queries are taken in blocks where the score matrix would pass `naive.BUDGET` bytes, in the backward too; but for
@@ -68,30 +78,30 @@ def attention(
 
 
 def attention_varlen(
-    query,
-    key,
-    value,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    mask=None,
-    bias=None,
-    key_mask=None,
-    query_mask=None,
-    causal=False,
-    window=None,
-    align="bottom_right",
-    scale=None,
-    softcap=None,
-    alibi_slopes=None,
-    sinks=None,
-    dropout_p=0.0,
-    seed=None,
-    return_lse=False,
-    return_weights=False,
-):
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    mask: Tensor | Plan | None = None,
+    bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> Tensor | Any:
     """`fusedattn.attention_varlen`, computed naively, with sequences padded to the longest of those of like lengths."""
     check_flags(return_lse=return_lse, return_weights=return_weights)
     options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
@@ -102,31 +112,31 @@ def attention_varlen(
 
 
 def attention_decode(
-    query,
-    key_cache,
-    value_cache,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
     *,
-    cache_seqlens,
-    block_table=None,
-    new_key=None,
-    new_value=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    rotary_interleaved=False,
-    mask=None,
-    bias=None,
-    key_mask=None,
-    query_mask=None,
-    causal=False,
-    window=None,
-    align="bottom_right",
-    scale=None,
-    softcap=None,
-    alibi_slopes=None,
-    sinks=None,
-    return_lse=False,
-    return_weights=False,
-):
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> Tensor | Any:
     """`fusedattn.attention_decode`, computed naively: same arguments, same answers, any device.
 
     The caches, as far as they have room, are read as one padded call, a copy of them where they are in pages.
