@@ -4,25 +4,29 @@ With `backend="naive"` each is the textbook's own computation, on the same param
 attend: of a mask that is True where it may not, pass `~mask`.
 """
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from .call.rules import FLOATING, fail
 from .modules import MultiHeadAttention, check_fits, check_input, check_shares, check_sizes
 
 
-def _check_heads(name, num_heads, hidden_size):
+def _check_heads(name: str, num_heads: int, hidden_size: int) -> None:
     if hidden_size % num_heads:
         fail(ValueError, name, f"a divisor of hidden_size, {hidden_size}", num_heads)
 
 
-def _check_length(name, length, most):
+def _check_length(name: str, length: int, most: int) -> None:
     if length > most:
         fail(ValueError, name, f"a length of at most {most}", length)
 
 
-def _check_ids(name, ids, shape, rank):
+def _check_ids(name: str, ids: Tensor, shape: str, rank: int) -> None:
     if not isinstance(ids, Tensor):
         fail(TypeError, name, "a tensor", type(ids).__name__)
     if ids.dtype not in (torch.int32, torch.int64):
@@ -31,10 +35,11 @@ def _check_ids(name, ids, shape, rank):
         fail(ValueError, name, f"shape {shape}", tuple(ids.shape))
 
 
-def _look_up(table, name, ids):
+def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
     """The rows of an nn.Embedding. On a GPU nobody looks whether an id has one, but for torch's own assert."""
     try:
-        return table(ids)
+        rows: Tensor = table(ids)
+        return rows
     except IndexError:
         fail(ValueError, name, f"ids from 0 to {table.num_embeddings - 1}", f"{ids.min()} to {ids.max()}")
 
@@ -44,7 +49,9 @@ ONLY = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder
 OPTIONS = {"hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout"}
 
 
-def _options(config, needed, may_have=(), only=()):
+def _options(
+    config: Any, needed: Sequence[str], may_have: Sequence[str] = (), only: Iterable[str] = ()
+) -> dict[str, Any]:
     """{option of a layer: value} of attributes that a config needs and of some that it may have."""
     for name in only:
         if getattr(config, name, ONLY[name]) != ONLY[name]:
@@ -56,7 +63,7 @@ def _options(config, needed, may_have=(), only=()):
     return {OPTIONS.get(name, name): getattr(config, name) for name in found}
 
 
-def _layer_options(config, *more):
+def _layer_options(config: Any, *more: str) -> dict[str, Any]:
     """Those of a TransformerEncoderLayer, and more that the config needs."""
     needed = (*more, "hidden_size", "num_attention_heads", "intermediate_size", "hidden_dropout_prob")
     return _options(config, needed, ["attention_probs_dropout_prob", "layer_norm_eps"], ONLY)
@@ -82,7 +89,7 @@ class SinusoidalPositionalEncoding(nn.Module):
 
     pe: Tensor
 
-    def __init__(self, embed_dim: int, max_len: int, *, device=None, dtype: torch.dtype = torch.float64):
+    def __init__(self, embed_dim: int, max_len: int, *, device: Device = None, dtype: torch.dtype = torch.float64):
         super().__init__()
         check_sizes(embed_dim=embed_dim, max_len=max_len)
         self.embed_dim, self.max_len = embed_dim, max_len
@@ -105,7 +112,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         _check_length("x", x.shape[1], self.max_len)
         return x + self.pe[: x.shape[1]].to(x.dtype)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, max_len={self.max_len}"
 
 
@@ -128,20 +135,20 @@ class Embeddings(nn.Module):
         dropout: float = 0.0,
         *,
         layer_norm_eps: float = 1e-12,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.dropout = nn.Dropout(dropout)
 
     @classmethod
-    def from_config(cls, config, **options) -> "Embeddings":
+    def from_config(cls, config: Any, **options: Any) -> "Embeddings":
         """With the sizes, dropout and eps of a BertConfig, or of what has its attributes; options as above.
 
         Raises: ValueError where it asks for what this layer does not do, TypeError for an attribute it lacks.
@@ -155,7 +162,9 @@ class Embeddings(nn.Module):
         length = input_ids.shape[1]
         _check_length("input_ids", length, self.position_embeddings.num_embeddings)
         positions = self.position_embeddings(torch.arange(length, device=input_ids.device))
-        return self.dropout(self.layer_norm(_look_up(self.token_embeddings, "input_ids", input_ids) + positions))
+        tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
+        out: Tensor = self.dropout(self.layer_norm(tokens + positions))
+        return out
 
 
 class FeedForward(nn.Module):
@@ -166,7 +175,15 @@ class FeedForward(nn.Module):
         dropout: the share of the output dropped while training.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, *, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dropout: float = 0.0,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_shares(dropout=dropout)
@@ -175,7 +192,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     @classmethod
-    def from_config(cls, config, **options) -> "FeedForward":
+    def from_config(cls, config: Any, **options: Any) -> "FeedForward":
         """With the sizes and dropout of a BertConfig; as `Embeddings.from_config`."""
         needed = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
         return cls(**_options(config, needed, only=["hidden_act"]) | options)
@@ -187,7 +204,8 @@ class FeedForward(nn.Module):
         if x.shape[-1:] != (self.linear_1.in_features,):
             fail(ValueError, "x", f"shape (..., {self.linear_1.in_features})", tuple(x.shape))
         check_fits("x", x, self.linear_1)
-        return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
+        out: Tensor = self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
+        return out
 
 
 class TransformerEncoderLayer(nn.Module):
@@ -224,15 +242,15 @@ class TransformerEncoderLayer(nn.Module):
         scale: float | None = None,
         causal: bool = False,
         backend: str | None = None,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if head_dim is None:
             _check_heads("num_attention_heads", num_attention_heads, hidden_size)
         check_shares(attention_dropout=attention_dropout)
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.attention = MultiHeadAttention(
@@ -250,7 +268,7 @@ class TransformerEncoderLayer(nn.Module):
         self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, device=device, dtype=dtype)
 
     @classmethod
-    def from_config(cls, config, **options) -> "TransformerEncoderLayer":
+    def from_config(cls, config: Any, **options: Any) -> "TransformerEncoderLayer":
         """With the sizes, dropouts and eps of a BertConfig; as `Embeddings.from_config`. BERT itself is post-norm."""
         return cls(**_layer_options(config) | options)
 
@@ -264,7 +282,8 @@ class TransformerEncoderLayer(nn.Module):
         """
         check_input("x", x, self.attention.embed_dim, self.layer_norm_1)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
-        return x + self.feed_forward(self.layer_norm_2(x))
+        out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
+        return out
 
 
 class TransformerEncoder(nn.Module):
@@ -284,7 +303,7 @@ class TransformerEncoder(nn.Module):
         num_attention_heads: int,
         intermediate_size: int,
         dropout: float = 0.0,
-        **options,
+        **options: Any,
     ):
         super().__init__()
         check_sizes(num_hidden_layers=num_hidden_layers)
@@ -292,7 +311,7 @@ class TransformerEncoder(nn.Module):
         self.layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(num_hidden_layers))
 
     @classmethod
-    def from_config(cls, config, **options) -> "TransformerEncoder":
+    def from_config(cls, config: Any, **options: Any) -> "TransformerEncoder":
         """With the sizes, dropouts and eps of a BertConfig; as `TransformerEncoderLayer.from_config`."""
         return cls(**_layer_options(config, "num_hidden_layers") | options)
 
@@ -336,14 +355,14 @@ class AttentionDecoder(nn.Module):
         *,
         scale: float | None = None,
         backend: str | None = None,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size)
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         _check_heads("num_heads", num_heads, hidden_size)
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.embedding = nn.Embedding(vocab_size, embed_size, **factory)
         self.attentions = nn.ModuleList(
             MultiHeadAttention(

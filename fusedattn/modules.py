@@ -1,6 +1,10 @@
 """Attention with its projections."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .api import attention
 from .backends import check_name
@@ -8,7 +12,7 @@ from .call.form import Plan, autocasting
 from .call.rules import check_flags, check_options, fail
 
 
-def _linear(inputs, outputs, bias, factory):
+def _linear(inputs: int, outputs: int, bias: bool, factory: dict[str, Any]) -> nn.Linear:
     layer = nn.Linear(inputs, outputs, bias=bias, **factory)
     nn.init.xavier_uniform_(layer.weight)
     if bias:
@@ -16,7 +20,7 @@ def _linear(inputs, outputs, bias, factory):
     return layer
 
 
-def check_sizes(**sizes):
+def check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             fail(TypeError, name, "an int", type(size).__name__)
@@ -24,7 +28,7 @@ def check_sizes(**sizes):
             fail(ValueError, name, "1 or more", size)
 
 
-def check_input(name, tensor, width, layer=None):
+def check_input(name: str, tensor: Tensor, width: int, layer: nn.Module | None = None) -> None:
     """A tensor (batch, length, width) that a layer can take."""
     if not isinstance(tensor, Tensor):
         fail(TypeError, name, "a tensor", type(tensor).__name__)
@@ -33,7 +37,7 @@ def check_input(name, tensor, width, layer=None):
     check_fits(name, tensor, layer)
 
 
-def check_fits(name, tensor, layer):
+def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     """The dtype and device of a tensor are those of the weight of a layer.
 
     One whose weight is wrapped, quantized or yet to be loaded answers for itself.
@@ -47,7 +51,7 @@ def check_fits(name, tensor, layer):
         fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
 
 
-def check_shares(**shares):
+def check_shares(**shares: object) -> None:
     for name, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, int | float):
             fail(TypeError, name, "a number", type(share).__name__)
@@ -55,18 +59,21 @@ def check_shares(**shares):
             fail(ValueError, name, "a number from 0 to 1", share)
 
 
-def _by_head(pairs):
+def _by_head(pairs: Any) -> Any:
     """A mask, plan or bias of rank 3 (B, Sq, Sk) as one for all heads; any other as it is."""
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_by_head(pairs.mask))
     return pairs.unsqueeze(1) if isinstance(pairs, Tensor) and pairs.dim() == 3 else pairs
 
 
-def attend(query, key, value, need_weights, **options):
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, need_weights: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     """(output, weights or None); asking for weights changes nothing in the output."""
     check_flags(need_weights=need_weights)
-    got = attention(query, key, value, return_weights=need_weights, **options)
-    return got if need_weights else (got, None)
+    got: Any = attention(query, key, value, return_weights=need_weights, **options)
+    out, weights = got if need_weights else (got, None)
+    return out, weights
 
 
 class MultiHeadAttention(nn.Module):
@@ -105,8 +112,8 @@ class MultiHeadAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         backend: str | None = None,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         kdim = embed_dim if kdim is None else kdim
@@ -130,7 +137,7 @@ class MultiHeadAttention(nn.Module):
         self.head_dim, self.value_head_dim = head_dim, value_head_dim
         self.causal, self.window, self.scale, self.softcap = causal, window, scale, softcap
         self.dropout, self.backend = dropout, backend
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, factory)
         self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, factory)
         self.v_proj = _linear(vdim, num_kv_heads * value_head_dim, bias, factory)
@@ -183,7 +190,7 @@ class MultiHeadAttention(nn.Module):
         )
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
 
 
