@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ class Override:
         key: the dispatch key. kernel_key: where torch's own is found, if not there.
     """
 
-    def __init__(self, operators: Mapping[str, Callable], key: str, kernel_key: str | None = None):
+    def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for name, run in operators.items():
             run = _with_fallback(run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
@@ -26,10 +27,10 @@ class Override:
         self.library = None
 
 
-def _with_fallback(run, original):
+def _with_fallback(run: Callable[..., Any], original: Any) -> Callable[..., Any]:
     """`run`, and `original` where it returns None."""
 
-    def replacement(keyset, *args, **kwargs):
+    def replacement(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)
         return original.call_boxed(keyset, *args, **kwargs) if results is None else results
 
