@@ -5,9 +5,12 @@ those for nested and packed tensors stay torch's.
 """
 
 import math
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import backends
 from ..api import attention
@@ -27,7 +30,7 @@ def register() -> None:
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
 
-def sdpa_provider():
+def sdpa_provider() -> AbstractContextManager[None]:
     """In the `with`, F.scaled_dot_product_attention runs our kernels wherever it would run flash attention.
 
         >>> with fusedattn.compat.torch.sdpa_provider():
@@ -46,7 +49,7 @@ def sdpa_provider():
 
 
 @contextmanager
-def _provide():
+def _provide() -> Iterator[None]:
     register()
     before = torch.nn.attention.current_flash_attention_impl()
     try:
@@ -59,7 +62,7 @@ def _provide():
             torch.nn.attention.activate_flash_attention_impl(before)
 
 
-def _check_machine():
+def _check_machine() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(
             "sdpa_provider: expected a machine with CUDA, got one without: F.scaled_dot_product_attention"
@@ -69,18 +72,27 @@ def _check_machine():
         raise RuntimeError(f"sdpa_provider: expected a machine that runs the kernels: {'; '.join(reasons)}")
 
 
-def _activate():
+def _activate() -> Override:
     _check_machine()
     return Override(REPLACED, "CUDA")
 
 
-def _call(query, key, value, is_causal, scale) -> Call | None:
+def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
     """The call that the kernels get; None if they cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
 
-def forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...] | None:
     """aten::_scaled_dot_product_flash_attention: (out, lse, None, None, L, S, seed, unused, debug mask), or None.
 
     seed: uint64 (2,), of which the first is ours.
@@ -111,23 +123,23 @@ def forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask
 
 
 def backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    cum_seq_q,
-    cum_seq_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    philox_seed,
-    philox_offset,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
     *,
-    scale=None,
-):
+    scale: float | None = None,
+) -> tuple[Any, ...] | None:
     """aten::_scaled_dot_product_flash_attention_backward: gradients of query, key and value, or None."""
     call = _call(query, key, value, is_causal, scale)
     if call is None:
@@ -138,11 +150,11 @@ def backward(
     rest = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(rest), rest], -1)
     need = [True, True, True, False, False, False]
-    grads = OPERATORS.backward(grad_out, None, None, out, out.new_empty(0), stats, *call, need)
+    grads: tuple[Any, ...] = OPERATORS.backward(grad_out, None, None, out, out.new_empty(0), stats, *call, need)
     return grads[:3]
 
 
-REPLACED = {
+REPLACED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": forward,
     "_scaled_dot_product_flash_attention_backward": backward,
 }
