@@ -2,6 +2,8 @@
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +90,9 @@ def scaled_dot_product_attention(
     return out.contiguous().view(*leading, *out.shape[2:])
 
 
-def _jagged(query, key, value, attn_mask, enable_gqa, **options):
+def _jagged(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **options: Any
+) -> Tensor:
     """The answer for nested tensors of torch.jagged, each sequence of which is causal by itself."""
     if attn_mask is not None:
         fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
@@ -98,7 +102,7 @@ def _jagged(query, key, value, attn_mask, enable_gqa, **options):
     return attention(query, key, value, align="top_left", **options)
 
 
-def _causal_bias(mask, rows, keys):
+def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     """The alignment of a mask that is a causal bias of torch's, which holds no numbers; None for any other."""
     module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever made one, and slow to import
     if module is None or not isinstance(mask, module.CausalBias):
@@ -108,7 +112,7 @@ def _causal_bias(mask, rows, keys):
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _check_heads(given):
+def _check_heads(given: Mapping[str, Tensor]) -> int:
     """The number of query heads, of which those of key and value must be divisors."""
     for name, tensor in given.items():
         if tensor.dim() < 3:
@@ -121,7 +125,7 @@ def _check_heads(given):
     return heads
 
 
-def _common(shapes):
+def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """What leading dimensions broadcast to."""
     whole = [1] * max(map(len, shapes.values()))
     for name, shape in shapes.items():
@@ -133,7 +137,7 @@ def _common(shapes):
     return tuple(whole)
 
 
-def _rank4(tensor, batch, shared=False):
+def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
     """(batch, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns).
 
     shared: where all of the batch has the same, it may stay 1.
@@ -145,7 +149,7 @@ def _rank4(tensor, batch, shared=False):
     return tensor.expand(*batch or (1,), *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
 
 
-def _check_mask(mask, query, key, value, leading):
+def _check_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor, leading: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor):
         fail(TypeError, "attn_mask", "a tensor", type(mask).__name__)
     if mask.is_nested or mask.layout != torch.strided:
