@@ -3,8 +3,10 @@
 A backend of this package that computes by torch's calls it inside `private.as_torch_has_it()`, where it stays so.
 """
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,7 @@ _TORCHS = (
 )
 
 
-def sdpa() -> AbstractContextManager:
+def sdpa() -> AbstractContextManager[Any]:
     """In the `with`, F.scaled_dot_product_attention is `scaled_dot_product_attention` of this module, on any device.
 
         >>> with fusedattn.compat.torch.sdpa():
@@ -79,11 +81,11 @@ def disable_sdpa() -> None:
         _everywhere = None
 
 
-def _ours(*args, **kwargs) -> Tensor:
+def _ours(*args: Any, **kwargs: Any) -> Tensor:
     return scaled_dot_product_attention(*args, **kwargs)
 
 
-def _asking_nobody(function, **names):
+def _asking_nobody(function: Any, **names: Any) -> Callable[..., Any]:
     """A function of torch's without the question whether a mode wants it, and with other values of global names.
 
     It runs what the mode wants to see, and asked, torch would set the mode aside for as long as it runs.
@@ -104,7 +106,7 @@ _BACKWARDS = {x: _asking_nobody(x) for x in (Tensor.backward, torch.autograd.bac
 class _Ours(TorchFunctionMode):
     """Answers calls of scaled_dot_product_attention; torch sets it aside while it does."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _BACKWARDS:
             with self:
@@ -128,7 +130,7 @@ class _OursWhileEnabled(_Ours):
 _UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, disabled_torch_function)
 
 
-def _answer_themselves(types) -> bool:
+def _answer_themselves(types: Iterable[Any]) -> bool:
     """Whether one of the classes of a call's tensors says itself what attention is."""
     for kind in types:
         function = kind.__torch_function__
@@ -137,13 +139,13 @@ def _answer_themselves(types) -> bool:
     return False
 
 
-def _replace_modes(modes: list) -> None:
+def _replace_modes(modes: list[Any]) -> None:
     """Make these the modes of this thread, the first being asked last."""
     # What torch.set_default_device puts there must come first: it asserts so.
     replace_function_modes(sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)))
 
 
-def _answer(*args, **kwargs) -> Tensor | None:
+def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """What the operator behind scaled_dot_product_attention does while it is ours; None leaves it to torch."""
     # What is traced is kept, where no guard tells that it was ours.
     if torch.compiler.is_compiling() or dispatch_modes() or is_as_torch_has_it():
