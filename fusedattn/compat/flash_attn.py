@@ -25,6 +25,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Tensor | Any:
     """Attention of q (B, Sq, H, D) to k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); head h reads kv head h // (H // Hkv).
 
     Returns: output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
@@ -64,7 +66,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Tensor | Any:
     """`flash_attn_func` of the three in one tensor (B, S, 3, H, D)."""
     check_packed("qkv", qkv, "(B, S, 3, H, D)")
     shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -83,7 +85,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Tensor | Any:
     """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D)."""
     check_packed("kv", kv, "(B, S, 2, H, D)")
     shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -108,7 +110,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-):
+) -> Tensor | Any:
     """Attention within each of B sequences, packed one behind the other: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
 
     Args:
@@ -138,7 +140,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Tensor | Any:
     """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D)."""
     check_packed("qkv", qkv, "(T, 3, H, D)")
     shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -165,7 +167,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Tensor | Any:
     """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D)."""
     check_packed("kv", kv, "(T, 2, H, D)")
     shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -194,7 +196,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-):
+) -> Tensor | Any:
     """Attention of q (B, Sq, H, D) to caches, which k and v are first written to, in place. There are no gradients.
 
     Args:
@@ -265,7 +267,7 @@ def install() -> None:
     sys.modules.update(_MODULES)
 
 
-def _module(name, members, **more):
+def _module(name: str, members: Iterable[Callable[..., Any]], **more: Any) -> types.ModuleType:
     made = types.ModuleType(name, f"{name}, as fusedattn.compat.flash_attn has it.")
     package = "." not in name
     made.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package=package)
@@ -274,7 +276,7 @@ def _module(name, members, **more):
     return made
 
 
-def _modules():
+def _modules() -> dict[str, types.ModuleType]:
     inner = {
         "flash_attn_interface": _module("flash_attn.flash_attn_interface", _FUNCTIONS),
         "bert_padding": _module("flash_attn.bert_padding", _PADDING),
