@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ _CACHES = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for) )(\w+)")  # where an error names an argument
 
 
-def _ask(names, function, *tensors, **options):
+def _ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
     """function(*tensors, **options); its errors name the arguments as the caller knows them."""
     try:
         return function(*tensors, **options)
@@ -44,7 +45,7 @@ def _ask(names, function, *tensors, **options):
         raise type(error)(text) from error
 
 
-def _check_tensor(name, x, rank, layout):
+def _check_tensor(name: str, x: Any, rank: int, layout: str) -> None:
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type(x).__name__)
     if x.is_nested or x.layout != torch.strided:
@@ -53,7 +54,7 @@ def _check_tensor(name, x, rank, layout):
         fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
 
 
-def check_packed(name, x, layout):
+def check_packed(name: str, x: Tensor, layout: str) -> None:
     """Of a tensor in which queries, keys and values, or two of these, lie beside each other."""
     rank = layout.count(",") + 1
     _check_tensor(name, x, rank, layout)
@@ -61,7 +62,7 @@ def check_packed(name, x, layout):
         fail(ValueError, name, f"shape {layout}", tuple(x.shape))
 
 
-def _check_heads(names, q, k, v, same_batch=True):
+def _check_heads(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, same_batch: bool = True) -> None:
     """What the core would say of views by head, said of (B, S, H, D)."""
     for name, x in zip(names, (q, k, v), strict=True):
         _check_tensor(name, x, 4, "(B, S, H, D)")
@@ -80,7 +81,7 @@ def _check_heads(names, q, k, v, same_batch=True):
         fail(ValueError, names[2], expected, tuple(v.shape))
 
 
-def _window(window_size):
+def _window(window_size: Any) -> tuple[int | None, ...]:
     """A window_size as the core has it."""
     sides = window_size if isinstance(window_size, tuple | list) else ()
     if len(sides) != 2 or any(not isinstance(side, int | torch.SymInt) or isinstance(side, bool) for side in sides):
@@ -90,20 +91,22 @@ def _window(window_size):
     return tuple(None if side == -1 else side for side in sides)
 
 
-def scores(softmax_scale, causal, window_size, softcap, alibi_slopes):
+def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
     """How scores are made, in the core's words."""
     softcap = None if isinstance(softcap, int | float) and softcap == 0 else softcap
     named = dict(scale=softmax_scale, causal=causal, window=_window(window_size), softcap=softcap)
     return named | dict(alibi_slopes=alibi_slopes)
 
 
-def _as_they_are(q):
+def _as_they_are(q: Any) -> contextlib.AbstractContextManager[Any]:
     """Around a call: flash-attn knows no autocast. What it does not take, float32, is cast as everywhere."""
     half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
     return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
 
 
-def _run(names, function, tensors, options, **more):
+def _run(
+    names: dict[str, str], function: Callable[..., Any], tensors: Sequence[Any], options: Options, **more: Any
+) -> tuple[Any, Any]:
     """(output, log-sum-exp or None) of one of the functions of the core that have gradients."""
     query, *_ = tensors
     check_flags(deterministic=options.deterministic, return_attn_probs=options.return_attn_probs)
@@ -120,7 +123,7 @@ def _run(names, function, tensors, options, **more):
     return results if options.return_attn_probs else (results, None)
 
 
-def attend(names, q, k, v, options):
+def attend(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | Any:
     """`attention` of (B, S, H, D); names are those that the caller has for q, k and v."""
     _check_heads(names, q, k, v)
     by_head = [x.transpose(1, 2) for x in (q, k, v)]
@@ -129,18 +132,19 @@ def attend(names, q, k, v, options):
     return (out, lse, q.new_empty(0)) if options.return_attn_probs else out
 
 
-def attend_packed(names, q, k, v, offsets, options):
+def attend_packed(
+    names: dict[str, str], q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor, Any, Any], options: Options
+) -> Tensor | Any:
     """`attention_varlen`; names are those that the caller has for its arguments."""
-    *offsets, most_q, most_k = offsets
     # Some take the longest of the lengths, and leave it a tensor.
-    most_q, most_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in (most_q, most_k))
-    tensors = q, k, v, *offsets
+    most_q, most_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in offsets[2:])
+    tensors = q, k, v, *offsets[:2]
     out, lse = _run(names, attention_varlen, tensors, options, max_seqlen_q=most_q, max_seqlen_k=most_k)
     out = out.contiguous()
     return (out, lse, q.new_empty(0)) if options.return_attn_probs else out
 
 
-def _check_row(name, x, q, least, most):
+def _check_row(name: str, x: Tensor, q: Tensor, least: int, most: int) -> None:
     """Of an int32 tensor (B,) of numbers from least to most; those on a GPU are not looked at."""
     _check_tensor(name, x, 1, "(B,)")
     if x.dtype != torch.int32:
@@ -155,7 +159,7 @@ def _check_row(name, x, q, least, most):
             fail(ValueError, name, f"numbers from {least} to {most}", int(wrong[0]))
 
 
-def _check_new(q, k_cache, v_cache, k, v):
+def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> None:
     """Of what is to be written, (B, new, Hkv, D or Dv)."""
     for name, x, other in (("k", k, "v"), ("v", v, "k")):
         if x is None:
@@ -169,7 +173,7 @@ def _check_new(q, k_cache, v_cache, k, v):
         fail(ValueError, "v", expected, tuple(v.shape))
 
 
-def _lengths(cache_seqlens, q, k, room):
+def _lengths(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Tensor:
     """cache_seqlens as a tensor (B,), if it is none."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
@@ -184,10 +188,11 @@ def _lengths(cache_seqlens, q, k, room):
     if k is not None and cache_seqlens + k.shape[1] > room:
         expected = f"at most {room - cache_seqlens} rows after the {cache_seqlens} of a sequence of {room}"
         fail(ValueError, "k", expected, k.shape[1])
-    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    length: Any = cache_seqlens
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
-def _turned(names, caches: CacheArguments, options, spread):
+def _turned(names: dict[str, str], caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
     """caches with query and new_key turned as flash-attn turns them, where the core would turn the query otherwise.
 
     A new key by its place in the cache; query i, if spread, by the length before the append and i, else by that length.
@@ -213,8 +218,19 @@ def _turned(names, caches: CacheArguments, options, spread):
 
 
 def attend_cached(
-    q, k_cache, v_cache, k, v, rotary, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, options, need_lse
-):
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary: tuple[Tensor | None, Tensor | None, bool],
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    options: dict[str, Any],
+    need_lse: bool,
+) -> Tensor | Any:
     """`attention_decode` of (B, S, H, D), options being those of `scores`; rotary is (cos, sin, interleaved)."""
     _check_heads(("q", "k_cache", "v_cache"), q, k_cache, v_cache, same_batch=False)
     names, batch, room = _OPTIONS | _CACHES, q.shape[0], k_cache.shape[1]
@@ -242,7 +258,8 @@ def attend_cached(
         options = options | dict(key_mask=key_mask)
 
     by_head = [None if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)]
-    caches = CacheArguments(*by_head[:3], lengths, block_table, *by_head[3:])
+    query, key, value, new_key, new_value = by_head
+    caches = CacheArguments(query, key, value, lengths, block_table, new_key, new_value)
     if rotary[0] is not None or rotary[1] is not None:
         if k is None:
             fail(ValueError, "rotary_cos", "None without k, which it is to turn", "a tensor")
