@@ -1,10 +1,13 @@
 """Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.types import Device
 
 from ..call.rules import check_flags, fail
 from ..modules import attend, check_fits, check_shares
@@ -25,16 +28,16 @@ __all__ = [
 _log = logging.getLogger("fusedattn")
 
 
-def _stay(module, inputs):
+def _stay(module: nn.Module, inputs: Any) -> None:
     """A hook that does nothing: torch.nn.TransformerEncoderLayer computes attention itself where there is none."""
 
 
-def _check_flags(**flags):
+def _check_flags(**flags: Any) -> None:
     """`check_flags` of what torch.nn.MultiheadAttention takes: 0 and 1 too."""
     check_flags(**{name: bool(flag) if isinstance(flag, int) else flag for name, flag in flags.items()})
 
 
-def _check_inputs(layer, query, key, value):
+def _check_inputs(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
     given = {"query": query, "key": key, "value": value}
     widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
     for name, x in given.items():
@@ -56,7 +59,7 @@ def _check_inputs(layer, query, key, value):
         fail(ValueError, "value", f"all but the last dimension as in key, {tuple(key.shape)}", tuple(value.shape))
 
 
-def _check_mask(name, mask, query, *shapes):
+def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = getattr(mask, "dtype", type(mask).__name__)
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", got)
@@ -66,7 +69,7 @@ def _check_mask(name, mask, query, *shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 
-def _sum(mask, padding):
+def _sum(mask: Tensor, padding: Tensor) -> Tensor:
     """Two float masks added, where what is finite stays so: twice finfo.min still is a number."""
     dtype = torch.promote_types(torch.promote_types(mask.dtype, padding.dtype), torch.float32)
     hidden = (mask == float("-inf")) | (padding == float("-inf"))
@@ -74,7 +77,7 @@ def _sum(mask, padding):
     return total.masked_fill(hidden, float("-inf"))
 
 
-def _masks(attn_mask, padding, extra):
+def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
     """The masks of a call of `attention` from torch's, in which True hides, and no more than the keys are known.
 
     Args:
@@ -97,7 +100,9 @@ def _masks(attn_mask, padding, extra):
     return masks
 
 
-def _each(function, query, key, value):
+def _each(
+    function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """function of all three; one tensor stays one."""
     k = function(key)
     return k if query is key else function(query), k, k if value is key else function(value)
@@ -120,17 +125,17 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def __init__(
         self,
-        embed_dim,
-        num_heads,
-        dropout=0.0,
-        bias=True,
-        add_bias_kv=False,
-        add_zero_attn=False,
-        kdim=None,
-        vdim=None,
-        batch_first=False,
-        device=None,
-        dtype=None,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if num_heads > 0 and embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
@@ -141,13 +146,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         self._leave_fast_path()
 
-    def __setstate__(self, state):
-        super().__setstate__(state)
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own has no types
         self._leave_fast_path()
 
-    def _leave_fast_path(self):
+    def _leave_fast_path(self) -> None:
         # Not by register_forward_pre_hook: a number that a pickle brings along may be given to another hook later.
-        self._forward_pre_hooks.setdefault("fusedattn", _stay)
+        hooks: Any = self._forward_pre_hooks
+        hooks.setdefault("fusedattn", _stay)
 
     def forward(
         self,
@@ -218,11 +224,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out, weights
 
-    def _is_nested(self, x):
+    def _is_nested(self, x: Tensor) -> bool:
         """Whether x is a padded batch as torch.nn.TransformerEncoder packs it, if it was made of a converted layer."""
         return self.batch_first and isinstance(x, Tensor) and x.is_nested and x.layout == torch.strided
 
-    def _within(self, x, *options):
+    def _within(self, x: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
         """(nested output, padded weights or None): self-attention within each sequence of a nested tensor."""
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
@@ -231,7 +237,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         out, weights = self.forward(padded, padded, padded, padding, *options)
         return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
 
-    def _project(self, query, key, value):
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """All three with their projections, in as few products as there are different inputs."""
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and query is key and key is value:
@@ -243,11 +249,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             return q, *linear(key, weight[width:], None if bias is None else bias[width:]).chunk(2, -1)
         return q, linear(key, weights[1], biases[1]), linear(value, weights[2], biases[2])
 
-    def _extend(self, k, v, along):
+    def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor]:
         """k and v with what every query sees after the keys."""
         shape = list(k.shape)
         shape[along] = 1
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             k, v = (torch.cat([x, more.expand(shape)], along) for x, more in ((k, self.bias_k), (v, self.bias_v)))
         if self.add_zero_attn:
             k, v = (torch.cat([x, x.new_zeros(shape)], along) for x in (k, v))
@@ -298,7 +304,7 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _report(model, replaced, there):
+def _report(model: nn.Module, replaced: int, there: int) -> None:
     """Say what `convert` did: how many modules it replaced, and how many were ours before."""
     name = type(model).__name__
     if replaced or there:
@@ -315,7 +321,7 @@ def _report(model, replaced, there):
     )
 
 
-def _converted(module):
+def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:
     """A fused module that is the same in everything but its class."""
     twin = MultiheadAttention.__new__(MultiheadAttention)
     # One dict for both: who still holds the old one, or a handle of one of its hooks, holds this one.
