@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.autograd import Function
 from transformers import AttentionInterface, PreTrainedModel
@@ -38,7 +38,7 @@ def named(cls: type) -> bool:
 
 
 @functools.cache
-def _read(cls: type, forward: Callable | None) -> Kind:
+def _read(cls: type, forward: Callable[..., Any] | None) -> Kind:
     """`forward` is cls.forward: who replaces it has another class."""
     calls = masked = own = fallen = False
     for function, method, fallback in _reached(cls):

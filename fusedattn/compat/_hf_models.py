@@ -31,7 +31,7 @@ _unidirectional: set[type] = set()
 _warned: set[type] = set()
 
 
-def install(name: str, forward: Callable) -> None:
+def install(name: str, forward: Callable[..., Any]) -> None:
     """Register `forward` as `name`, with `attention_mask`, and judge every model that asks for it from now on."""
     if not NAMES:
         for method, wrapper in (
@@ -49,7 +49,7 @@ def install(name: str, forward: Callable) -> None:
     AttentionMaskInterface.register(name, attention_mask)
 
 
-def attention_mask(*sizes, config=None, **options):
+def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     """`sdpa_mask` for the configs that were found to be safe with it, `eager_mask` for all others."""
     if type(config) not in WHOLE:
         return eager_mask(*sizes, config=config, **options)
@@ -70,24 +70,24 @@ class Requested(str):
         return held
 
 
-def requested(config) -> str | None:
+def requested(config: Any) -> str | None:
     """The name of ours that a config holds or asks for."""
     held = config._attn_implementation
     return held.name if isinstance(held, Requested) else held if held in NAMES else None
 
 
-def _checking(original: Callable) -> Callable:
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def check(self, attn_implementation, is_init_check=False, **options):
+    def check(self: Any, attn_implementation: Any, is_init_check: bool = False, **options: Any) -> Any:
         found = original(self, attn_implementation, is_init_check, **options)
         return Requested(found) if is_init_check and found in NAMES else found
 
     return check
 
 
-def _settling_when_built(original: Callable) -> Callable:
+def _settling_when_built(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def init_weights(self, *arguments, **options):
+    def init_weights(self: Any, *arguments: Any, **options: Any) -> Any:
         done = original(self, *arguments, **options)
         settle(self)
         return done
@@ -95,11 +95,11 @@ def _settling_when_built(original: Callable) -> Callable:
     return init_weights
 
 
-def _settling_when_made(original: Callable) -> Callable:
+def _settling_when_made(original: Callable[..., Any]) -> Callable[..., Any]:
     """For the classes, of transformers 4, whose `__init__` does not end in `init_weights`."""
 
     @functools.wraps(original)
-    def make(cls, *arguments, **options):
+    def make(cls: Any, *arguments: Any, **options: Any) -> Any:
         made = original(cls, *arguments, **options)
         settle(made[0] if isinstance(made, tuple) else made)
         return made
@@ -107,9 +107,9 @@ def _settling_when_made(original: Callable) -> Callable:
     return make
 
 
-def _settling_when_set(original: Callable) -> Callable:
+def _settling_when_set(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def set_attn_implementation(self, attn_implementation, *arguments, **options):
+    def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
         done = original(self, attn_implementation, *arguments, **options)
         wanted = dict(wishes(self.config, attn_implementation))
         if NAMES.intersection(wanted.values()):
@@ -119,7 +119,7 @@ def _settling_when_set(original: Callable) -> Callable:
     return set_attn_implementation
 
 
-def wishes(config, implementation) -> Iterator[tuple[int, str]]:
+def wishes(config: Any, implementation: Any) -> Iterator[tuple[int, str]]:
     """(id of config, what was asked for) for a config and those within it; a dict asks for each by its key."""
     if not isinstance(implementation, dict):
         yield id(config), implementation
@@ -132,7 +132,7 @@ def wishes(config, implementation) -> Iterator[tuple[int, str]]:
             yield from wishes(part, asked)
 
 
-def under_construction(model) -> tuple:
+def under_construction(model: Any) -> tuple[Any, ...]:
     """The models around one that is being built, the outermost first, of those that will be settled once they stand."""
     around: list[Any] = []
     frame: types.FrameType | None = sys._getframe()
@@ -155,11 +155,13 @@ class Survey:
     found: bool = False  # attention of any kind
     used: bool = False  # some that calls the interface, under a name of ours
     unsafe: bool = False  # some that might mistake a bool mask, or None
-    causal: set = field(default_factory=set)  # what those that call the interface take None for
-    silent: set = field(default_factory=set)  # classes that do not call, of modules that no other config is nearer to
+    causal: set[bool] = field(default_factory=set)  # what those that call the interface take None for
+    silent: set[type] = field(
+        default_factory=set
+    )  # classes that do not call, of modules that no other config is nearer to
 
 
-def settle(model, wanted: dict | None = None) -> None:
+def settle(model: Any, wanted: dict[int, str] | None = None) -> None:
     """Give each config of a model that asks for a name the name or "eager", and warn of what does not use it.
 
     What shares its kind of config with a model around it waits for that one. `wanted` has the names that were asked
@@ -173,7 +175,7 @@ def settle(model, wanted: dict | None = None) -> None:
     wanted, around = wanted or {}, under_construction(model)
     surveys: dict[int, Survey] = {}
     survey(model, (), (), surveys)
-    told: dict[type, list] = {}
+    told: dict[type, list[Survey]] = {}
     for each in surveys.values():
         name = requested(each.config)
         if name is None and wanted.get(id(each.config)) not in NAMES:
@@ -205,7 +207,7 @@ def settle(model, wanted: dict | None = None) -> None:
             warn(cls, f"{cls.__name__}, whose code does")
 
 
-def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
+def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surveys: dict[int, Survey]) -> None:
     """Fill in what is beneath each config. `models` and `configs` are those around the module, the nearest last."""
     if isinstance(module, PreTrainedModel):
         models = (*models, module)
@@ -231,7 +233,7 @@ def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
         survey(child, models, configs, surveys)
 
 
-def takes_bool(module, models: tuple) -> bool:
+def takes_bool(module: Any, models: tuple[Any, ...]) -> bool:
     """Whether attention says what None means, and the models of its config that masks may be others than eager's."""
     kinds = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
     alike = [model for model in models if type(model.config) is type(models[-1].config)]

@@ -1,7 +1,9 @@
 """Hugging Face Transformers: after `register()`, attn_implementation="fusedattn" is one more that its models take."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..api import attention
 from ..call.rules import fail
@@ -60,7 +62,7 @@ def register(name: str = "fusedattn") -> None:
 
 
 def fusedattn_forward(
-    module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -71,7 +73,7 @@ def fusedattn_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **others,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """`fusedattn.attention` as transformers calls attention.
 
@@ -129,7 +131,7 @@ def fusedattn_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _eager_masks(module) -> bool:
+def _eager_masks(module: nn.Module) -> bool:
     """Whether its masks are made as for "eager", where None hides nothing."""
     config = getattr(module, "config", None)
     return getattr(config, "_attn_implementation", None) in NAMES and type(config) not in WHOLE
