@@ -218,6 +218,7 @@ def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
         for path in (ROOT / folder).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == modules
+    assert "fusedattn/py.typed" in names, "without it a type checker takes the package for untyped"
     assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
 
 
