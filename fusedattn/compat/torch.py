@@ -65,7 +65,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", got)
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
-    if tuple(mask.shape) not in shapes:
+    if not any(mask.shape == shape for shape in shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 
