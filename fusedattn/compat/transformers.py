@@ -1,5 +1,7 @@
 """Hugging Face Transformers: after `register()`, attn_implementation="fusedattn" is one more that its models take."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,27 @@ REFUSED = {
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
 NAMES: set[str] = set()  # that were registered
-WHOLE: set[type] = set()  # classes of configs all of whose attention calls the interface: a mask of None may be causal
+MASKS = "_fusedattn_masks"  # the attribute of a config that holds its Masks, where it was found to be safe
+
+
+class Masks(NamedTuple):
+    """What all attention beneath a config takes: bool masks, and None for some. Copied with the config, not pickled."""
+
+    name: str  # the very object that the config was given: a name that is written into it later is another one
+    causal: bool  # None for a causal mask
+    unhidden: bool  # None for a mask that hides nothing
+
+    def __deepcopy__(self, memo) -> "Masks":
+        return self
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+def masks_of(config) -> Masks | None:
+    """Those of a config whose name was written after all that gets its masks was read; None for eager's masks."""
+    masks = getattr(config, MASKS, None)
+    return masks if isinstance(masks, Masks) and masks.name is config._attn_implementation else None
 
 
 def register(name: str = "fusedattn") -> None:
@@ -33,7 +55,8 @@ def register(name: str = "fusedattn") -> None:
     code, when a model is built or loaded and when `set_attn_implementation` is called: so this wraps these methods of
     PreTrainedModel, which do as before for every other name. A model is looked at again only then: after replacing
     some of its attention, call `set_attn_implementation`. One whose code is right only for eager's floating masks, or
-    is mixed, gets them, as large as the scores; so does a name written into a config by hand.
+    is mixed, gets them, as large as the scores; so does a name that is written into a config by hand, or comes with
+    it from a pickle.
     Not ours: generate_batch(), which takes no registered name; output_attentions=True, which wants "eager" and gets
     None.
 
@@ -134,7 +157,7 @@ def fusedattn_forward(
 def _eager_masks(module) -> bool:
     """Whether its masks are made as for "eager", where None hides nothing."""
     config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) in NAMES and type(config) not in WHOLE
+    return getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
 
 
 def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
