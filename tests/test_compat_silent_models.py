@@ -1,8 +1,10 @@
 """Hugging Face models of which no part, or not each, calls the attention interface: eager's answer, and a warning."""
 
 import copy
+import functools
 import json
 import pickle
+import types
 import warnings
 
 import pytest
@@ -134,6 +136,22 @@ class OwnAttention(LlamaAttention):
         group = self.num_key_value_groups
         scores = query @ key.repeat_interleave(group, 1).mT * self.scaling + attention_mask
         out = scores.softmax(-1) @ value.repeat_interleave(group, 1)
+        return self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class ExpAttention(LlamaAttention):
+    """The same, in no word that says so."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **options):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        group = self.num_key_value_groups
+        scores = query @ key.repeat_interleave(group, 1).mT * self.scaling + attention_mask
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        out = weights / weights.sum(-1, keepdim=True) @ value.repeat_interleave(group, 1)
         return self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
 
 
@@ -306,6 +324,110 @@ def test_a_class_whose_forward_is_replaced_is_judged_again(monkeypatch, told, ca
     model.set_attn_implementation("fusedattn")
     torch.testing.assert_close(logits(model, PADDED), want, rtol=0, atol=1e-5)
     assert len(calls) == 2 and len(told()) == 1
+
+
+class Unreadable:
+    """Code in C, as far as can be seen."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *arguments, **options):
+        return self.function(*arguments, **options)
+
+
+def wrapped(forward):
+    """As one that takes times."""
+
+    @functools.wraps(forward)
+    def run(*arguments, **options):
+        return forward(*arguments, **options)
+
+    return run
+
+
+def handed(forward, *arguments, **options):
+    return forward(*arguments, **options)
+
+
+def hooked(module):
+    """As accelerate does."""
+
+    def new_forward(module, *arguments, **options):
+        return module._old_forward(*arguments, **options)
+
+    module._old_forward = module.forward
+    return functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
+
+
+def own(module):
+    return types.MethodType(OwnAttention.forward, module)
+
+
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        own,
+        lambda module: functools.partial(OwnAttention.forward, module),
+        lambda module: wrapped(own(module)),
+        lambda module: functools.wraps(module.forward)(functools.partial(OwnAttention.forward, module)),
+        lambda module: Unreadable(own(module)),
+        lambda module: types.MethodType(ExpAttention.forward, module),
+    ],
+    ids=["method", "partial", "wrapped", "named after", "unreadable", "no softmax"],
+)
+@pytest.mark.parametrize("layers", [(0, 1), (0,)], ids=["all", "one"])
+@pytest.mark.parametrize("loaded", [False, True], ids=["set", "set again"])
+def test_a_forward_that_an_instance_has_of_its_own(replacement, layers, loaded, told, calls):
+    model = changed(Inheriting)
+    if loaded:
+        model.set_attn_implementation("fusedattn")
+        model.config._attn_implementation = "eager"
+    for index in layers:
+        attention = model.model.layers[index].self_attn
+        attention.forward = replacement(attention)
+    want = logits(model, PADDED)
+    model.set_attn_implementation("fusedattn")
+    assert_eagers(model, want)
+    assert len(calls) == 2 - len(layers) and len(told()) == 1
+    assert ("PassingOn" in told()[0]) == (len(layers) == 1)
+
+
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        hooked,
+        lambda module: wrapped(module.forward),
+        lambda module: functools.partial(module.forward),
+        lambda module: functools.partial(handed, module.forward),
+        lambda module: types.MethodType(LlamaAttention.forward, module),
+        lambda module: module.forward,
+    ],
+    ids=["hooked", "wrapped", "partial", "argument", "method", "same"],
+)
+def test_a_forward_of_an_instance_that_still_calls(replacement, told, calls):
+    model = changed(Inheriting)
+    want = logits(model, PADDED)
+    for module in model.modules():
+        if not isinstance(module, transformers.PreTrainedModel):
+            module.forward = (replacement if isinstance(module, LlamaAttention) else hooked)(module)
+    model.set_attn_implementation("fusedattn")
+    assert_eagers(model, want)
+    assert [call["bias"] for call in calls] == [None, None] and not told()
+
+
+def test_what_wraps_a_forward_in_name_only_is_read(monkeypatch, told, calls):
+    model = changed(Inheriting)
+    want = logits(model, PADDED)
+
+    @functools.wraps(PassingOn.forward)
+    def forward(self, *arguments, **options):
+        return OwnAttention.forward(self, *arguments, **options)
+
+    monkeypatch.setattr(PassingOn, "forward", forward)
+    model.set_attn_implementation("fusedattn")
+    assert_eagers(model, want)
+    assert not calls and len(told()) == 1
 
 
 @pytest.mark.skipif(MAJOR < 5, reason="transformers 4 reads no is_causal in a config")

@@ -170,7 +170,7 @@ class Survey:
     used: bool = False  # some that calls the interface, under a name of ours
     unsafe: bool = False  # some that might mistake a bool mask, or None
     causal: set = field(default_factory=set)  # what those that call the interface take None for
-    silent: set = field(default_factory=set)  # classes that do not call, of modules that no other config is nearer to
+    silent: set = field(default_factory=set)  # (class, Kind) of what does not call, and has no nearer config
 
 
 def settle(model, wanted: dict | None = None) -> None:
@@ -199,9 +199,7 @@ def settle(model, wanted: dict | None = None) -> None:
     for cls, parts in told.items():
         silent = {part for each in parts for part in each.silent}
         if any(each.used for each in parts):
-            strays = sorted(
-                part.__name__ for part in silent if kind(part).attends and (kind(part).masked or named(part))
-            )
+            strays = sorted({part.__name__ for part, does in silent if does.attends and (does.masked or named(part))})
             if strays:
                 warn(cls, f"{', '.join(strays)} of {cls.__name__}, which do")
         else:
@@ -262,18 +260,18 @@ def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
         if id(config) not in surveys:
             alike = (outer for outer in models if type(outer.config) is type(config))
             surveys[id(config)] = Survey(config, next(alike, models[-1]))
-    does = kind(type(module))
-    if does.calls or does.attends or named(type(module)):
+    cls, does = type(module), kind(module)
+    if does.calls or does.attends or named(cls):
         used = does.calls and requested(configs[-1]) is not None
         for known in configs:
-            beneath = surveys[id(known)]
-            beneath.found = True
-            beneath.used |= used
+            found = surveys[id(known)]
+            found.found = True
+            found.used |= used
             if used:
-                beneath.causal.add(bool(getattr(module, "is_causal", True)))
-            beneath.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
+                found.causal.add(bool(getattr(module, "is_causal", True)))
+            found.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
         if not does.calls:
-            surveys[id(configs[-1])].silent.add(type(module))
+            surveys[id(configs[-1])].silent.add((cls, does))
     for child in module.children():
         survey(child, models, configs, surveys)
 
