@@ -182,6 +182,10 @@ class AllOwn(Changed):
     attentions = (OwnAttention, OwnAttention)
 
 
+class HalfExp(Changed):
+    attentions = (ExpAttention, LlamaAttention)
+
+
 class NotCausal(LlamaAttention):
     """Takes None for a mask that hides nothing, where a causal model leaves the mask out."""
 
@@ -233,6 +237,7 @@ PADDED = dict(input_ids=tokens(3, 9), attention_mask=padding(9), use_cache=False
     [
         (AllOwn, 0, "AllOwn, whose code"),
         (HalfOwn, 1, "OwnAttention of HalfOwn, which"),
+        (HalfExp, 1, "ExpAttention of HalfExp, which"),
         (Inheriting, 2, None),
         (MaskedOnly, 2, None),
         (Open, 2, None),
@@ -246,7 +251,7 @@ def test_it_is_the_code_that_runs_which_is_judged(cls, used, text, route, told, 
         calls.clear()
         torch.testing.assert_close(logits(got, inputs)[SHOWN], logits(model, inputs)[SHOWN], rtol=0, atol=1e-5)
         assert len(calls) == used
-        assert all(call["bias"] is not None for call in calls) == (cls in (AllOwn, HalfOwn, OnlyEager))
+        assert all(call["bias"] is not None for call in calls) == (cls in (AllOwn, HalfOwn, HalfExp, OnlyEager))
     assert all(text in one for one in told()) and len(told()) == (text is not None)
 
 

@@ -50,6 +50,11 @@ def named(cls: type) -> bool:
     return "Attention" in cls.__name__ and cls.__module__.partition(".")[0] != "torch"
 
 
+def stranger(cls: type) -> bool:
+    """Whether one that says so is not of transformers, whose own take the masks of "sdpa" where their models do."""
+    return named(cls) and cls.__module__.partition(".")[0] != "transformers"
+
+
 @functools.cache
 def _kind(cls: type, forward: Callable | None) -> Kind:
     """Of all modules of a class, where `forward` is cls.forward: who replaces it has another class."""

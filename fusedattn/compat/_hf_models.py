@@ -19,7 +19,7 @@ from weakref import WeakSet
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from ._hf_code import kind, named
+from ._hf_code import kind, named, stranger
 from .transformers import MASKS, NAMES, Masks, masks_of
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
@@ -250,8 +250,11 @@ def surveyed(model) -> dict[int, Survey]:
     return surveys
 
 
-def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
-    """Fill in what is beneath each config. `models` and `configs` are those around the module, the nearest last."""
+def survey(module, models: tuple, configs: tuple, surveys: dict) -> bool:
+    """Fill in what is beneath each config, and say whether it is attention.
+
+    `models` and `configs` are those around the module, the nearest last.
+    """
     if isinstance(module, PreTrainedModel):
         models = (*models, module)
     config = getattr(module, "config", None)
@@ -260,7 +263,12 @@ def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
         if id(config) not in surveys:
             alike = (outer for outer in models if type(outer.config) is type(config))
             surveys[id(config)] = Survey(config, next(alike, models[-1]))
+    beneath = False
+    for child in module.children():
+        beneath |= survey(child, models, configs, surveys)
     cls, does = type(module), kind(module)
+    if stranger(cls) and does.masked and not (does.calls or beneath):
+        does = does._replace(attends=True)  # in words that are not known for it
     if does.calls or does.attends or named(cls):
         used = does.calls and requested(configs[-1]) is not None
         for known in configs:
@@ -272,8 +280,7 @@ def survey(module, models: tuple, configs: tuple, surveys: dict) -> None:
             found.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
         if not does.calls:
             surveys[id(configs[-1])].silent.add((cls, does))
-    for child in module.children():
-        survey(child, models, configs, surveys)
+    return beneath or does.calls or does.attends
 
 
 def takes_bool(module, models: tuple) -> bool:
