@@ -151,7 +151,7 @@ def test_flex_attention_is_for_a_gpu_and_jagged_tensors_are_not_causal_on_a_cpu(
     tensors = case.draw("cpu")
     with pytest.raises(calls.Unsupported, match="compiled for CUDA only"):
         providers.find("flex+packed")(case, tensors)
-    with pytest.raises(calls.Unsupported, match="No viable backend|CUDA"):
+    with pytest.raises(calls.Unsupported, match="No viable backend|CUDA driver version is insufficient"):
         providers.find("sdpa+packed")(case, tensors)(*tensors.inputs)
 
 

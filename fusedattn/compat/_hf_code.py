@@ -1,13 +1,14 @@
-"""What the code of a module's class does about attention: call transformers' interface, or compute it by itself."""
+"""What the code of a module does about attention: call transformers' interface, or compute it by itself."""
 
+import contextlib
 import functools
-import inspect
 import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch.autograd import Function
+from torch.nn import Module
 from transformers import AttentionInterface, PreTrainedModel
 
 # What code refers to that computes attention by itself. It may have a softmax for something else: that costs a little.
@@ -25,11 +26,23 @@ class Kind(NamedTuple):
     masked: bool = False
 
 
-def kind(cls: type) -> Kind:
-    """What `cls.forward` does, with the methods and functions that it reaches; not its submodules."""
-    if cls.__module__.partition(".")[0] == "torch" or issubclass(cls, PreTrainedModel):
-        return Kind()  # who uses torch's modules names them; models hold attention, and use softmax for a loss
-    return _read(cls, getattr(cls, "forward", None))
+INSTEAD = Kind(attends=True, masked=True)  # what took the place of attention, and cannot be seen to call
+
+
+def kind(module: Module) -> Kind:
+    """What `module.forward` does, with the methods and functions that it reaches; not its submodules."""
+    cls: type = type(module)
+    if issubclass(cls, PreTrainedModel):
+        return Kind()  # models hold attention, and use softmax for a loss
+    found = _kind(cls, getattr(cls, "forward", None))
+    own = {name: each for name, each in vars(module).items() if callable(each)}
+    if not any(hasattr(cls, name) for name in own):
+        return found
+    reached = list(_reached(cls, own))
+    read = _read(reached)
+    if {function for function, _, _ in reached}.intersection(_methods(cls, {}, "forward")):
+        return Kind(*map(any, zip(found, read, strict=True)))  # a hook, say, around what the class does
+    return INSTEAD if not read.calls and (found.calls or found.attends or named(cls)) else read
 
 
 def named(cls: type) -> bool:
@@ -37,11 +50,26 @@ def named(cls: type) -> bool:
     return "Attention" in cls.__name__ and cls.__module__.partition(".")[0] != "torch"
 
 
+def stranger(cls: type) -> bool:
+    """Whether one that says so is not of transformers, whose own take the masks of "sdpa" where their models do."""
+    return named(cls) and cls.__module__.partition(".")[0] != "transformers"
+
+
 @functools.cache
-def _read(cls: type, forward: Callable[..., Any] | None) -> Kind:
-    """`forward` is cls.forward: who replaces it has another class."""
+def _kind(cls: type, forward: Callable[..., Any] | None) -> Kind:
+    """Of all modules of a class, where `forward` is cls.forward: who replaces it has another class."""
+    if _foreign(cls.__module__):
+        return Kind()  # who uses torch's modules names them
+    read = _read(_reached(cls, {}))
+    if read.calls or read.attends:
+        return read
+    above = (_kind(each, getattr(each, "forward", None)) for each in cls.__mro__[1:])
+    return INSTEAD if any(each.calls or each.attends for each in above) else read
+
+
+def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
     calls = masked = own = fallen = False
-    for function, method, fallback in _reached(cls):
+    for function, method, fallback in reached:
         code = function.__code__
         used = {name for inner in _within(code) for name in inner.co_names}
         asks = any(isinstance(function.__globals__.get(name), AttentionInterface) for name in used)
@@ -54,38 +82,69 @@ def _read(cls: type, forward: Callable[..., Any] | None) -> Kind:
     return Kind(calls, own or fallen and not calls, masked)
 
 
-def _reached(cls: type) -> Iterator[tuple[types.FunctionType, bool, bool]]:
-    """(function, whether it is a method, whether it is what the interface is handed for "eager"), from `forward` on."""
-    todo = [(function, True, False) for name in ("__init__", "forward") for function in _methods(cls, name)]
+def _reached(cls: type, own: dict[str, Callable[..., Any]]) -> Iterator[tuple[FunctionType, bool, bool]]:
+    """(function, whether it is a method, whether it is what the interface is handed for "eager"), from `forward` on.
+
+    `own` has what the instance has in place of methods.
+    """
+    starts = ("forward",) if "forward" in own else ("__init__", "forward")
+    todo = [(function, True, False) for name in starts for function in _methods(cls, own, name)]
     seen = set()
     while todo:
         step = function, method, fallback = todo.pop()
-        if step in seen or _foreign(function.__module__):
+        if step in seen:
             continue
         seen.add(step)
+        todo += [(found, method, fallback) for found in _kept(function)]
+        if _foreign(function.__globals__.get("__name__") or ""):
+            continue
         yield step
         for name in {name for code in _within(function.__code__) for name in code.co_names}:
-            todo += [(found, True, fallback) for found in _methods(cls, name)]
+            todo += [(found, True, fallback) for found in _methods(cls, own, name)]
             found = function.__globals__.get(name)
             if isinstance(found, type) and issubclass(found, Function):
                 found = found.forward
-            if isinstance(found, types.FunctionType):
-                todo.append((inspect.unwrap(found), False, fallback or "eager" in found.__name__))
+            if isinstance(found, FunctionType):
+                todo.append((found, False, fallback or "eager" in found.__name__))
 
 
-def _methods(cls: type, name: str) -> Iterator[types.FunctionType]:
-    """The method of a class that has this name, and where it calls `super`, those above it."""
+def _methods(cls: type, own: dict[str, Callable[..., Any]], name: str) -> Iterator[FunctionType]:
+    """The method that has this name, and where it calls `super`, those above it."""
+    if name in own:
+        yield from _functions(own[name])
+        return
     for above in cls.__mro__:
         found = vars(above).get(name)
         if found is None or _foreign(above.__module__):
             continue
-        found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-        found = inspect.unwrap(found) if callable(found) else found
-        if isinstance(found, types.FunctionType):
-            yield found
-            if "super" in found.__code__.co_names:
-                continue
-        return
+        functions = list(_functions(found))
+        yield from functions
+        if functions and not any("super" in function.__code__.co_names for function in functions):
+            return
+
+
+def _functions(found: Any) -> Iterator[FunctionType]:
+    """Those of Python that are in a method, a property, a partial or what else wraps one; none in code of C."""
+    if isinstance(found, FunctionType):
+        yield found
+    elif isinstance(found, MethodType | classmethod | staticmethod):
+        yield from _functions(found.__func__)
+    elif isinstance(found, property):
+        yield from _functions(found.fget)
+    elif isinstance(found, functools.partial):
+        for part in (found.func, *found.args, *found.keywords.values()):
+            yield from _functions(part)
+    elif "__wrapped__" in getattr(found, "__dict__", {}):
+        yield from _functions(found.__wrapped__)
+
+
+def _kept(function: FunctionType) -> Iterator[FunctionType]:
+    """The functions that another one, such as a decorator's, keeps to call them."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty as yet
+            yield from _functions(cell.cell_contents)
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield from _functions(default)
 
 
 def _foreign(module: str) -> bool:
@@ -93,8 +152,8 @@ def _foreign(module: str) -> bool:
     return module.startswith(("torch.", "transformers.")) and not module.startswith("transformers.models.")
 
 
-def _within(code: types.CodeType) -> Iterator[types.CodeType]:
+def _within(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if isinstance(constant, CodeType):
             yield from _within(constant)

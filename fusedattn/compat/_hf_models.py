@@ -4,6 +4,7 @@ A model that asks for a name of ours is built as an "eager" one. Once it stands,
 which some attention calls the interface gets the name, as `set_attn_implementation` would give it; any other stays
 "eager", and its model is warned about. Masks are bool, or None for plain causality, only where every attention that
 could be handed them calls the interface. Everywhere else they are eager's, right for all but as large as the scores.
+Which of the two is a mark on the config itself: another of the same class may serve another model.
 """
 
 import functools
@@ -13,21 +14,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from ._hf_code import kind, named
-from ._hf_names import NAMES, WHOLE
+from ._hf_code import Kind, kind, named, stranger
+from ._hf_names import MASKS, NAMES, Masks, masks_of
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Classes of configs beneath which, in some model, a bool mask would not be safe; no attention takes None for causal;
-# none takes it for a mask that hides nothing.
-_partly: set[type] = set()
-_uncausal: set[type] = set()
-_unidirectional: set[type] = set()
+_models: WeakSet[PreTrainedModel] = WeakSet()  # that are alive, of any implementation
 _warned: set[type] = set()
 
 
@@ -44,6 +42,8 @@ def install(name: str, forward: Callable[..., Any]) -> None:
             setattr(
                 PreTrainedModel, method, classmethod(_settling_when_made(getattr(PreTrainedModel, method).__func__))
             )
+        for method in ("to_dict", "to_diff_dict"):  # a config with a to_dict of its own may not call ours
+            setattr(PretrainedConfig, method, _without_masks(getattr(PretrainedConfig, method)))
     NAMES.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -51,11 +51,13 @@ def install(name: str, forward: Callable[..., Any]) -> None:
 
 def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     """`sdpa_mask` for the configs that were found to be safe with it, `eager_mask` for all others."""
-    if type(config) not in WHOLE:
+    masks = masks_of(config)
+    if masks is None:
         return eager_mask(*sizes, config=config, **options)
-    for skip, unsafe in (("allow_is_causal_skip", _uncausal), ("allow_is_bidirectional_skip", _unidirectional)):
-        if type(config) in unsafe:
-            options[skip] = False
+    if not masks.causal:
+        options["allow_is_causal_skip"] = False
+    if not masks.unhidden:
+        options["allow_is_bidirectional_skip"] = False
     return sdpa_mask(*sizes, config=config, **options)
 
 
@@ -119,6 +121,18 @@ def _settling_when_set(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_attn_implementation
 
 
+def _without_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is saved says nothing of what was found here."""
+
+    @functools.wraps(original)
+    def listed(self: Any, *arguments: Any, **options: Any) -> Any:
+        done = original(self, *arguments, **options)
+        done.pop(MASKS, None)
+        return done
+
+    return listed
+
+
 def wishes(config: Any, implementation: Any) -> Iterator[tuple[int, str]]:
     """(id of config, what was asked for) for a config and those within it; a dict asks for each by its key."""
     if not isinstance(implementation, dict):
@@ -156,9 +170,7 @@ class Survey:
     used: bool = False  # some that calls the interface, under a name of ours
     unsafe: bool = False  # some that might mistake a bool mask, or None
     causal: set[bool] = field(default_factory=set)  # what those that call the interface take None for
-    silent: set[type] = field(
-        default_factory=set
-    )  # classes that do not call, of modules that no other config is nearer to
+    silent: set[tuple[type, Kind]] = field(default_factory=set)  # what does not call, and has no nearer config
 
 
 def settle(model: Any, wanted: dict[int, str] | None = None) -> None:
@@ -167,14 +179,12 @@ def settle(model: Any, wanted: dict[int, str] | None = None) -> None:
     What shares its kind of config with a model around it waits for that one. `wanted` has the names that were asked
     for by id of config, where transformers may have refused to set them.
     """
-    held = [
-        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)
-    ]
-    if not wanted and not any(map(requested, held)):
+    _models.add(model)
+    if not wanted and not any(map(requested, configs_of(model).values())):
         return
     wanted, around = wanted or {}, under_construction(model)
-    surveys: dict[int, Survey] = {}
-    survey(model, (), (), surveys)
+    surveys = surveyed(model)
+    safe = safe_masks(model, surveys)
     told: dict[type, list[Survey]] = {}
     for each in surveys.values():
         name = requested(each.config)
@@ -183,32 +193,68 @@ def settle(model: Any, wanted: dict[int, str] | None = None) -> None:
         if any(type(outer.config) is type(each.config) for outer in around):
             continue
         if name is not None:
-            each.config._attn_implementation_internal = name if each.used else "eager"
-        if each.used and each.unsafe:
-            _partly.add(type(each.config))
-            WHOLE.discard(type(each.config))
-        elif each.used and type(each.config) not in _partly:
-            WHOLE.add(type(each.config))
-        if each.used:
-            for causal, without in ((True, _uncausal), (False, _unidirectional)):
-                if causal not in each.causal:
-                    without.add(type(each.config))
+            give(each.config, name if each.used else "eager", safe.get(type(each.config)))
         if each.silent or each.config is model.config and not each.found and not around:
             told.setdefault(type(each.model), []).append(each)
     for cls, parts in told.items():
         silent = {part for each in parts for part in each.silent}
         if any(each.used for each in parts):
-            strays = sorted(
-                part.__name__ for part in silent if kind(part).attends and (kind(part).masked or named(part))
-            )
+            strays = sorted({part.__name__ for part, does in silent if does.attends and (does.masked or named(part))})
             if strays:
                 warn(cls, f"{', '.join(strays)} of {cls.__name__}, which do")
         else:
             warn(cls, f"{cls.__name__}, whose code does")
 
 
-def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surveys: dict[int, Survey]) -> None:
-    """Fill in what is beneath each config. `models` and `configs` are those around the module, the nearest last."""
+def give(config: Any, name: str, masks: Masks | None) -> None:
+    """Write the name, and mark the config with the masks that are safe under it."""
+    name = name[:1] + name[1:]  # as an object of its own
+    config._attn_implementation_internal = name
+    if masks is not None:
+        setattr(config, MASKS, masks._replace(name=name))
+
+
+def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
+    """The masks that all attention takes beneath the configs of a class, in the model and those that share its configs.
+
+    Classes with attention that would mistake all but eager's masks have none.
+    """
+    used = {key for key, each in surveys.items() if each.used}
+    found: dict[type, list[Survey]] = {}
+    for each in (surveys, *(surveyed(other) for other in sharing(model, used))):
+        for key in used & each.keys():
+            found.setdefault(type(each[key].config), []).append(each[key])
+    return {
+        cls: Masks("", all(True in each.causal for each in alike), all(False in each.causal for each in alike))
+        for cls, alike in found.items()
+        if not any(each.unsafe for each in alike)
+    }
+
+
+def sharing(model: Any, configs: set[int]) -> list[PreTrainedModel]:
+    """The models outside of one that hold one of these configs, given by id."""
+    within = set(model.modules())
+    return [other for other in list(_models) if other not in within and configs & configs_of(other).keys()]
+
+
+def configs_of(model: Any) -> dict[int, PretrainedConfig]:
+    """The configs that the modules of a model hold, by id."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return {id(config): config for config in configs if isinstance(config, PretrainedConfig)}
+
+
+def surveyed(model: Any) -> dict[int, Survey]:
+    """What is beneath each config that a model holds, by id."""
+    surveys: dict[int, Survey] = {}
+    survey(model, (), (), surveys)
+    return surveys
+
+
+def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surveys: dict[int, Survey]) -> bool:
+    """Fill in what is beneath each config, and say whether it is attention.
+
+    `models` and `configs` are those around the module, the nearest last.
+    """
     if isinstance(module, PreTrainedModel):
         models = (*models, module)
     config = getattr(module, "config", None)
@@ -217,20 +263,24 @@ def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surve
         if id(config) not in surveys:
             alike = (outer for outer in models if type(outer.config) is type(config))
             surveys[id(config)] = Survey(config, next(alike, models[-1]))
-    does = kind(type(module))
-    if does.calls or does.attends or named(type(module)):
+    beneath = False
+    for child in module.children():
+        beneath |= survey(child, models, configs, surveys)
+    cls, does = type(module), kind(module)
+    if stranger(cls) and does.masked and not (does.calls or beneath):
+        does = does._replace(attends=True)  # in words that are not known for it
+    if does.calls or does.attends or named(cls):
         used = does.calls and requested(configs[-1]) is not None
         for known in configs:
-            beneath = surveys[id(known)]
-            beneath.found = True
-            beneath.used |= used
+            found = surveys[id(known)]
+            found.found = True
+            found.used |= used
             if used:
-                beneath.causal.add(bool(getattr(module, "is_causal", True)))
-            beneath.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
+                found.causal.add(bool(getattr(module, "is_causal", True)))
+            found.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
         if not does.calls:
-            surveys[id(configs[-1])].silent.add(type(module))
-    for child in module.children():
-        survey(child, models, configs, surveys)
+            surveys[id(configs[-1])].silent.add((cls, does))
+    return beneath or does.calls or does.attends
 
 
 def takes_bool(module: Any, models: tuple[Any, ...]) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..api import attention
 from ..call.rules import fail
-from ._hf_names import NAMES, WHOLE
+from ._hf_names import NAMES, masks_of
 
 # What some models ask for by a keyword of their own. Leaving it out would change the answer.
 REFUSED = {
@@ -30,10 +30,11 @@ def register(name: str = "fusedattn") -> None:
     Attention is then ours in training, in generate() with any cache, under gradient checkpointing, in each part of a
     model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
     and T5) computes what it does with "eager", and a warning names the class of the model, once. That is judged by the
-    code, when a model is built or loaded and when `set_attn_implementation` is called: so this wraps these methods of
-    PreTrainedModel, which do as before for every other name. A model is looked at again only then: after replacing
-    some of its attention, call `set_attn_implementation`. One whose code is right only for eager's floating masks, or
-    is mixed, gets them, as large as the scores; so does a name written into a config by hand.
+    code, of a class or where an instance has methods of its own, when a model is built or loaded and when
+    `set_attn_implementation` is called: so this wraps these methods of PreTrainedModel, which do as before for every
+    other name. A model is looked at again only then: after replacing some of its attention, call
+    `set_attn_implementation`. One whose code is right only for eager's floating masks, or is mixed, gets them, as large
+    as the scores; so does a name that is written into a config by hand, or comes with it from a pickle.
     Not ours: generate_batch(), which takes no registered name; output_attentions=True, which wants "eager" and gets
     None.
 
@@ -134,7 +135,7 @@ def fusedattn_forward(
 def _eager_masks(module: nn.Module) -> bool:
     """Whether its masks are made as for "eager", where None hides nothing."""
     config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) in NAMES and type(config) not in WHOLE
+    return getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
 
 
 def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
