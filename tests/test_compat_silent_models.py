@@ -378,8 +378,9 @@ def own(module):
         lambda module: functools.wraps(module.forward)(functools.partial(OwnAttention.forward, module)),
         lambda module: Unreadable(own(module)),
         lambda module: types.MethodType(ExpAttention.forward, module),
+        lambda module: wrapped(copy.deepcopy(module).forward),  # of a config that stays "eager"
     ],
-    ids=["method", "partial", "wrapped", "named after", "unreadable", "no softmax"],
+    ids=["method", "partial", "wrapped", "named after", "unreadable", "no softmax", "another's"],
 )
 @pytest.mark.parametrize("layers", [(0, 1), (0,)], ids=["all", "one"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["set", "set again"])

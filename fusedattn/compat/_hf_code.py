@@ -35,12 +35,11 @@ def kind(module: Module) -> Kind:
     if issubclass(cls, PreTrainedModel):
         return Kind()  # models hold attention, and use softmax for a loss
     found = _kind(cls, getattr(cls, "forward", None))
-    own = {name: each for name, each in vars(module).items() if callable(each)}
-    if not any(hasattr(cls, name) for name in own):
+    if not any(callable(each) and hasattr(cls, name) for name, each in vars(module).items()):
         return found
-    reached = list(_reached(cls, own))
+    reached = list(_reached(cls, module))
     read = _read(reached)
-    if {function for function, _, _ in reached}.intersection(_methods(cls, {}, "forward")):
+    if {function for function, _, _ in reached}.intersection(_methods(cls, None, "forward")):
         return Kind(*map(any, zip(found, read, strict=True)))  # a hook, say, around what the class does
     return INSTEAD if not read.calls and (found.calls or found.attends or named(cls)) else read
 
@@ -60,7 +59,7 @@ def _kind(cls: type, forward: Callable[..., Any] | None) -> Kind:
     """Of all modules of a class, where `forward` is cls.forward: who replaces it has another class."""
     if _foreign(cls.__module__):
         return Kind()  # who uses torch's modules names them
-    read = _read(_reached(cls, {}))
+    read = _read(_reached(cls, None))
     if read.calls or read.attends:
         return read
     above = (_kind(each, getattr(each, "forward", None)) for each in cls.__mro__[1:])
@@ -82,25 +81,25 @@ def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
     return Kind(calls, own or fallen and not calls, masked)
 
 
-def _reached(cls: type, own: dict[str, Callable[..., Any]]) -> Iterator[tuple[FunctionType, bool, bool]]:
+def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, bool, bool]]:
     """(function, whether it is a method, whether it is what the interface is handed for "eager"), from `forward` on.
 
-    `own` has what the instance has in place of methods.
+    An instance of the class may have methods of its own.
     """
-    starts = ("forward",) if "forward" in own else ("__init__", "forward")
-    todo = [(function, True, False) for name in starts for function in _methods(cls, own, name)]
+    starts = ("forward",) if module is not None and "forward" in vars(module) else ("__init__", "forward")
+    todo = [(function, True, False) for name in starts for function in _methods(cls, module, name)]
     seen = set()
     while todo:
         step = function, method, fallback = todo.pop()
         if step in seen:
             continue
         seen.add(step)
-        todo += [(found, method, fallback) for found in _kept(function)]
+        todo += [(found, method, fallback) for found in _kept(function, module)]
         if _foreign(function.__globals__.get("__name__") or ""):
             continue
         yield step
         for name in {name for code in _within(function.__code__) for name in code.co_names}:
-            todo += [(found, True, fallback) for found in _methods(cls, own, name)]
+            todo += [(found, True, fallback) for found in _methods(cls, module, name)]
             found = function.__globals__.get(name)
             if isinstance(found, type) and issubclass(found, Function):
                 found = found.forward
@@ -108,43 +107,48 @@ def _reached(cls: type, own: dict[str, Callable[..., Any]]) -> Iterator[tuple[Fu
                 todo.append((found, False, fallback or "eager" in found.__name__))
 
 
-def _methods(cls: type, own: dict[str, Callable[..., Any]], name: str) -> Iterator[FunctionType]:
+def _methods(cls: type, module: Module | None, name: str) -> Iterator[FunctionType]:
     """The method that has this name, and where it calls `super`, those above it."""
-    if name in own:
-        yield from _functions(own[name])
+    if module is not None and callable(own := vars(module).get(name)):
+        yield from _functions(own, module)
         return
     for above in cls.__mro__:
         found = vars(above).get(name)
         if found is None or _foreign(above.__module__):
             continue
-        functions = list(_functions(found))
+        functions = list(_functions(found, module))
         yield from functions
         if functions and not any("super" in function.__code__.co_names for function in functions):
             return
 
 
-def _functions(found: Any) -> Iterator[FunctionType]:
-    """Those of Python that are in a method, a property, a partial or what else wraps one; none in code of C."""
+def _functions(found: Any, module: Module | None) -> Iterator[FunctionType]:
+    """Those of Python that are in a method, a property, a partial or what else wraps one; none in code of C.
+
+    None in the method of another module either, which calls what the config of that one names.
+    """
     if isinstance(found, FunctionType):
         yield found
+    elif isinstance(found, MethodType) and isinstance(found.__self__, Module) and found.__self__ is not module:
+        return
     elif isinstance(found, MethodType | classmethod | staticmethod):
-        yield from _functions(found.__func__)
+        yield from _functions(found.__func__, module)
     elif isinstance(found, property):
-        yield from _functions(found.fget)
+        yield from _functions(found.fget, module)
     elif isinstance(found, functools.partial):
         for part in (found.func, *found.args, *found.keywords.values()):
-            yield from _functions(part)
+            yield from _functions(part, module)
     elif "__wrapped__" in getattr(found, "__dict__", {}):
-        yield from _functions(found.__wrapped__)
+        yield from _functions(found.__wrapped__, module)
 
 
-def _kept(function: FunctionType) -> Iterator[FunctionType]:
+def _kept(function: FunctionType, module: Module | None) -> Iterator[FunctionType]:
     """The functions that another one, such as a decorator's, keeps to call them."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty as yet
-            yield from _functions(cell.cell_contents)
+            yield from _functions(cell.cell_contents, module)
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield from _functions(default)
+        yield from _functions(default, module)
 
 
 def _foreign(module: str) -> bool:
