@@ -56,7 +56,7 @@ def marks(masks, grain):
     It marks each different block once, for a mark depends on nothing but the block: of the 65,536 of a grid of 16384 x
     16384 a few dozen differ, and the interpreter takes 12 ms for each.
     """
-    from fusedattn.launch import blocks
+    from fusedattn.launch.blocks import mark
 
     found = {}
     for name, mask in masks.items():
@@ -74,7 +74,7 @@ def marks(masks, grain):
     blocks = {
         name: contents[each] for (name, (contents, _)), each in zip(found.items(), together.unbind(1), strict=True)
     }
-    each = blocks.mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
+    each = mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, grain)
     return each.flatten()[place].view(numbers[0].shape)
 
 

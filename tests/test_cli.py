@@ -36,7 +36,7 @@ def answer(capsys, *arguments):
 
 def plant(monkeypatch, name, run):
     """Let a backend take every call, Triton or not, and compute it by another function."""
-    monkeypatch.setattr(backends.ops, "tiles", lambda *_: {})
+    monkeypatch.setattr(backends.attention, "tiles", lambda *_: {})
     planted = backends.BACKENDS[name]._replace(reasons=lambda *_: [], run=run)
     monkeypatch.setitem(backends.BACKENDS, name, planted)
 
