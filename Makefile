@@ -24,7 +24,7 @@ interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS)
 
 compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
-	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) tests/offline_compile.py $(ARGS); \
+	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ARGS); \
 	else echo "make: there is no Triton here, so nothing to compile"; fi
 
 on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
@@ -36,7 +36,7 @@ benchmarks: $(READY) ## every benchmark once, small, for an answer that is right
 	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
 
 versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, and `fusedattn check`, by the other versions of Triton
-	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) tests/test_launch_path.py tests/test_failures.py || exit 1; done
+	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) tests/replay/test_launch_path.py tests/launch/test_failures.py || exit 1; done
 	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu
 
 check: .venv/checkers ## ruff and mypy

@@ -24,11 +24,11 @@ PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- versions: .ci/versions.py -->\n", "<!-- end of versions -->\n"
 COLUMNS = ("date", "commit", "torch", "triton", "what", "passed", "failed", "skipped", "seconds")
 TESTS = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-m", "not gpu"]
-LAUNCH = ["tests/test_launch_path.py", "tests/test_failures.py"]
-COVER = ["tests/test_options.py", "tests/test_kernels.py", "tests/test_contract.py", "tests/test_decode_kernels.py"]
+LAUNCH = ["tests/replay/test_launch_path.py", "tests/launch/test_failures.py"]
+COVER = [f"tests/kernels/test_{name}.py" for name in ("options", "kernels", "contract", "cached")]
 # By one Triton: (what the table calls it, the command, whether kernels are interpreted).
 BY_TRITON = (
-    ("compile", [sys.executable, "tests/offline_compile.py", "--differences"], False),
+    ("compile", [sys.executable, "-m", "tests.offline.compile", "--differences"], False),
     ("launch", [*TESTS, *LAUNCH], False),
     ("interpreter", [*TESTS, *COVER], True),
 )

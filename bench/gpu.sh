@@ -55,14 +55,14 @@ run_tests() { # NAME SECONDS KILL ARGUMENT...: sets status
     status=$?
     tail -n 15 "$OUT/$name.log" | cut -c 1-200
 }
-run_tests tests 145 10 tests --ignore=tests/test_hopper.py --ignore=tests/test_gpu_hopper.py
+run_tests tests 145 10 tests --ignore=tests/kernels/test_hopper.py --ignore=tests/kernels/test_gpu_hopper.py
 [ $status = 0 ] || failed+="the tests ended with status $status (124: their time was over); "
 grep -q '[0-9] passed' "$OUT/tests.log" || failed+="no test passed; "
 
 # A kernel that waits for ever heeds no signal but KILL, so these are a process of their own. With pytest-xdist a test
 # that takes too long ends its worker alone, and is one that failed.
 say "tests of the kernel for Hopper"
-run_tests hopper-tests 75 5 tests/test_gpu_hopper.py --junitxml="$OUT/hopper-tests.xml" \
+run_tests hopper-tests 75 5 tests/kernels/test_gpu_hopper.py --junitxml="$OUT/hopper-tests.xml" \
     -o faulthandler_timeout=30 -o faulthandler_exit_on_timeout=true
 if [ -n "$hopper" ]; then
     [ $status = 0 ] || failed+="the tests of the kernel for Hopper ended with status $status (124, 137: their time was over); "

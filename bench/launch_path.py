@@ -22,8 +22,9 @@ import fusedattn as fa
 from fusedattn.launch import run
 from fusedattn.replay import cache
 from fusedattn.replay.cache import TENSORS
+from tests.offline import absent
 
-from . import absent, cases, command, rows
+from . import cases, command, rows
 from .timing import Times
 
 CASE = cases.Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")

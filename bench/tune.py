@@ -21,8 +21,9 @@ from triton.runtime.errors import OutOfResources
 
 from fusedattn.launch import run, tiles as configs
 from fusedattn.launch.tiles import Tile
+from tests.offline import bounds, compiled
 
-from . import accuracy, bounds, cases, compiled, cost, providers, rows, timing, variants
+from . import accuracy, cases, cost, providers, rows, timing, variants
 
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "one_pass": 5}  # of matrices, that each computes
 WANTED = dict(forward=(), dq=("query",), dkdv=("key", "value"), one_pass=("query", "key", "value"))  # gradients

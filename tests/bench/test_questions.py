@@ -1,0 +1,297 @@
+"""The questions beside attention's own: what each measures, whether it finds what is wrong, and what it says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fusedattn.bench import (
+    attention,
+    backward,
+    cases,
+    ceilings,
+    end_to_end,
+    forward,
+    module,
+    options,
+    peak,
+    providers,
+    rows,
+    small,
+    timing,
+    training,
+    varlen,
+    warm,
+)
+
+import fusedattn as fa
+
+from .test_bench import made
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parents[2]
+THIN = [forward, backward, training, options, peak, varlen, small]
+
+
+def ask(main, path, **question):
+    """The rows that a question leaves on a CPU."""
+    assert main(["--device", "cpu", "--csv", str(path), "--repeat-ms", "1", "--commit", "abc"], **question) == 0
+    return rows.read(path)
+
+
+def test_each_file_begins_with_its_question_and_the_page_names_it():
+    readme = (ROOT / "bench" / "README.md").read_text()
+    asking = [path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text() and path.stem[0] != "_"]
+    assert {path.stem for path in asking} > {each.__name__.rpartition(".")[2] for each in THIN}
+    for path in asking:
+        first = path.read_text().partition("\n")[0].strip('"')
+        _, command = first.split("    ")
+        assert command.startswith(f"python -m fusedattn.bench.{path.stem}"), path
+        # Two are what the others print, or do before they begin.
+        assert path.stem in ("warm", "attention") or f"fusedattn.bench.{path.stem}" in readme, path
+
+
+@pytest.mark.parametrize("asked", THIN, ids=lambda asked: asked.__name__.rpartition(".")[2])
+def test_a_question_is_modes_and_cases_of_the_one_engine(asked, at_once, tmp_path, monkeypatch, capsys):
+    clocks = {m: (kind, clock if m == "graph" else timing.measure) for m, (kind, clock) in attention.CLOCKS.items()}
+    monkeypatch.setattr(attention, "CLOCKS", clocks)
+    question = asked.QUESTION
+    found = ask(attention.main, tmp_path / "a.csv", question=question)
+    assert {row.mode for row in found} == set(question.modes)
+    names = {f"{name}:naive" if name in providers.OURS else name for name in question.providers("cpu")}
+    assert {row.provider for row in found} == names
+    assert len(found) == len(cases.TABLES[question.on_cpu]) * len(question.modes) * len(names)
+    mine = {(row.mode, row.status) for row in found if row.provider == "fusedattn:naive"}
+    assert mine == {(m, "ok" if m != "graph" else "unsupported: a CUDA graph needs a GPU") for m in question.modes}
+    assert capsys.readouterr().out.strip() == question.shown(found)
+    with pytest.raises(SystemExit):
+        attention.main(["--help"], question=question)
+    shown = capsys.readouterr().out
+    assert f"python -m fusedattn.bench.{asked.__name__.rpartition('.')[2]}" in shown.partition("\n")[0]
+
+
+def test_a_tiny_call_is_held_to_torchs_own():
+    case, other = cases.SMALL[:2]
+    some = [
+        made(case, "sdpa", "wall", ms=0.010),
+        made(case, "sdpa:flash", "wall", ms=0.002),
+        made(case, "fusedattn:triton", "wall", ms=0.0119),
+        made(other, "sdpa", "wall", ms=0.010),
+        made(other, "fusedattn:triton", "wall", ms=0.013),
+        made(case, "sdpa", "graph", ms=0.004),
+        made(case, "fusedattn:triton", "graph", ms=0.003),
+        made(case, "fusedattn:naive", "graph", ms=0.001, status="wrong"),
+    ]
+    shown = small.text(some)
+    assert f"goal wall <= 1.2 of torch's own: met in 1 of 2 cases, worst 1.30 ({other.name})" in shown
+    assert f"goal graph <= 1.0 of torch's own: met in 1 of 1 cases, worst 0.75 ({case.name})" in shown
+    assert f"{case.name} wall, us: sdpa 10.00  sdpa:flash 2.00  fusedattn:triton 11.90" in shown
+
+
+def test_the_wall_clock_counts_calls_and_waits_for_the_last(monkeypatch):
+    monkeypatch.setattr(timing, "FEWEST", 4)
+    found = timing.wall(lambda: time.sleep(1e-3), "cpu", budget_ms=40.0)
+    assert 1.0 <= found.p20 <= found.p50 <= found.p80 and found.p20 < 3.0
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    timing.wall(lambda: events.append("call"), "cuda", budget_ms=0.0)
+    assert "".join(event[0] for event in events).endswith("wcw" * 4)  # nothing is in flight when the clock starts
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    del events[:]
+    assert timing.synchronised() > 0 and events == ["wait"]
+
+
+def test_a_graph_holds_many_calls(monkeypatch):
+    testing = pytest.importorskip("triton.testing")
+    seen = []
+
+    def do_bench_cudagraph(step, rep, quantiles):
+        seen.append((rep, quantiles))
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(testing, "do_bench_cudagraph", do_bench_cudagraph)
+    assert timing.graph(None, "cuda", 60.0) == timing.Times(1.0, 2.0, 3.0)
+    assert seen == [(6, [0.2, 0.5, 0.8])]
+
+
+def test_ceilings_are_products_and_copies(monkeypatch):
+    timed = []
+
+    def measure(step, device, budget_ms):
+        timed.append(step())
+        return timing.Times(0.5, 1.0, 2.0)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    found = ceilings.measure.__wrapped__("bfloat16", "cpu")
+    assert found == (2 * 256**3 / 1e9, 2 * 2**25 / 1e6)  # in a millisecond
+    product, copy = timed
+    assert product.dtype == torch.bfloat16 and product.shape == (256, 256) and 8 < product.float().std() < 32
+    assert copy.nbytes == 2**25 and copy.float().std() > 0
+
+
+def test_modules_are_timed_with_their_projections(tmp_path, at_once, capsys):
+    found = ask(module.main, tmp_path / "a.csv")
+    statuses = {(row.provider, row.mode, row.options): row.status for row in found}
+    assert set(statuses.values()) == {"ok"}
+    assert {(provider, mode) for provider, mode, _ in statuses} == {
+        *((name, mode) for name in ("fusedattn:naive", "fusedattn.compat:naive", "torch.nn") for mode in module.MODES),
+        ("torch.nn:sdpa", "forward"),
+    }
+    assert {row.options for row in found} == {"module", "module weights"}
+    first, case = found[0], cases.TINY_MODULE[0]
+    width = case.Hq * case.D
+    assert first.ms_p50 == 2.0
+    operations = 2 * case.B * case.Hq * case.Sq**2 * case.D + 8 * case.B * case.Sq * width**2
+    assert first.tflops == pytest.approx(operations / 2 / 1e9, rel=1e-4)
+    drawn = module.draw(case, "cpu")
+    moved = sum(x.nbytes for x in drawn.values())  # the gradient of the output is as large as the output
+    assert first.gbps == pytest.approx(moved / 2 / 1e6, rel=1e-4)
+    assert "Options: our time, and theirs over ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what, wrong", [("output", {"forward"}), ("gradient", {"forward_backward"})])
+def test_a_wrong_module_is_found(what, wrong, tmp_path, at_once, monkeypatch):
+    setup = module.our_layer
+
+    def broken(case, drawn):
+        layer = setup(case, drawn)
+        if what == "output":
+            return layer._replace(
+                attend=lambda x: tuple(y if y is None else 1.02 * y.detach() for y in layer.attend(x))
+            )
+        (q, k, v), *others = layer.parameters
+        return layer._replace(parameters=([v, k, q], *others))
+
+    monkeypatch.setattr(module, "our_layer", broken)
+    monkeypatch.setitem(cases.TABLES, "tiny-module", [cases.TINY_MODULE[0]])
+    found = {row.mode: row.status for row in ask(module.main, tmp_path / "a.csv") if row.provider == "fusedattn:naive"}
+    assert {mode for mode, status in found.items() if status == "wrong"} == wrong
+
+
+def test_a_module_without_weights_returned_is_no_answer_to_a_case_that_wants_them():
+    case = cases.TINY_MODULE[-1]
+    drawn = module.draw(case, "cpu")
+    layer = module.our_layer(case, drawn)
+    out, weights = module.step("forward", layer, drawn)()
+    truth = module.truth(case, drawn)
+    assert module.judge("forward", layer, (out, weights), truth)[2] == ""
+    assert "weights" in module.judge("forward", layer, (out, weights.flip(-1)), truth)[2]
+
+
+def test_the_demos_model_is_timed_with_each_attention(tmp_path, at_once, monkeypatch, capsys):
+    monkeypatch.setitem(end_to_end.CASES, "cpu", [end_to_end.CASES["cpu"][0]._replace(B=2)])
+    found = ask(end_to_end.main, tmp_path / "a.csv")
+    assert {(row.provider, row.mode): row.status for row in found} == {
+        (name, mode): "ok" for name in ("fusedattn:naive", "sdpa", "naive") for mode in end_to_end.MODES
+    }
+    assert {row.options for row in found} == {"model=demo"}
+    assert "forward, tokens a second: fusedattn:naive 64,000 (1.00) ok" in capsys.readouterr().out  # 128 in 2 ms
+
+    models = end_to_end.models
+
+    def looks_ahead(case, model):
+        made = models(case, model)
+        return made | {"sdpa": end_to_end.by(model, torch.nn.functional.scaled_dot_product_attention)}
+
+    monkeypatch.setattr(end_to_end, "models", looks_ahead)
+    found = ask(end_to_end.main, tmp_path / "b.csv")
+    assert {row.status for row in found if row.provider == "sdpa"} == {"wrong"}
+    assert {row.status for row in found if row.provider != "sdpa"} == {"ok"}
+
+
+def test_training_the_demos_model_is_training(monkeypatch):
+    case = end_to_end.CASES["cpu"][0]
+    model, windows = end_to_end.draw(case, "cpu")
+    one = next(iter(end_to_end.models(case, model).values()))
+    step = end_to_end.step("train", one, windows)
+    before = one.loss(windows).item()
+    for _ in range(3):
+        step()
+    assert one.training and one.loss(windows).item() < before - 0.3
+    assert end_to_end.step("forward", one, windows)().shape == (case.B, case.Sq, 256) and not one.training
+
+
+def test_what_a_gpu_machine_runs_needs_neither_rich_nor_pictures():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'hypothesis']))\n"
+        "from fusedattn.bench import attention, ceilings, end_to_end, minilm, module, options, skipping, small, warm\n"
+        "from fusedattn.bench import hopper, varlen"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_gpu_sh_is_in_time_and_compiles_ahead_what_it_runs():
+    script = (ROOT / "bench" / "gpu.sh").read_text()
+    steps = re.findall(r"^(?:\[.*\] \|\| )?timings (\w+) (\d+) (\d+)", script, re.M)
+    ends = [(name, int(end)) for name, end, _ in steps]
+    once = re.findall(r"^once (\w+) (\d+)", script, re.M)
+    for (_, before), (name, end, margin) in zip(ends, steps[1:], strict=False):  # one that leaves nothing of its time
+        assert int(end) - before > int(margin) + 5, name
+    assert ends[-1][1] + sum(int(seconds) for _, seconds in once) <= 530  # and under nine minutes with the tables
+    named = {name for name, _ in [*ends, *once]}
+    assert named > {"hopper", "passes", "attention", "options", "varlen", "decode", "small", "module", "minilm"}
+    ahead = {case._replace(B=0, Sq=0, Sk=0) for case, name in warm.everything(True) if name == "fusedattn"}
+    every = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"] + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
+    every += cases.BACKWARD
+    assert {case._replace(B=0, Sq=0, Sk=0) for case in every} <= ahead
+    packed = {name: {case for case, each in warm.everything(True) if each == name} for name in warm.PACKED[1:]}
+    assert {case.words.get("lengths") for case in packed["fusedattn+packed"]} == {None, "zipf", "uniform", "one-long"}
+    assert packed["flex+packed"] == set(cases.VARLEN)
+
+
+def test_gpu_sh_tests_the_kernel_for_hopper_apart_and_times_what_passed():
+    """It may wait for ever, which costs neither the other tests nor the timings that come after."""
+    script = (ROOT / "bench" / "gpu.sh").read_text().replace("\\\n", " ")
+    others, apart = re.findall(r"^run_tests (\S+) (\d+) (\d+) (.*)$", script, re.M)
+    files = ["tests/kernels/test_hopper.py", "tests/kernels/test_gpu_hopper.py"]
+    assert others[3].split() == ["tests", *(f"--ignore={file}" for file in files)]
+    assert apart[3].split()[0] == files[1] and all((ROOT / file).exists() for file in files)
+    limit = int(re.search(r"faulthandler_timeout=(\d+) +-o faulthandler_exit_on_timeout=true", apart[3]).group(1))
+    assert 2 * limit < int(apart[1])  # the test that waits is told, and another worker goes on
+    assert 'timeout -s INT -k "$kill" "$seconds"' in script
+    (path,) = re.findall(r'--junitxml=("\S+")', apart[3])
+    (timed,) = re.findall(r"^timings hopper (\d+) .*--tests ", script, re.M)
+    assert f"--tests {path}" in script
+    worst = sum(int(number) for number in (*others[1:3], *apart[1:3]))
+    check = int(re.search(r"timeout -k 5 (\d+) \S+ -m fusedattn check --json >", script).group(1))
+    assert worst + check + 5 + 45 <= int(timed)  # if all were late, there is still time for the most telling cells
+
+
+def test_pytest_benchmark_times_them_with_our_clock(tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    path = tmp_path / "a.json"
+    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", f"--benchmark-json={path}"]
+    command += ["-k", "forward-b1-d16-s64-full-float32-forward-fusedattn", f"--benchmark-storage=file://{tmp_path}"]
+    # It does not time where pytest-xdist works, as may be around this one.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(path.read_text())
+    (one,) = written["benchmarks"]
+    assert one["options"]["timer"] == "synchronised" and one["stats"]["median"] > 0
+    assert one["extra_info"]["provider"] == "fusedattn" and one["extra_info"]["wrong"] == ""
+    assert written["machine_info"]["torch"] == torch.__version__
+
+
+def test_pytest_bench_fails_where_ours_is_wrong(monkeypatch):
+    pytest.importorskip("pytest_benchmark")
+    from fusedattn.bench import test_benchmarks
+
+    class Benchmark:
+        group, extra_info = None, {}
+
+        def __call__(self, step):
+            return step()
+
+    def doubled(case, tensors):
+        return lambda *inputs: 1.02 * fa.attention(*inputs, causal=case.causal)
+
+    test_benchmarks.test_attention(Benchmark(), "forward", cases.TINY[0], "fusedattn")
+    monkeypatch.setitem(providers.PROVIDERS, "fusedattn", doubled)
+    with pytest.raises(AssertionError, match="error"):
+        test_benchmarks.test_attention(Benchmark(), "forward", cases.TINY[0], "fusedattn")

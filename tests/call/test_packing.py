@@ -1,0 +1,77 @@
+"""Few queries of the heads that share keys and values are rows of one tile."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
+
+from ..cases import Case
+from ..close import assert_close
+
+DECODE = Case("decode", B=2, Hq=6, Hkv=2, Sq=1, Sk=45)
+PACKED = {
+    "one query": DECODE,
+    "one query, causal": DECODE._replace(causal=True, dtype=torch.bfloat16),
+    "one query, keys hidden": DECODE._replace(key_mask="own"),
+    "one query, strided": DECODE._replace(strided=True, D=5, Dv=24),
+    "a cap": DECODE._replace(softcap=2.0),
+    "a window as wide as all keys": DECODE._replace(window=(50, 0)),
+    "a few queries": DECODE._replace(Sq=5, Hkv=1),
+    "a few queries that see all keys": DECODE._replace(Sq=3, window=(None, 2)),
+}
+APART = {
+    "more queries than a tile has rows": DECODE._replace(Sq=25),
+    "few queries, causal": DECODE._replace(Sq=3, causal=True),
+    "a window": DECODE._replace(window=(20, 0)),
+    "a mask of each head": DECODE._replace(mask="pairs"),
+    "slopes": DECODE._replace(alibi="shared"),
+    "sinks": DECODE._replace(sinks=True),
+    "dropout": DECODE._replace(dropout=0.3),
+    "queries hidden": DECODE._replace(B=3, query_mask="own"),
+    "queries of heads in another order": DECODE._replace(Sq=3, strided=True),
+    "a head each": DECODE._replace(Hkv=6),
+}
+
+
+@pytest.mark.parametrize("name", PACKED | APART)
+def test_heads_that_share_keys_share_a_tile(name, device, monkeypatch, poison):
+    from fusedattn.launch import run as launch
+
+    heads, run = [], launch.run_kernel
+
+    def seen(kernel, programs, arguments, *rest, **options):
+        if kernel == "forward":
+            heads.append(arguments["HEADS"])
+        run(kernel, programs, arguments, *rest, **options)
+
+    monkeypatch.setattr(launch, "run_kernel", seen)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
+    case = (PACKED | APART)[name]
+    tensors, options = case.draw(device)
+    got = with_gradients(fa.attention, tensors, options, backend="triton")
+    assert_close(got, tensors, options)
+    heads.clear()
+    given = [tensors[name] for name in ("query", "key", "value")]
+    out, lse = fa.attention(*given, **options, return_lse=True, backend="triton")
+    assert heads == [case.Hkv if name in PACKED else case.Hq]
+    torch.testing.assert_close(
+        [out, lse], [got["out"], got["lse"]], rtol=0, atol=0.02 if out.dtype != lse.dtype else 2e-6
+    )
+
+
+def test_a_mask_of_keys_is_packed(device):
+    query, key, value = (torch.randn(2, heads, rows, 16, device=device) for heads, rows in ((6, 1), (2, 45), (2, 45)))
+    for options in (dict(mask=torch.rand(2, 1, 1, 45, device=device) < 0.5), dict(bias=torch.randn(1, 45))):
+        options = {name: x.to(device) for name, x in options.items()}
+        got, want = (fa.attention(query, key, value, **options, backend=name) for name in ("triton", "naive"))
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, monkeypatch):
+    from fusedattn.launch import arguments as views, run as launch
+
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(views, "packed", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))
+    tensors, options = DECODE.draw(device)
+    fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

@@ -1,0 +1,238 @@
+"""Tiles skipped by themselves: what is marked, what is listed, that no other is computed and nothing changes."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.testing.compare import with_gradients
+
+from ..cases import Case
+from ..close import assert_close
+
+pytestmark = pytest.mark.usefixtures("in_order")
+
+NONE, SOME, ALL = 0, 1, 3
+
+
+@pytest.fixture
+def grain(device):
+    from fusedattn.launch import run as launch, tiles
+
+    return tiles.grain(launch.capability(torch.device(device)))
+
+
+def by_hand(mask, grain):
+    """Marks of a (B, H, Sq, Sk) mask of bool."""
+    batch, heads, rows, keys = mask.shape
+    marks = torch.zeros(batch, heads, -(-rows // grain), -(-keys // grain), dtype=torch.uint8)
+    for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in marks.shape)).tolist():
+        block = mask[b, h, i * grain : (i + 1) * grain, j * grain : (j + 1) * grain]
+        marks[b, h, i, j] = ALL if block.all() else SOME if block.any() else NONE
+    return marks
+
+
+def blocky(*shape, device, grain):
+    """A mask of which some blocks are all True, some all False."""
+    coarse = torch.randint(3, [*shape[:2], *(-(-n // grain) for n in shape[2:])], device=device)
+    whole = coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[:, :, : shape[2], : shape[3]]
+    return torch.where(whole == 2, torch.rand(shape, device=device) < 0.5, whole.bool())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40, 70), (1, 1, 33, 17), (2, 1, 1, 50), (1, 2, 50, 1)], ids=str)
+def test_marks_of_a_mask(shape, device, grain):
+    mask = blocky(*shape, device=device, grain=grain)
+    assert torch.equal(fa.plan(mask).marks.cpu(), by_hand(mask.cpu(), grain))
+
+
+def test_marks_of_all_masks_together(device, grain):
+    mask = blocky(1, 2, 50, 70, device=device, grain=grain)
+    key_mask, query_mask = (torch.arange(n, device=device)[None] < m for n, m in ((70, 40), (50, 35)))
+    marks = fa.plan(mask, key_mask, query_mask).marks.cpu()
+    seen = (mask & key_mask[:, None, None, :] & query_mask[:, None, :, None]).cpu()
+    want = by_hand(seen, grain)
+    # Rows that are hidden keep no block from being all seen.
+    others = by_hand((mask & key_mask[:, None, None, :] | ~query_mask[:, None, :, None]).cpu(), grain)
+    assert torch.equal(marks & 1, want & 1)
+    assert torch.equal(marks[want > 0] == ALL, others[want > 0] == ALL)
+    assert fa.plan(key_mask=key_mask).marks.shape == (1, 1, 1, -(-70 // grain))
+    assert fa.plan(query_mask=query_mask[0]).marks.shape == (1, 1, -(-50 // grain), 1)
+
+
+def tiles_of(lists, planes):
+    """{(plane, block): (entries that take a mask, entries that take none)} of a View of lists."""
+    table = lists.base.reshape(-1, *lists.base.shape[2:]).cpu()
+    return {
+        (plane, block): tuple(
+            table[plane, 2 * block + kind, 1 : 1 + int(table[plane, 2 * block + kind, 0])].tolist() for kind in (0, 1)
+        )
+        for plane in range(planes)
+        for block in range(table.shape[1] // 2)
+    }
+
+
+BANDS, TILES = [{}, dict(causal=True), dict(window=(30, 5))], [(32, 16), (16, 32), (64, 64)]
+LISTED = [
+    *(((2, 4, 70, 90), tile, options) for tile in TILES for options in BANDS),
+    *(
+        (shape, *pair)
+        for shape, *pair in zip([(1, 1, 70, 90), (2, 1, 1, 90), (1, 4, 70, 1)], TILES, BANDS, strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "tile", "options"), LISTED, ids=str)
+def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, grain):
+    from fusedattn.launch import blocks, tiles
+
+    mask = blocky(*shape, device=device, grain=grain)
+    query, key = torch.zeros(2, 4, 70, 16, device=device), torch.zeros(2, 2, 90, 16, device=device)
+    call = checked(Arguments(query, key, key, mask=fa.plan(mask), **options))
+    seen = mask.expand(2, 4, 70, 90).cpu()
+    i, j = torch.arange(70)[:, None] + 20, torch.arange(90)[None, :]
+    left, right = options.get("window", (90, 0 if options else 90))
+    seen = seen & (j >= i - left) & (j <= i + right)
+    size = tiles.Tile(*tile, 4, 1)
+    for by_keys in (False, True):
+        listed = blocks.list_blocks(call, call.marks, grain, size, by_keys)
+        found = tiles_of(listed, 4 if by_keys else 8)
+        got = torch.zeros(8, -(-70 // tile[0]), -(-90 // tile[1]), dtype=torch.long)
+        for (plane, block), (partly, fully) in found.items():
+            for kind, entries in ((1, partly), (2, fully)):
+                assert entries == sorted(set(entries))
+                for entry in entries:
+                    member, other = entry >> 32, entry & 0xFFFFFFFF
+                    place = (plane * 2 + member, other, block) if by_keys else (plane, block, other)
+                    assert got[place] == 0
+                    got[place] = kind
+        for plane, a, b in torch.cartesian_prod(*(torch.arange(n) for n in got.shape)).tolist():
+            part = seen.flatten(0, 1)[plane, a * tile[0] : (a + 1) * tile[0], b * tile[1] : (b + 1) * tile[1]]
+            kind = int(got[plane, a, b])
+            if kind == 0:  # never loaded: nothing in it is seen
+                assert not part.any()
+            if kind == 2:  # takes no mask: all of it is seen
+                assert part.all()
+            if tile[0] >= grain and tile[1] >= grain and not options:
+                assert (kind > 0) == bool(part.any())
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True)], ids=str)
+@pytest.mark.parametrize("kind", ["plan", "mask", "bias"])
+def test_what_is_hidden_is_not_computed(kind, options, device, grain, monkeypatch):
+    """Keys and values of blocks that no row sees may be NaN, though a mask of pairs promises it for none of them."""
+    case = Case("skipped", B=2, Hq=4, Hkv=2, Sq=96, Sk=96)
+    tensors, _ = case.draw(device)
+    mask = torch.ones(1, 1, 96, 96, dtype=torch.bool, device=device)
+    if device == "cuda":
+        pytest.skip("no block of the tiles of a GPU is that small")
+    mask[..., 64:] = False
+    given = dict(mask=mask) if kind == "mask" else dict(mask=fa.plan(mask)) if kind == "plan" else {}
+    if kind == "bias":
+        given = dict(bias=torch.zeros(mask.shape, device=device).masked_fill(~mask, float("-inf")))
+    want = with_gradients(fa.attention, tensors, options | given, backend="triton")
+    for name in ("key", "value"):
+        tensors[name][:, :, 64:] = float("nan")
+    got = with_gradients(fa.attention, tensors, options | given, backend="triton")
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all((got[name][:, :, 64:] == 0).all() for name in ("key", "value"))
+
+
+@pytest.mark.parametrize("name", ["mask", "key_mask", "query_mask", "all"])
+def test_a_plan_gives_the_same_bits(name, device):
+    case = Case("plan", B=2, Hq=4, Hkv=2, Sq=70, Sk=90, causal=True, mask="heads", key_mask="own", query_mask="own")
+    tensors, options = case.draw(device)
+    masks = {key: options.pop(key) for key in ("mask", "key_mask", "query_mask")}
+    masks = masks if name == "all" else {name: masks[name]}
+    if "key_mask" not in masks or "query_mask" not in masks:
+        tensors = {key: x.nan_to_num(0.5, 0.5, 0.5) for key, x in tensors.items()}
+    for backend in ("naive", "triton"):
+        want = with_gradients(fa.attention, tensors, options | masks, backend=backend)
+        got = with_gradients(fa.attention, tensors, options | dict(mask=fa.plan(**masks)), backend=backend)
+        assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize("shape", ["rank 2", "batch", "heads"])
+def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, device, grain):
+    """Each head and batch sees other blocks; the gradient of a bias that they share is summed tile by tile."""
+    case = Case("bias", B=2, Hq=3, Hkv=3, Sq=70, Sk=90, bias=shape)
+    tensors, options = case.draw(device)
+    options["bias"] = options["bias"].nan_to_num(0.0, 0.0, 0.0)
+    options["mask"] = blocky(2, 3, 70, 90, device=device, grain=grain)
+    got = with_gradients(fa.attention, tensors, options, backend="triton")
+    assert_close(got, tensors, options)
+
+
+@pytest.mark.parametrize("given", ["mask", "key_mask", "query_mask"])
+def test_marks_of_what_was_expanded_are_those_of_what_it_was_expanded_from(given, device):
+    shape, whole = {
+        "mask": ((1, 1, 40, 50), (2, 3, 40, 50)),
+        "key_mask": ((1, 50), (2, 50)),
+        "query_mask": ((1, 40), (2, 40)),
+    }[given]
+    mask = torch.rand(shape, device=device) < 0.5
+    assert torch.equal(fa.plan(**{given: mask.expand(whole)}).marks, fa.plan(**{given: mask}).marks)
+    query, key = torch.randn(2, 3, 40, 16, device=device), torch.randn(2, 3, 50, 16, device=device)
+    one, two = (fa.attention(query, key, key, backend="triton", **{given: x}) for x in (mask, mask.expand(whole)))
+    assert torch.equal(one, two)
+
+
+def test_a_plan_is_looked_at_once(device, monkeypatch):
+    from fusedattn.launch import blocks
+
+    marked = []
+    run = blocks.mark
+    monkeypatch.setattr(blocks, "mark", lambda *masks: marked.append(masks) or run(*masks))
+    query = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
+    mask = torch.ones(20, 20, dtype=torch.bool, device=device).tril()
+    plan = fa.plan(mask)
+    assert len(marked) == 1
+    for _ in range(3):
+        fa.attention(query, query, query, mask=plan, backend="triton").sum().backward()
+    assert len(marked) == 1
+    fa.attention(query, query, query, mask=mask, backend="triton").sum().backward()
+    assert len(marked) == 2  # the backward takes those of the forward
+
+
+def test_a_plan_in_modules_compiled_code_and_torch_func(device):
+    torch._dynamo.reset()
+    layer = fa.MultiHeadAttention(16, 2, device=device, backend="triton")
+    x, mask = torch.randn(2, 20, 16, device=device), torch.rand(2, 20, 20, device=device) < 0.5
+    plan = fa.plan(mask)
+    assert torch.equal(layer(x, mask=plan)[0], layer(x, mask=mask)[0])
+    compiled = torch.compile(lambda x, plan: layer(x, mask=plan)[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, plan), layer(x, mask=mask)[0])
+    inside = torch.compile(lambda x, mask: layer(x, mask=fa.plan(mask))[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(inside(x, mask), layer(x, mask=mask)[0])
+    many, square = torch.randn(3, 2, 4, 20, 16, device=device), fa.plan(mask[0])
+    got = torch.vmap(lambda q: fa.attention(q, q, q, mask=square, backend="triton"))(many)
+    want = torch.stack([fa.attention(q, q, q, mask=mask[0], backend="triton") for q in many])
+    torch.testing.assert_close(got, want)
+
+
+def test_work_follows_the_real_tokens(device, grain):
+    """With padding, tiles are listed for real tokens alone, whatever the length of the batch."""
+    from fusedattn.launch import blocks, tiles
+
+    lengths, size = torch.tensor([20, 64, 160, 5]), tiles.Tile(32, 32, 4, 1)
+    real = (torch.arange(160)[None] < lengths[:, None]).to(device)
+    x = torch.zeros(4, 1, 160, 16, device=device)
+    call = checked(Arguments(x, x, x, mask=fa.plan(key_mask=real, query_mask=real)))
+    for by_keys in (False, True):
+        found = tiles_of(blocks.list_blocks(call, call.marks, grain, size, by_keys), 4)
+        counted = [sum(len(a) + len(b) for (p, _), (a, b) in found.items() if p == plane) for plane in range(4)]
+        if grain <= 32:
+            assert counted == [(-(-length // 32)) ** 2 for length in lengths.tolist()]
+        whole = sum(len(b) for _, b in found.values())
+        assert whole >= 25
+
+
+def test_without_kernels_a_plan_holds_its_masks(monkeypatch):
+    from fusedattn import backends
+
+    monkeypatch.setattr(backends, "machine_reasons", lambda device: ["no Triton"])
+    mask = torch.rand(4, 5) < 0.5
+    plan = fa.plan(mask)
+    assert plan.marks is None and plan.mask is mask
+    x = torch.randn(1, 1, 5, 8)
+    assert torch.equal(fa.attention(x[:, :, :4], x, x, mask=plan), fa.attention(x[:, :, :4], x, x, mask=mask))

@@ -1,0 +1,353 @@
+"""flash-attn's functions with gradients: signatures, values and layouts."""
+
+import functools
+import inspect
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.compat import _flash_calls, flash_attn as compat
+from fusedattn.testing.tolerance import verdict
+
+from ..sequences import offsets
+from .flash import formula
+
+OPTIONS = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+OPTIONS += "deterministic=False, return_attn_probs=False"
+OFFSETS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}",
+    "flash_attn_varlen_func": f"q, k, v, {OFFSETS}, {OPTIONS}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {OFFSETS}, {OPTIONS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_flash_attns(name):
+    parameters = inspect.signature(getattr(compat, name)).parameters.values()
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+class Case(NamedTuple):
+    name: str
+    options: dict = {}
+    Sq: int = 6
+    Sk: int = 6
+    H: int = 4
+    Hkv: int = 4
+    D: int = 8
+    Dv: int = 8
+    B: int = 2
+    dtype: torch.dtype = torch.float32
+
+    def draw(self, device="cpu"):
+        """[q, k, v], which want gradients, and the options."""
+        shapes = (self.Sq, self.H, self.D), (self.Sk, self.Hkv, self.D), (self.Sk, self.Hkv, self.Dv)
+        tensors = [torch.randn(self.B, *s, device=device).to(self.dtype).requires_grad_() for s in shapes]
+        options = dict(self.options)
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = torch.rand(options["alibi_slopes"], device=device)
+        return tensors, options
+
+
+GROUPED = dict(Hkv=2, D=10, Dv=6)
+CASES = [
+    Case("plain"),
+    Case("float64", dict(causal=True), dtype=torch.float64, **GROUPED),
+    Case("float16", dict(window_size=(2, 1)), dtype=torch.float16, **GROUPED),
+    Case("bfloat16", dict(causal=True), dtype=torch.bfloat16, Hkv=1),
+    Case("scale", dict(softmax_scale=-0.3), Sk=3),
+    Case("causal", dict(causal=True)),
+    Case("causal, more keys", dict(causal=True), Sk=9, **GROUPED),
+    Case("causal, fewer keys", dict(causal=True), Sk=4, **GROUPED),
+    Case("one query", dict(causal=True), Sq=1),
+    Case("window", dict(window_size=(2, 1)), Sk=9),
+    Case("window, fewer keys", dict(window_size=(1, 1)), Sk=3),
+    Case("window of one", dict(window_size=(0, 0)), Sk=7),
+    Case("window to the left", dict(window_size=(1, -1)), Sk=7),
+    Case("window to the right", dict(window_size=(-1, 1)), Sk=5),
+    Case("wide window", dict(window_size=(99, 99)), Sk=9),
+    Case("causal window", dict(causal=True, window_size=(2, 3)), Sk=8),
+    Case("list as a window", dict(window_size=[1, 0])),
+    Case("softcap", dict(softcap=1.5)),
+    Case("alibi", dict(alibi_slopes=(4,)), Sk=9),
+    Case("alibi of each", dict(alibi_slopes=(2, 4), causal=True), Sk=4),
+    Case(
+        "everything",
+        dict(softmax_scale=0.7, causal=True, window_size=(3, 1), softcap=2.0, alibi_slopes=(2, 4)),
+        Sk=8,
+        **GROUPED,
+    ),
+    Case("no queries", Sq=0),
+    Case("no keys", dict(causal=True), Sk=0),
+    Case("no batch", B=0),
+]
+ON_KERNELS = ("causal, fewer keys", "alibi of each", "everything", "float16", "no keys")
+
+
+def differentiated(results, tensors):
+    """{name: tensor} of (output, log-sum-exp) and gradients through both."""
+    out, lse = results
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    loss = (out * weight.to(out.dtype)).sum() + lse.masked_fill(lse == -math.inf, 0.0).sum() / 3
+    grads = torch.autograd.grad(loss, tensors, materialize_grads=True)
+    return dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *grads), strict=True))
+
+
+def in_dtype(dtype, tensors, options):
+    tensors = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    return tensors, {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+def check(function, tensors, options, **more):
+    """function's results and gradients are as good as the formula in the dtype of the tensors."""
+    out, lse, third = function(*tensors, **options, return_attn_probs=True)
+    got = differentiated((out, lse), tensors)
+    eager_tensors, eager_options = in_dtype(tensors[0].dtype, tensors, options)
+    eager = differentiated(formula(*eager_tensors, **eager_options, **more), eager_tensors)
+    oracle_tensors, oracle_options = in_dtype(torch.float64, tensors, options)
+    oracle = differentiated(formula(*oracle_tensors, **oracle_options, **more), oracle_tensors)
+    wrong = {name: held.why for name in got if not (held := verdict(got[name], eager[name], oracle[name])).ok}
+    assert not wrong
+    assert out.dtype == tensors[0].dtype and out.is_contiguous() and third.numel() == 0
+    assert lse.dtype == torch.promote_types(out.dtype, torch.float32)
+    assert torch.equal(function(*tensors, **options), out)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients(case):
+    check(compat.flash_attn_func, *case.draw())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_KERNELS], ids=lambda case: case.name)
+def test_kernels(case, device, poison):
+    with fa.use_backend("triton"):
+        check(compat.flash_attn_func, *case.draw(device))
+
+
+def test_arguments_by_position():
+    (q, k, v), slopes = CASES[0].draw()[0], torch.rand(4)
+    out, lse, _ = compat.flash_attn_func(q, k, v, 0.0, 0.4, True, (2, 0), 3.0, slopes, True, True)
+    options = dict(softmax_scale=0.4, causal=True, window_size=(2, 0), softcap=3.0, alibi_slopes=slopes)
+    for got, want in zip((out, lse), formula(q, k, v, **options), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_dropout():
+    (q, k, v), options = Case("", Sq=40, Sk=50, Hkv=2).draw()[0], dict(softcap=2.0, causal=True)
+    torch.manual_seed(5)
+    by_head = [x.transpose(1, 2) for x in (q, k, v)]
+    _, weights = fa.attention(*by_head, dropout_p=0.4, causal=True, softcap=2.0, return_weights=True)
+    kept = (weights != 0) / 0.6
+    assert 0.55 < (weights != 0).sum() / (8 * torch.ones(40, 50).tril(10).sum()) < 0.65
+
+    def function(*tensors, **more):
+        torch.manual_seed(5)
+        return compat.flash_attn_func(*tensors, 0.4, **more)
+
+    check(function, [q, k, v], options, factor=kept)
+    assert not torch.equal(compat.flash_attn_func(q, k, v, 0.4), compat.flash_attn_func(q, k, v, 0.4))
+
+
+LAYOUTS = {
+    "contiguous": lambda S, H: torch.randn(2, S, H, 8),
+    "by head": lambda S, H: torch.randn(2, H, S, 8).transpose(1, 2),
+    "packed": lambda S, H: torch.randn(2, S, 3, H, 8)[:, :, 1],
+    "last is not first": lambda S, H: torch.randn(2, S, 8, H).mT,
+    "expanded": lambda S, H: torch.randn(1, S, 1, 8).expand(2, S, H, 8),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_are_read_where_they_lie(name, monkeypatch):
+    seen, attention = [], _flash_calls.attention
+
+    def spy(*tensors, **options):
+        seen.extend(tensors)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(_flash_calls, "attention", spy)
+    q, k, v = LAYOUTS[name](5, 4), LAYOUTS[name](7, 2), LAYOUTS[name](7, 2)
+    out = compat.flash_attn_func(q, k, v, causal=True)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, formula(q, k, v, causal=True)[0])
+    for x, given in zip(seen, (q, k, v), strict=True):
+        assert x.data_ptr() == given.data_ptr() and x.transpose(1, 2).stride() == given.stride()
+
+
+def together(function, packed, *rest, **options):
+    """Output, log-sum-exp and the gradient of each tensor in `packed`."""
+    packed = [x.detach().requires_grad_() for x in packed]
+    out, lse, _ = function(*packed, *rest, **options, return_attn_probs=True)
+    assert out.is_contiguous()
+    weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    loss = (out * weight).sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+    return [out, lse, *torch.autograd.grad(loss, packed)]
+
+
+def test_packed_tensors():
+    options = dict(causal=True, softcap=2.0)
+    qkv = torch.randn(2, 5, 3, 4, 8)
+    out, lse, grad = together(compat.flash_attn_qkvpacked_func, [qkv], **options)
+    *want, dq, dk, dv = together(compat.flash_attn_func, qkv.unbind(2), **options)
+    for x, y in zip((out, lse, grad), (*want, torch.stack([dq, dk, dv], 2)), strict=True):
+        assert torch.equal(x, y)
+    q, kv = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 2, 8)
+    out, lse, *grads = together(compat.flash_attn_kvpacked_func, [q, kv], **options)
+    *want, dq, dk, dv = together(compat.flash_attn_func, [q, *kv.unbind(2)], **options)
+    for x, y in zip((out, lse, *grads), (*want, dq, torch.stack([dk, dv], 2)), strict=True):
+        assert torch.equal(x, y)
+
+
+ROWS, KEYS = (3, 0, 5, 1, 2), (4, 2, 3, 0, 2)
+VARLEN = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(1, 2)),
+    "causal window": dict(causal=True, window_size=(1, 1), softcap=2.0, softmax_scale=0.5),
+    "alibi": dict(alibi_slopes=torch.rand(4), causal=True),
+    "alibi of each": dict(alibi_slopes=torch.rand(5, 4)),
+}
+
+
+def sequence_by_sequence(q, k, v, options):
+    """Packed (output, log-sum-exp) of the formula for each sequence of ROWS and KEYS, in float64."""
+    outs, lses = [], []
+    split = (x.double().split(lengths) for x, lengths in ((q, ROWS), (k, KEYS), (v, KEYS)))
+    for b, each in enumerate(zip(*split, strict=True)):
+        slopes = options.get("alibi_slopes")
+        own = options | ({} if slopes is None else dict(alibi_slopes=slopes[b] if slopes.dim() == 2 else slopes))
+        out, lse = formula(*(x[None] for x in each), **own)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_sequences_of_unequal_lengths(name):
+    """Some have no rows, some no keys; alignment, window and slopes are those of each."""
+    check_varlen("cpu", VARLEN[name])
+
+
+def test_sequences_on_kernels(device, poison):
+    with fa.use_backend("triton"):
+        check_varlen(device, {name: getattr(x, "to", lambda _, x=x: x)(device) for name, x in VARLEN["alibi"].items()})
+
+
+def check_varlen(device, options):
+    tensors = [
+        torch.randn(sum(n), h, 8, device=device, requires_grad=True) for n, h in ((ROWS, 4), (KEYS, 2), (KEYS, 2))
+    ]
+    rest = offsets(ROWS, device), offsets(KEYS, device), max(ROWS), max(KEYS)
+    out, lse, third = compat.flash_attn_varlen_func(*tensors, *rest, **options, return_attn_probs=True)
+    assert out.is_contiguous() and lse.shape == (4, sum(ROWS)) and third.numel() == 0
+    want = sequence_by_sequence(*tensors, options)
+    found, expected = differentiated((out, lse), tensors), differentiated(want, tensors)
+    for each in found:
+        torch.testing.assert_close(found[each].double(), expected[each].double(), rtol=0, atol=1e-5)
+    assert torch.equal(compat.flash_attn_varlen_func(*tensors, *rest, **options), out)
+
+
+def test_packed_sequences_in_one_tensor():
+    lengths, options = offsets(ROWS), dict(causal=True)
+    qkv = torch.randn(sum(ROWS), 3, 4, 8)
+    out, lse, grad = together(compat.flash_attn_varlen_qkvpacked_func, [qkv], lengths, max(ROWS), **options)
+    rest = lengths, lengths, max(ROWS), max(ROWS)
+    *want, dq, dk, dv = together(compat.flash_attn_varlen_func, qkv.unbind(1), *rest, **options)
+    for x, y in zip((out, lse, grad), (*want, torch.stack([dq, dk, dv], 1)), strict=True):
+        assert torch.equal(x, y)
+    q, kv = torch.randn(sum(ROWS), 4, 8), torch.randn(sum(KEYS), 2, 2, 8)
+    rest = lengths, offsets(KEYS), torch.tensor(max(ROWS)), max(KEYS)
+    out, lse, *grads = together(compat.flash_attn_varlen_kvpacked_func, [q, kv], *rest, **options)
+    *want, dq, dk, dv = together(compat.flash_attn_varlen_func, [q, *kv.unbind(1)], *rest, **options)
+    for x, y in zip((out, lse, *grads), (*want, dq, torch.stack([dk, dv], 1)), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_deterministic_is_of_one_call(device, monkeypatch):
+    """Kept until its backward, which repeats none of the other kind; and torch's own flag is as it was."""
+    from fusedattn.launch import run as launch
+
+    names, run = set(), launch.run_kernel
+
+    def spy(name, *rest, **more):
+        names.add(name)
+        return run(name, *rest, **more)
+
+    monkeypatch.setattr(launch, "run_kernel", spy)
+    q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    packed = [x.detach()[0].requires_grad_() for x in (q, k, v)]
+    offset = offsets([15, 25], device)
+    calls = {
+        "dense": (functools.partial(compat.flash_attn_func, q, k, v), (q, k, v)),
+        "varlen": (functools.partial(compat.flash_attn_varlen_func, *packed, offset, offset, 25, 25), packed),
+    }
+    with fa.use_backend("triton"):
+        for name, (call, inputs) in calls.items():
+            outs = [call(deterministic=wanted) for wanted in (True, False, True)]
+            grads = []
+            for out, kernels in zip(outs, ({"dq", "dkdv"}, {"one_pass"}, {"dq", "dkdv"}), strict=True):
+                names.clear()
+                loss = out.square().sum()
+                grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, inputs)]))
+                repeated = name == "dense" and len(grads) == 3  # is launched by a recipe
+                assert repeated or names & {"dq", "dkdv", "one_pass"} == kernels, name
+            assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
+            torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-5)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_backend_that_is_named_runs_or_raises():
+    q, offset = torch.randn(1, 3, 2, 8), offsets([3])
+    with fa.use_backend("hopper"):
+        for call in (
+            lambda: compat.flash_attn_func(q, q, q),
+            lambda: compat.flash_attn_varlen_func(q[0], q[0], q[0], offset, offset, 3, 3),
+            lambda: compat.flash_attn_with_kvcache(q, q, q),
+        ):
+            with pytest.raises(NotImplementedError, match="^backend: 'hopper'"):
+                call()
+
+
+def test_in_one_graph():
+    q, k, v = CASES[0].draw()[0]
+    options = dict(causal=True, window_size=(2, 0), softcap=2.0, deterministic=True, return_attn_probs=True)
+    want = compat.flash_attn_func(q, k, v, **options)
+    got = torch.compile(compat.flash_attn_func, fullgraph=True, backend="eager")(q, k, v, **options)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride()
+
+
+def test_autocast():
+    q, k, v = (torch.randn(2, 5, 2, 8) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = compat.flash_attn_func(q, k, v)
+    assert torch.equal(out, compat.flash_attn_func(*(x.bfloat16() for x in (q, k, v)))) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_leaves_half_precision_as_it_is(dtype, other):
+    q, k, v = (torch.randn(2, 5, 2, 8).to(dtype) for _ in range(3))
+    cos = torch.randn(9, 4)
+    calls = (
+        lambda: compat.flash_attn_func(q, k, v),
+        lambda: compat.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *[offsets([5, 5])] * 2, 5, 5),
+        lambda: compat.flash_attn_with_kvcache(q, k.clone(), v.clone(), cache_seqlens=4),
+        lambda: compat.flash_attn_with_kvcache(q, k.clone(), v.clone(), k[:, :1], v[:, :1], cos, cos, cache_seqlens=4),
+    )
+    for call in calls:
+        want = call()
+        with torch.autocast("cpu", other):
+            got = call()
+        assert got.dtype == dtype and torch.equal(got, want)

@@ -1,0 +1,116 @@
+"""What flash-attn's functions do not take is said by the names that flash-attn has for it."""
+
+import math
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.compat import flash_attn as compat
+
+from ..sequences import offsets
+from .flash import NOT_THEIRS, assert_names, described
+
+Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
+QT, KT, CU = torch.zeros(10, 4, 8), torch.zeros(14, 2, 8), offsets([3, 7])
+CALLS = {
+    "flash_attn_func": dict(q=Q, k=K, v=K),
+    "flash_attn_kvpacked_func": dict(q=Q, kv=torch.stack([K, K], 2)),
+    "flash_attn_qkvpacked_func": dict(qkv=torch.stack([Q, Q, Q], 2)),
+    "flash_attn_varlen_func": dict(
+        q=QT, k=KT, v=KT, cu_seqlens_q=CU, cu_seqlens_k=offsets([7, 7]), max_seqlen_q=7, max_seqlen_k=7
+    ),
+    "flash_attn_varlen_kvpacked_func": dict(
+        q=QT, kv=torch.stack([KT, KT], 1), cu_seqlens_q=CU, cu_seqlens_k=offsets([7, 7]), max_seqlen_q=7, max_seqlen_k=7
+    ),
+    "flash_attn_varlen_qkvpacked_func": dict(qkv=torch.stack([QT, QT, QT], 1), cu_seqlens=CU, max_seqlen=7),
+}
+SHARED = [
+    (ValueError, "softmax_scale", math.nan),
+    (TypeError, "softmax_scale", "1"),
+    (TypeError, "causal", 1),
+    (TypeError, "window_size", 3),
+    (TypeError, "window_size", (1.5, 0)),
+    (TypeError, "window_size", (None, 0)),
+    (TypeError, "window_size", (1, 2, 3)),
+    (ValueError, "window_size", (-2, 0)),
+    (ValueError, "softcap", -1.0),
+    (ValueError, "softcap", math.inf),
+    (TypeError, "softcap", "1"),
+    (ValueError, "dropout_p", 1.5),
+    (TypeError, "dropout_p", None),
+    (ValueError, "alibi_slopes", torch.zeros(3)),
+    (ValueError, "alibi_slopes", torch.zeros(3, 4)),
+    (TypeError, "alibi_slopes", torch.zeros(4, dtype=torch.int32)),
+]
+DENSE = [
+    (TypeError, "q", None),
+    (ValueError, "q", Q[0]),
+    (ValueError, "q", Q[..., :0]),
+    (TypeError, "q", Q.int()),
+    (TypeError, "q", Q.to_sparse()),
+    (TypeError, "k", [1]),
+    (TypeError, "k", K.half()),
+    (TypeError, "k", torch.nested.nested_tensor([K[0], K[1]], layout=torch.jagged)),
+    (ValueError, "k", K[0]),
+    (ValueError, "k", K[:1]),
+    (ValueError, "k", K[..., :4]),
+    (ValueError, "k", torch.zeros(2, 7, 3, 8)),
+    (ValueError, "k", K.to("meta")),
+    (TypeError, "v", None),
+    (ValueError, "v", K[:, :6]),
+    (ValueError, "v", K[..., :0]),
+    (TypeError, "v", K.double()),
+]
+PACKED = [
+    (TypeError, "q", None),
+    (ValueError, "q", Q),
+    (ValueError, "k", KT[..., :4]),
+    (TypeError, "v", KT.double()),
+    (ValueError, "v", KT[:6]),
+    (TypeError, "cu_seqlens_q", CU.long()),
+    (TypeError, "cu_seqlens_q", [0, 10]),
+    (ValueError, "cu_seqlens_q", offsets([3, 6])),
+    (ValueError, "cu_seqlens_k", offsets([3, 4, 7])),
+    (ValueError, "max_seqlen_q", 6),
+    (TypeError, "max_seqlen_k", 7.0),
+    (NotImplementedError, "block_table", torch.zeros(2, 1, dtype=torch.int32)),
+]
+WRONG = [
+    *(("flash_attn_func", *each) for each in DENSE + SHARED),
+    *(("flash_attn_varlen_func", *each) for each in PACKED + SHARED),
+    ("flash_attn_kvpacked_func", TypeError, "kv", None),
+    ("flash_attn_kvpacked_func", ValueError, "kv", K),
+    ("flash_attn_kvpacked_func", ValueError, "kv", torch.zeros(2, 7, 3, 2, 8)),
+    ("flash_attn_kvpacked_func", ValueError, "kv", torch.zeros(3, 7, 2, 2, 8)),
+    ("flash_attn_kvpacked_func", ValueError, "kv", torch.zeros(2, 7, 2, 3, 8)),
+    ("flash_attn_kvpacked_func", TypeError, "kv", torch.zeros(2, 7, 2, 2, 8).half()),
+    ("flash_attn_kvpacked_func", ValueError, "softmax_scale", math.inf),
+    ("flash_attn_qkvpacked_func", ValueError, "qkv", Q),
+    ("flash_attn_qkvpacked_func", ValueError, "qkv", torch.zeros(2, 5, 2, 4, 8)),
+    ("flash_attn_qkvpacked_func", TypeError, "qkv", torch.zeros(2, 5, 3, 4, 8).int()),
+    ("flash_attn_qkvpacked_func", ValueError, "window_size", (0, -3)),
+    ("flash_attn_varlen_kvpacked_func", ValueError, "kv", torch.zeros(14, 2, 3, 8)),
+    ("flash_attn_varlen_kvpacked_func", TypeError, "kv", torch.zeros(14, 2, 2, 8).half()),
+    ("flash_attn_varlen_kvpacked_func", ValueError, "cu_seqlens_k", offsets([7, 6])),
+    ("flash_attn_varlen_qkvpacked_func", ValueError, "qkv", torch.zeros(10, 2, 4, 8)),
+    ("flash_attn_varlen_qkvpacked_func", TypeError, "qkv", torch.zeros(10, 3, 4, 8).int()),
+    ("flash_attn_varlen_qkvpacked_func", ValueError, "cu_seqlens", offsets([3, 6])),
+    ("flash_attn_varlen_qkvpacked_func", ValueError, "max_seqlen", 6),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "name", "wrong"), WRONG, ids=described)
+def test_errors_name_flash_attns_arguments(function, error, name, wrong):
+    compat.__dict__[function](**CALLS[function])
+    with pytest.raises(error) as raised:
+        compat.__dict__[function](**CALLS[function] | {name: wrong})
+    assert raised.type is error
+    assert_names(raised.value, name)
+
+
+def test_a_kernel_that_cannot_says_so_in_flash_attns_words(device):
+    q = torch.zeros(1, 2, 1, 300, device=device)
+    with fa.use_backend("triton"), pytest.raises(NotImplementedError) as raised:
+        compat.flash_attn_func(q, q, q)
+    assert "the head dimension of q is 300" in str(raised.value) and not NOT_THEIRS.search(str(raised.value))

@@ -1,0 +1,332 @@
+"""scaled_dot_product_attention of fusedattn.compat.torch: against torch's own, and where torch's is wrong."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedattn as fa
+import fusedattn.compat.torch as compat
+
+from ..inside import leaves
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+given, settings = hypothesis.given, hypothesis.settings
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def results(function, query, key, value, mask, **options):
+    """Output and gradients, the mask's own included where it is a float mask."""
+    inputs = leaves(query, key, value)
+    if mask is not None and mask.dtype != torch.bool:
+        inputs.append(mask.detach().clone().requires_grad_())
+        mask = inputs[3]
+    out = function(*inputs[:3], mask, **options)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)  # torch drops empty ones
+
+
+def mean_so_far(query, key, value, mask=None, *, is_causal, scale, enable_gqa):
+    """What causal attention is that finds all scores 0: of the values up to the row's own, the mean."""
+    assert is_causal and scale == 0.0 and mask is None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    visible = torch.ones(query.shape[-2], key.shape[-2], dtype=value.dtype).tril()
+    out = visible @ value / visible.sum(-1, keepdim=True)
+    return out.expand(*torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))), *out.shape[-2:])
+
+
+def assert_equals_torch(query, key, value, mask=None, **options):
+    got = results(compat.scaled_dot_product_attention, query, key, value, mask, **options)
+    want = results(F.scaled_dot_product_attention, query, key, value, mask, **options)
+    if options.get("scale") == 0.0 and options.get("is_causal") and want[0].isnan().any():
+        want = results(mean_so_far, query, key, value, mask, **options)  # torch 2.15 multiplies -inf by it
+    for ours, theirs in zip(got, want, strict=True):
+        assert not theirs.isnan().any()
+        single = ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if single else 1e-9, atol=1e-5 if single else 1e-11)
+
+
+@st.composite
+def calls(draw):
+    """(query, key, value, mask, options) that torch takes."""
+    size = st.integers(1, 4)
+    lead = draw(st.lists(st.integers(0, 3), max_size=4))
+    gqa = bool(lead) and draw(st.booleans())
+    rows, keys, dim = draw(size), draw(st.integers(0, 5)), draw(size)
+    value_dim = draw(st.sampled_from([dim, 3]))
+    shapes = []
+    for last in ((rows, dim), (keys, dim), (keys, value_dim)):
+        mine = [draw(st.sampled_from([n, n, 1])) for n in lead] if draw(st.booleans()) else list(lead)
+        shapes.append([*mine, *last])
+    if gqa:
+        kv_heads = draw(st.sampled_from([1, 2]))
+        shapes[0][-3] = kv_heads * draw(st.integers(1, 3))
+        shapes[1][-3] = shapes[2][-3] = kv_heads
+    whole = torch.broadcast_shapes(*(s[: -3 if gqa else -2] for s in shapes))
+    scores = (*whole, *(shapes[0][-3:-2] if gqa else ()), rows, keys)
+    # An empty result of torch's has the shape of query, whatever that broadcasts to.
+    hypothesis.assume(0 not in scores[:-2] or tuple(shapes[0][:-2]) == scores[:-2])
+    draws = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    query, key, value = (torch.randn(s, dtype=dtype, generator=draws) for s in shapes)
+    kind = draw(st.sampled_from(["none", "causal", "bool", "float32", "own"]))
+    mask = None
+    if kind not in ("none", "causal"):
+        shape = [draw(st.sampled_from([n, 1])) for n in scores][draw(st.integers(0, len(scores) - 2)) :]
+        hidden = torch.rand(shape, generator=draws) < 0.3
+        mask = ~hidden
+        if kind != "bool":
+            lowest = draw(st.sampled_from([-math.inf, LOWEST]))
+            mask = torch.randn(shape, generator=draws).masked_fill(hidden, lowest)
+            mask = mask if kind == "float32" else mask.to(dtype)
+    scale = draw(st.sampled_from([None, 0.3, 0.0, -1.0]))
+    return query, key, value, mask, dict(is_causal=kind == "causal", scale=scale, enable_gqa=gqa)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(calls())
+def test_values_and_gradients_are_torchs(call):
+    query, key, value, mask, options = call
+    assert_equals_torch(query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "enable_gqa"),
+    [
+        ((4, 5), (3, 5), (3, 7), False),
+        ((2, 6, 4, 5), (2, 2, 6, 5), (2, 3, 6, 5), True),
+        ((3, 2, 5), (3, 5), (3, 5), False),
+        ((2, 3, 4, 5), (2, 3, 4, 5), (2, 3, 4, 5), False),
+    ],
+    ids=str,
+)
+def test_a_scale_of_zero_is_the_mean_of_what_is_seen(query, key, value, enable_gqa):
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in (query, key, value))
+    options = dict(is_causal=True, scale=0.0, enable_gqa=enable_gqa)
+    got = results(compat.scaled_dot_product_attention, query, key, value, None, **options)
+    for ours, expected in zip(got, results(mean_so_far, query, key, value, None, **options), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+    assert_equals_torch(query, key, value, **options)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "options"),
+    [
+        ((4, 5), (3, 5), (3, 7), {}),
+        ((6, 4, 5), (1, 3, 5), (1, 3, 5), {}),
+        ((4, 5), (6, 3, 5), (3, 5), {}),
+        ((2, 6, 4, 5), (1, 3, 5), (2, 1, 3, 5), {}),
+        ((2, 6, 4, 5), (2, 2, 3, 5), (2, 3, 3, 5), dict(enable_gqa=True)),
+        ((6, 4, 5), (2, 3, 5), (2, 3, 5), dict(enable_gqa=True)),
+        ((3, 1, 6, 4, 5), (2, 2, 3, 5), (1, 2, 2, 3, 5), dict(enable_gqa=True)),
+        ((2, 3, 4, 1, 2, 5), (3, 1, 2, 3, 5), (3, 5), {}),
+        ((2, 3, 0, 5), (2, 3, 4, 5), (2, 3, 4, 5), {}),
+        ((0, 3, 2, 5), (1, 3, 4, 5), (1, 3, 4, 5), {}),
+        ((2, 0, 2, 5), (2, 1, 4, 5), (2, 1, 4, 5), dict(is_causal=True)),
+    ],
+    ids=str,
+)
+def test_leading_dimensions_broadcast(query, key, value, options):
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in (query, key, value))
+    assert_equals_torch(query, key, value, **options)
+
+
+def test_no_heads_on_one_side_are_none():
+    out = compat.scaled_dot_product_attention(torch.randn(2, 1, 4, 5), torch.randn(2, 0, 3, 5), torch.randn(0, 3, 5))
+    assert out.shape == (2, 0, 4, 5)
+
+
+LAYOUTS = {
+    "(B, H, L, D)": lambda: torch.randn(2, 3, 4, 8),
+    "(B, L, H, D)": lambda: torch.randn(2, 4, 3, 8).transpose(1, 2),
+    "(L, H, B, D)": lambda: torch.randn(4, 3, 2, 8).permute(2, 1, 0, 3),
+    "packed": lambda: torch.randn(2, 4, 72)[..., 24:48].unflatten(-1, (3, 8)).transpose(1, 2),
+    "sliced": lambda: torch.randn(2, 3, 9, 8)[:, :, 1:5],
+    "(B, H, D, L)": lambda: torch.randn(2, 3, 8, 4).mT,
+    "expanded": lambda: torch.randn(2, 1, 4, 8).expand(2, 3, 4, 8),
+    "(H, L, D)": lambda: torch.randn(4, 3, 8).transpose(0, 1),
+    "(A, B, L, H, D)": lambda: torch.randn(2, 2, 4, 3, 8).transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(attn_mask=torch.ones(4, 5).bool())], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides_are_torchs(name, options):
+    query = LAYOUTS[name]()
+    for key, value in (
+        (torch.randn(*query.shape[:-2], 5, 8), torch.randn(*query.shape[:-2], 5, 8)),
+        (torch.randn(*query.shape[:-2], 5, 8), torch.randn(*query.shape[:-2], 5, 6)),
+        (torch.randn(*query.shape[:-2], 8, 5).mT, torch.randn(*query.shape[:-2], 5, 8)),
+        (torch.randn(5, 8), torch.randn(5, 8)),
+    ):
+        out = compat.scaled_dot_product_attention(query, key, value, **options)
+        want = F.scaled_dot_product_attention(query, key, value, **options)
+        torch.testing.assert_close(out, want)
+        # Torch 2.15 keeps the order of a query of rank 3 too, which 2.10 and 2.13 do not; ours is contiguous there.
+        kept = torch.__version__ >= (2, 15) and out.dim() == 3 and not want.is_contiguous()
+        assert out.is_contiguous() if kept else out.stride() == want.stride()
+
+
+def test_grouped_heads_keep_the_order_of_query():
+    query, key = torch.randn(2, 4, 6, 8).transpose(1, 2), torch.randn(2, 3, 5, 8)
+    out = compat.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    assert out.stride() == F.scaled_dot_product_attention(query, key, key, enable_gqa=True).stride()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 5), (3, 1, 5), (4, 5), (1, 1, 1, 1), (3, 2, 3, 1, 5), (1, 1, 1, 4, 5)])
+def test_a_float_mask_gets_its_gradient_in_its_own_shape(shape):
+    lead = (3, 2, 3) if len(shape) == 5 else (2, 3)
+    query, key, value = (torch.randn(*lead, n, 8, dtype=torch.float64) for n in (4, 5, 5))
+    for dtype in (torch.float32, torch.float64):
+        mask = torch.randn(shape, dtype=dtype, requires_grad=True)
+        grads = []
+        for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention):
+            out = function(query, key, value, mask)
+            grads += torch.autograd.grad((out * value.sum()).sin().sum(), mask)
+        assert grads[0].shape == shape and grads[0].dtype == dtype
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("mask", [False, -math.inf])
+def test_a_row_that_sees_nothing_is_zero_with_zero_gradients(mask):
+    mask = torch.full((4, 5), mask if mask else 0.0) if mask else torch.zeros(4, 5).bool()
+    query, key, value = (x.requires_grad_() for x in (torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)))
+    visible = mask.clone()
+    visible[1] = True if mask.dtype == torch.bool else 0.0
+    visible.requires_grad_(mask.dtype != torch.bool)
+    out = compat.scaled_dot_product_attention(query, key, value, visible)
+    hidden = torch.tensor([True, False, True, True])
+    assert (out[:, hidden] == 0).all() and (out[:, ~hidden] != 0).all()
+    (out * torch.randn(2, 4, 8)).sum().backward()
+    assert (query.grad[:, hidden] == 0).all() and all(x.grad.isfinite().all() for x in (query, key, value))
+    if visible.requires_grad:
+        assert (visible.grad[hidden] == 0).all() and visible.grad[1].abs().sum() > 0
+
+
+def test_a_row_of_the_lowest_number_is_the_mean():
+    query, key, value = torch.randn(3, 4, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 6)
+    out = compat.scaled_dot_product_attention(query, key, value, torch.full((4, 5), LOWEST))
+    torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand(3, 4, 6))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(3, 6), (6, 3), (1, 4), (4, 4)])
+def test_causal_is_upper_left(rows, keys):
+    query, key, value = torch.randn(2, rows, 4), torch.randn(2, keys, 4), torch.randn(2, keys, 4)
+    out = compat.scaled_dot_product_attention(query, key, value, is_causal=True)
+    mask = torch.ones(rows, keys).tril().bool()
+    torch.testing.assert_close(out, compat.scaled_dot_product_attention(query, key, value, mask))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+def test_causal_biases_of_torch():
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    query, key, value = (torch.randn(2, 3, n, 8) for n in (3, 5, 5))
+    for make in (bias.causal_upper_left, bias.causal_lower_right):
+        want = F.scaled_dot_product_attention(query, key, value, make(3, 5))
+        torch.testing.assert_close(compat.scaled_dot_product_attention(query, key, value, make(3, 5)), want)
+    with pytest.raises(ValueError, match="attn_mask: .*lengths"):
+        compat.scaled_dot_product_attention(query, key, value, bias.causal_upper_left(3, 4))
+
+
+def test_dropout_always_applies():
+    query, key, value = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 40, 8), torch.ones(2, 3, 40, 4)
+    torch.manual_seed(1)
+    out = compat.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(out, compat.scaled_dot_product_attention(query, key, value, None, 0.5))
+    assert (out - 1).abs().max() > 0.05 and abs(out.mean() - 1) < 0.05  # the weights no longer sum to 1
+    assert not torch.equal(out, compat.scaled_dot_product_attention(query, key, value, dropout_p=0.5))
+    assert (compat.scaled_dot_product_attention(query, key, value, dropout_p=1.0) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_autocast_is_torchs(dtype, mask):
+    query, key, value = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, 5, 5))
+    key = key if dtype == torch.float64 else key.bfloat16()
+    mask = None if mask is None else torch.ones(4, 5).tril().to(mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            want = F.scaled_dot_product_attention(query, key, value, mask)
+        except RuntimeError:
+            if mask.dtype == torch.float32:
+                pytest.skip("torch casts a mask that it then refuses")
+            with pytest.raises(TypeError, match="attn_mask"):
+                compat.scaled_dot_product_attention(query, key, value, mask)
+            return
+        out = compat.scaled_dot_product_attention(query, key, value, mask)
+    assert out.dtype == want.dtype
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
+QUERY, KEY = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
+WRONG = {
+    "no tensor": (dict(query=[1.0]), TypeError, "query: expected a tensor, got list"),
+    "nested": (dict(key=torch.nested.nested_tensor([torch.randn(3, 8)])), TypeError, "key: .* nested"),
+    "rank": (dict(query=torch.randn(8)), ValueError, r"query: expected rank 2 or more, got \(8,\)"),
+    "batch": (dict(key=torch.randn(3, 4, 5, 8)), ValueError, r"key: expected leading .*\(2, 4\), got \(3, 4\)"),
+    "fewer heads": (dict(key=KEY[:, :2], value=KEY[:, :2]), ValueError, "key: expected leading dimensions"),
+    "group": (dict(key=KEY[:, :3], value=KEY[:, :3], enable_gqa=True), ValueError, "key: .* divides the 4 .* 3 heads"),
+    "no heads": (
+        dict(query=QUERY[0, 0], enable_gqa=True),
+        ValueError,
+        "query: expected rank 3 or more with enable_gqa",
+    ),
+    "longer value": (dict(value=torch.randn(2, 4, 6, 8)), ValueError, "value: "),
+    "one value": (dict(value=KEY[:, :, :1]), ValueError, "value: "),
+    "width": (dict(key=torch.randn(2, 4, 5, 6)), ValueError, "key: expected the head dimension of query, 8"),
+    "dtypes": (dict(value=KEY.double()), TypeError, "value: expected the dtype of query"),
+    "mask beside causal": (
+        dict(attn_mask=torch.ones(3, 5).bool(), is_causal=True),
+        ValueError,
+        "is_causal: .*attn_mask",
+    ),
+    "mask rank": (dict(attn_mask=torch.zeros(5)), ValueError, "attn_mask: expected rank 2 or more"),
+    "mask shape": (dict(attn_mask=torch.zeros(3, 4)), ValueError, r"attn_mask: .*\(2, 4, 3, 5\), got \(3, 4\)"),
+    "mask above": (dict(attn_mask=torch.zeros(1, 2, 4, 3, 5)), ValueError, "attn_mask: .*broadcastable"),
+    "mask half": (dict(attn_mask=torch.zeros(3, 5).half()), TypeError, "attn_mask: .*float32.*got torch.float16"),
+    "mask double": (dict(attn_mask=torch.zeros(3, 5).double()), TypeError, "attn_mask: "),
+    "mask int": (dict(attn_mask=torch.ones(3, 5).long()), TypeError, "attn_mask: "),
+    "mask list": (dict(attn_mask=[[True]]), TypeError, "attn_mask: expected a tensor, got list"),
+    "mask elsewhere": (dict(attn_mask=torch.zeros(3, 5, device="meta")), ValueError, "attn_mask: expected the device"),
+    "dropout": (dict(dropout_p=1.5), ValueError, "dropout_p: "),
+    "scale": (dict(scale=math.nan), ValueError, "scale: "),
+    "causal": (dict(is_causal=1), TypeError, "is_causal: expected a bool, got int"),
+    "gqa": (dict(enable_gqa="yes"), TypeError, "enable_gqa: expected a bool, got str"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    changed, error, match = WRONG[name]
+    with pytest.raises(error, match=match) as raised:
+        compat.scaled_dot_product_attention(**(dict(query=QUERY, key=KEY, value=KEY) | changed))
+    assert "\n" not in str(raised.value)
+
+
+def test_it_computes_by_the_backend_that_is_named(device):
+    query, key, value = (torch.randn(*s, device=device) for s in ((2, 1, 2, 3, 4), (2, 5, 4), (2, 2, 1, 5, 4)))
+    mask = torch.randn(2, 1, 3, 1, device=device)
+    got = {}
+    for backend in ("naive", "triton"):
+        with fa.use_backend(backend):
+            got[backend] = results(compat.scaled_dot_product_attention, query, key, value, mask)
+    for ours, want in zip(got["triton"], got["naive"], strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-5, atol=2e-6)
+    with fa.use_backend("triton"), pytest.raises(NotImplementedError):
+        compat.scaled_dot_product_attention(*(torch.randn(2, 300, device=device) for _ in range(3)))
+
+
+def test_it_compiles_for_every_length():
+    function = torch.compile(compat.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="eager")
+    for rows in (3, 4, 7):
+        query, key = torch.randn(2, rows, 4, 8).transpose(1, 2), torch.randn(2, 2, 5, 8)
+        mask = torch.rand(rows, 5) < 0.7
+        want = compat.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
+        out = function(query, key, key, mask, enable_gqa=True)
+        torch.testing.assert_close(out, want)
+        assert out.stride() == want.stride()

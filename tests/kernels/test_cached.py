@@ -1,0 +1,327 @@
+"""The kernels that read caches: how many share a sequence, what they do with what nobody checked, inside PyTorch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+from triton.runtime.errors import OutOfResources
+
+import fusedattn as fa
+from fusedattn import backends
+from fusedattn.call import cached
+from fusedattn.launch import cached as decode_launch, run as launch, tiles as configs
+from fusedattn.naive import cached as decode_naive
+
+from ..caches import EVERYTHING, Cached, bits, touched, widest
+
+PACKED = Cached("packed", page=16, Hq=2, Hkv=1, Sq=2, lengths=(0, 17, 44), new=2, causal=True, half=3, sinks=True)
+
+
+def attend(arguments, **options):
+    return fa.attention_decode(**arguments, **options, return_lse=True, backend="triton")
+
+
+@pytest.mark.parametrize(
+    "programs, blocks, multiprocessors, expected",
+    [
+        (1, 4, 132, 1),  # too little to share
+        (212, 1000, 132, 1),  # enough programs as they are
+        (211, 1000, 132, 5),  # one more than fits would be a second wave: 1055 of 1056 places are taken
+        (8, 16, 132, 16),
+        (8, 128, 132, 32),  # 256 of 264 places, and four blocks each
+        (64, 1024, 132, 4),
+        (1, 1000, 132, 112),  # nine blocks each; those up to 124 would be no quicker
+        (1, 5, 132, 5),
+        (132, 5, 132, 2),
+        (7, 3, None, 2),
+        (7, 1, None, 1),
+        (7, 0, None, 1),
+    ],
+)
+def test_how_many_share_a_sequence(programs, blocks, multiprocessors, expected):
+    assert configs.splits(programs, blocks, multiprocessors) == expected
+
+
+@pytest.mark.parametrize("programs", [1, 2, 8, 13, 64, 100, 131, 132, 200])
+def test_every_share_is_worth_having(programs):
+    for blocks in (1, 4, 5, 8, 16, 100, 999, 2048):
+        n = configs.splits(programs, blocks, 132)
+        assert 1 <= n <= min(blocks, configs.MOST_SPLITS)
+        assert n == 1 or (blocks > 4 and -(-blocks // n) < -(-blocks // (n - 1)))
+
+
+def test_a_window_needs_fewer():
+    def seen(**options):
+        arguments = Cached("seen", Sq=3, C=4096, lengths=(1,), **options).draw()
+        names = arguments.keys() & set(cached.CacheArguments._fields)
+        given = {name: arguments.pop(name) for name in names}
+        call = cached.Arguments(None, None, None, **arguments)
+        return decode_launch._seen(cached.checked(cached.CacheArguments(**given), call))
+
+    assert seen() == seen(window=(None, 5)) == seen(causal=True) == seen(window=(5000, 0)) == 4096
+    assert seen(window=(100, 0)) == seen(window=(100, None)) == 103
+    assert seen(align="top_left", window=(None, 7)) == seen(align="top_left", window=(50, 7)) == 10
+    assert seen(align="top_left", window=(50, None)) == 4096
+
+
+def launched(monkeypatch):
+    names, run = [], launch.run_kernel
+    monkeypatch.setattr(
+        launch, "run_kernel", lambda name, *rest, **more: (names.append(name), run(name, *rest, **more))
+    )
+    return names
+
+
+@pytest.mark.parametrize("case", [PACKED, EVERYTHING], ids=lambda case: case.name)
+def test_however_many_share_a_sequence_the_answer_is_the_same(case, device, poison, monkeypatch):
+    found, names, (dtype, error) = [], launched(monkeypatch), widest(device)
+    case = case._replace(dtype=dtype, lengths=(0, 44))
+    for n in (1, 2, 5):
+        monkeypatch.setattr(configs, "splits", lambda *_, n=n: n)
+        names.clear()
+        found.append(attend(case.draw(device)))
+        assert names == ["append", "decode_16", *(["merge"] if n > 1 else [])]
+    for out, lse in found[1:]:
+        torch.testing.assert_close(out, found[0][0], rtol=0, atol=error)
+        torch.testing.assert_close(lse, found[0][1], rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_not_a_number_is_not_hidden(splits, device, monkeypatch):
+    """Whichever share it is in."""
+    monkeypatch.setattr(configs, "splits", lambda *_: splits)
+    case = Cached("wrong", lengths=(44, 44, 44))
+    arguments = case.draw(device)
+    arguments["key_cache"][0, 0, 3, 1] = float("nan")
+    arguments["key_cache"][1, 1, 40, 1] = float("inf")
+    arguments["query"][2, 3] = float("nan")
+    out, lse = attend(arguments)
+    naive = fa.attention_decode(**arguments, return_lse=True, backend="naive")
+    assert not lse[0, :2].isfinite().any() and lse[0, 2:].isfinite().all()
+    for got, right in zip((out, lse), naive, strict=True):
+        assert torch.equal(got.isfinite(), right.isfinite())
+
+
+def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, monkeypatch):
+    """With a table of one page a sequence neither, as where rows of a cache are chosen by number."""
+    compiled, run = [], launch.run_kernel
+
+    def spy(name, programs, arguments, *rest, **options):
+        compiled.append((name, sorted((key, x) for key, x in arguments.items() if key.isupper() and key not in "QKV")))
+        return run(name, programs, arguments, *rest, **options)
+
+    monkeypatch.setattr(launch, "run_kernel", spy)
+    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    for page in (None, 1):
+        found = []
+        for capacity in (20, 48, 64):
+            compiled.clear()
+            attend(Cached("room", C=capacity, page=page and capacity, lengths=(17, 11), new=2).draw(device))
+            found.append(list(compiled))
+        assert found[0] == found[1] == found[2] and [name for name, _ in found[0]] == ["append", "decode_16"]
+
+
+def test_heads_and_queries_share_tiles_of_their_number(device, monkeypatch):
+    names = launched(monkeypatch)
+    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    for rows, group, name in ((1, 1, "decode_16"), (4, 4, "decode_16"), (9, 2, "decode_32"), (33, 1, "decode_64")):
+        attend(Cached("rows", Sq=rows, Hq=group, Hkv=1, lengths=(3,)).draw(device))
+        attend(Cached("rows", Sq=rows, Hq=group, Hkv=1, lengths=(3,)).draw(device))
+        assert names.pop() == name
+    assert configs.decoder(1000) == "decode_64"
+
+
+def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
+    """The next one may share the keys of a sequence in another way, or not at all."""
+    case, run = PACKED._replace(lengths=(0, 44)), launch.run_kernel
+    want = attend(case.draw(device))
+    tiles = configs.Tile(16, 32, 4, 1), configs.Tile(16, 16, 4, 1)
+    monkeypatch.setattr(launch, "_too_large", {})
+    monkeypatch.setattr(configs, "INTERPRETED", {**configs.INTERPRETED, "decode_16": tiles})
+    monkeypatch.setitem(configs.TABLE, ("decode_16", 80, 4, 64), tiles)
+    monkeypatch.setitem(configs.TABLE, ("decode_16", 90, 4, 64), tiles)
+    names = []
+
+    def small(name, programs, arguments, *rest, **options):
+        if arguments.get("BLOCK_N") == 32:
+            raise OutOfResources(1, 0, "shared memory")
+        names.append(name)
+        return run(name, programs, arguments, *rest, **options)
+
+    monkeypatch.setattr(launch, "run_kernel", small)
+    for first, second in ((2, 1), (1, 2)):
+        # 48 keys are two blocks of the first tile, and three of the second.
+        monkeypatch.setattr(configs, "splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
+        monkeypatch.setattr(launch, "_too_large", {})
+        names.clear()
+        for got, right in zip(attend(case.draw(device)), want, strict=True):
+            torch.testing.assert_close(got, right)
+        assert names == ["append", "decode_16", *(["merge"] if second > 1 else [])]
+
+
+def test_what_kernels_do_not_take_is_said(device):
+    arguments = Cached("wide", D=257, lengths=(3,)).draw(device)
+    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: the head dimension of query is 257"):
+        attend(arguments)
+    call = _checked(Cached("many", lengths=(1,)).draw(device))
+    tall = call._replace(call=call.call._replace(query=torch.empty(2**16, 2**10, 2**6, 16, device="meta")))
+    assert backends.DECODERS["triton"].reasons(tall, False)[-1] == "the grid would pass 2**31 programs"
+
+
+def test_run_twice_it_gives_the_same_bits(device):
+    case = PACKED._replace(dtype=torch.float16, lengths=(17, 44))
+    first = attend(case.draw(device))
+    assert all(torch.equal(a, b) for a, b in zip(first, attend(case.draw(device)), strict=True))
+
+
+def test_a_row_of_the_lowest_bias_is_the_mean_of_what_it_sees(device):
+    case = Cached("lowest", lengths=(5, 44))
+    arguments = case.draw(device)
+    lowest = torch.full((1, 1, 1, 48), torch.finfo(torch.float32).min, device=device)
+    out, lse = attend(arguments | dict(bias=lowest))
+    for b, length in enumerate(case.lengths):
+        mean = arguments["value_cache"][b, :, :length].mean(1).repeat_interleave(2, 0)
+        torch.testing.assert_close(out[b, :, 0], mean)
+    assert (lse == torch.finfo(torch.float32).min).all()
+
+
+WRONG = {
+    "lengths": dict(cache_seqlens=[-5, 17, 2**31 - 1]),
+    "new past the capacity": dict(cache_seqlens=[47, 48, 46]),
+    "pages": dict(table=[[-1, 2**31 - 1, 5], [4, -(2**31), 10**6], [7, 3, 2]]),
+}
+
+
+@pytest.mark.parametrize("page", [None, 16, 12])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, monkeypatch):
+    """As on a GPU, where lengths and pages are not fetched: kernels and the naive path do the same, and stay inside."""
+    if "table" in WRONG[wrong] and page is None:
+        pytest.skip("there are no pages")
+    monkeypatch.setattr(cached, "is_known", lambda x: False)
+    case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
+    found, (dtype, error) = [], widest(device)
+    case = case._replace(dtype=dtype)
+    for backend in ("naive", "triton"):
+        arguments = case.draw(device)
+        names = dict.fromkeys(("key_cache", "value_cache"))
+        for name in names:  # a page that is read by mistake is no NaN
+            arguments[name].copy_(torch.randn(arguments[name].shape, generator=torch.Generator().manual_seed(3)))
+        lengths = WRONG[wrong].get("cache_seqlens", case.lengths)
+        arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+        if "table" in WRONG[wrong]:
+            each = arguments["block_table"].shape[1]
+            rows = [row[:3] + [1] * (each - 3) for row in WRONG[wrong]["table"]]
+            arguments["block_table"] = torch.tensor(rows, dtype=torch.int32, device=device)
+        before = {name: bits(arguments[name]).clone() for name in names}
+        written = {name: _slots(arguments, name) for name in names}
+        out, lse = fa.attention_decode(**arguments, return_lse=True, backend=backend)
+        for name in names:
+            assert torch.equal(bits(arguments[name])[~written[name]], before[name][~written[name]])
+            changed = bits(arguments[name])[written[name]] != before[name][written[name]]
+            assert changed.any() == written[name].any()
+        found.append((out, lse, *(arguments[name] for name in names)))
+    for naive, kernel in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, naive, rtol=0, atol=error)
+        assert kernel.isfinite().all()
+
+
+def _slots(arguments, name):
+    """bool, of all of a cache's memory: what the new keys of a call may change, whatever its lengths and pages say."""
+    cache, table = arguments[name], arguments.get("block_table")
+    pages, _, page, _ = cache.shape
+    room = page if table is None else page * table.shape[1]
+    mark = torch.zeros_like(bits(cache), dtype=torch.bool)
+    view = mark.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+    for b, length in enumerate(arguments["cache_seqlens"].tolist()):
+        first = min(max(length, 0), room)
+        for position in range(first, min(first + arguments["new_key"].shape[2], room)):
+            number = b if table is None else table[b, position // page].item()
+            if 0 <= number < pages:
+                view[number, :, position % page] = True
+    return mark
+
+
+@pytest.mark.parametrize("case", [PACKED, EVERYTHING], ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore")
+def test_operators_pass_opcheck(case, device, monkeypatch):
+    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    case = case._replace(lengths=(7,), C=16, Hq=2, Hkv=1)
+    arguments = case.draw(device)
+    decode = _checked(arguments)
+    call, turning = decode.call, (decode.cos, decode.sin, decode.interleaved)
+    caches = decode.key_cache.nan_to_num(), decode.value_cache.nan_to_num(), decode.lengths, decode.table
+    if decode.new_key is not None:
+        new = decode.new_key, decode.new_value
+        torch.library.opcheck(torch.ops.fusedattn.append.default, (*caches, *new, *turning, True))
+    options = call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask
+    numbers = call.left, call.right, call.top_left, call.scale, call.softcap
+    query = call.query.nan_to_num()
+    for need_lse in (False, True):
+        given = (query, *caches, decode.added, *turning, *options, *numbers, True, need_lse)
+        torch.library.opcheck(torch.ops.fusedattn.decode.default, given)
+
+
+def _checked(arguments):
+    fields = cached.CacheArguments._fields
+    options = {name: x for name, x in arguments.items() if name not in fields}
+    given = {name: x for name, x in arguments.items() if name in fields}
+    return cached.checked(cached.CacheArguments(**given), cached.Arguments(None, None, None, **options))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = PACKED._replace(lengths=(3, 44))
+    eager, step = case.draw(device), case.draw(device)
+    for arguments in (eager, step):
+        names = arguments["block_table"]
+        names.copy_(torch.arange(names.numel(), dtype=torch.int32, device=device).view(names.shape))
+        arguments["cache_seqlens"].copy_(torch.tensor([0, 30], dtype=torch.int32))
+        for name in ("key_cache", "value_cache"):
+            arguments[name].fill_(1.0)
+    compiled = torch.compile(
+        lambda **arguments: fa.attention_decode(**arguments, return_lse=True, backend=backend),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for _ in range(3):
+        got, want = compiled(**step), fa.attention_decode(**eager, return_lse=True, backend=backend)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+        for name in ("key_cache", "value_cache"):
+            torch.testing.assert_close(step[name], eager[name])
+        for arguments in (eager, step):
+            arguments["cache_seqlens"] += 2
+            arguments["query"].normal_(generator=torch.Generator(device).manual_seed(1))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_caches_may_be_fake(device):
+    """What has no values is not looked at."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    arguments = PACKED.draw(device)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        for backend in ("naive", "triton"):
+            out, lse = fa.attention_decode(**fake, return_lse=True, backend=backend)
+            assert out.shape == (3, 2, 2, 16) and lse.shape == (3, 2, 2)
+
+
+def test_the_naive_path_drops_what_has_no_place():
+    """Whatever it has to write in its stead, a new key at the first place of all comes through."""
+    cache, new = torch.zeros(2, 1, 3, 2), torch.arange(8.0).view(2, 1, 2, 2) + 1
+    position = torch.tensor([[0, 1], [2, 3]])
+    decode_naive._append(cache, new, position, None, 3)
+    assert cache[0, 0].tolist() == [[1, 2], [3, 4], [0, 0]] and cache[1, 0].tolist() == [[0, 0], [0, 0], [5, 6]]
+    cache.zero_()
+    decode_naive._append(cache, new, position + 3, None, 3)
+    assert not cache.any()
+    table = torch.tensor([[-1], [2]])
+    decode_naive._append(cache, new, position.clamp(max=2), table, 3)
+    assert not cache.any()
+    assert not touched(cache, dict(query=cache, cache_seqlens=torch.tensor([0, 0]))).any()

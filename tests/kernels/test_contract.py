@@ -1,0 +1,308 @@
+"""Facts of the contract that a tolerance cannot state: bits that may not change, rows that are empty, sizes of 0."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import INPUTS, LEARNED, with_gradients
+
+from ..cases import Case
+from ..close import assert_close
+
+BACKENDS = ("naive", "triton")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, device):
+    return request.param
+
+
+def results(case, device, backend, tensors=None, options=None):
+    drawn, asked = case.draw(device)
+    return with_gradients(fa.attention, tensors or drawn, options or asked, case.grads, backend=backend)
+
+
+def same_bits(a, b):
+    return {name: torch.equal(a[name], b[name]) for name in a} == dict.fromkeys(a, True)
+
+
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("kind", ["key_mask", "query_mask"])
+def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
+    case = Case("hidden", B=2, Hq=4, Hkv=2, causal=True, grads="out, lse and weights", **{kind: "own"})
+    tensors, options = case.draw(device)
+    plain = {name: x.nan_to_num(0.5, 0.5, 0.5) for name, x in tensors.items()}
+    wild, tame = results(case, device, backend), results(case, device, backend, plain, options)
+    assert same_bits(wild, tame)
+    hidden, names = ~options[kind], ("key", "value") if kind == "key_mask" else ("query", "out")
+    for name in names:
+        assert (wild[name].movedim(1, 2)[hidden] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=3.0), dict(sinks=torch.zeros(2))], ids=["plain", "cap", "sinks"])
+@pytest.mark.parametrize("name, value", [("query", "nan"), ("key", "nan"), ("key", "inf")])
+def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backend):
+    """Nor does what is wrong with a query or a key reach other rows than those that see it."""
+    tensors = {each: torch.ones(1, 2, 40, 16, device=device) for each in ("query", "key", "value")}
+    tensors[name][0, 1, 20, 3] = float(value)
+    options = {each: x.to(device) if isinstance(x, torch.Tensor) else x for each, x in options.items()}
+    out, lse = fa.attention(**tensors, **options, causal=True, return_lse=True, backend=backend)
+    reached = torch.zeros(1, 2, 40, dtype=torch.bool, device=device)
+    reached[0, 1, 20 : 21 if name == "query" else None] = True
+    if options.keys() == {"softcap"} and value == "inf":
+        assert out.isfinite().all() and lse.isfinite().all()  # tanh(inf) is 1
+    else:
+        assert torch.equal(lse.isfinite(), ~reached) and torch.equal(out.isnan().all(-1), reached)
+        assert torch.equal(out.isnan().any(-1), reached)
+
+
+def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
+    case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
+    got = results(case, device, backend)
+    assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
+    assert (got["lse"][:, :, :30] == float("-inf")).all()
+    assert all(x[:, :, 30:].isfinite().all() for x in (got["out"], got["lse"], got["query"]))
+
+
+def test_the_gradient_of_an_empty_row_is_zero_whatever_comes_in(device, backend):
+    case = Case("empty rows", Sq=40, Sk=10, causal=True)
+    tensors, options = case.draw(device)
+    tensors["lse"][:, :, :30] = float("inf")  # as the derivative of lse ** 2 is
+    got = results(case, device, backend, tensors, options)
+    assert all(got[name].isfinite().all() for name in INPUTS)
+
+
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_what_comes_back_to_rows_that_query_mask_hides_is_ignored_whole(packed, device, backend):
+    """Not even the sink learns from the lse of such a row, which is the sink's own."""
+    inputs = [torch.randn(2, 2, 7, 4, device=device) for _ in range(3)]
+    real = torch.rand(2, 7, device=device) < 0.5
+    learned = dict(sinks=torch.randn(2, device=device), alibi_slopes=torch.rand(2, device=device))
+    learned["bias"] = torch.randn(2, 2, 7, 7, device=device)
+    function, options = fa.attention, dict(query_mask=real, backend=backend, return_lse=True, return_weights=True)
+    if packed:
+        offsets = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
+        inputs = [x.transpose(1, 2).flatten(0, 1) for x in inputs]
+        function, options["query_mask"] = fa.attention_varlen, real.flatten()
+        options |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    inputs = [x.requires_grad_() for x in (*inputs, *learned.values())]
+    results = function(*inputs[:3], **options, **dict(zip(learned, inputs[3:], strict=True)))
+    hidden = ~options["query_mask"]  # (B, Sq), or (T,): of out (T, H, Dv), of lse and weights (H, T, ..)
+    if packed:
+        rows = [hidden[:, None, None], hidden[None], hidden[None, :, None]]
+    else:
+        rows = [hidden[:, None, :, None], hidden[:, None], hidden[:, None, :, None]]
+    incoming = [torch.randn_like(x) for x in results]
+
+    def grads(hidden, seen):
+        given = [
+            x.where(~row, hidden) if seen else hidden.where(row, 0 * x) for row, x in zip(rows, incoming, strict=True)
+        ]
+        return torch.autograd.grad(results, inputs, given, retain_graph=True)
+
+    nan = torch.tensor(float("nan"), device=device)
+    assert all((grad == 0).all() for grad in grads(nan, seen=False))
+    assert all(torch.equal(a, b) for a, b in zip(grads(nan, seen=True), grads(nan * 0 + 1, seen=True), strict=True))
+
+
+def test_masks_that_hide_everything(device, backend):
+    case = Case("all hidden")
+    tensors, _ = case.draw(device)
+    for options in (
+        dict(mask=torch.zeros(37, 45, dtype=torch.bool, device=device)),
+        dict(key_mask=torch.zeros(1, 45, dtype=torch.bool, device=device)),
+        dict(query_mask=torch.zeros(1, 37, dtype=torch.bool, device=device)),
+    ):
+        got = results(case, device, backend, tensors, options)
+        assert all((got[name] == 0).all() for name in ("out", *INPUTS))
+        assert (got["lse"] == float("-inf")).all()
+
+
+EVERYTHING = dict(bias="pairs", softcap=2.0, alibi="own", dropout=0.3, mask="batch", grads="out, lse and weights")
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("sizes", [dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)], ids=str)
+def test_sizes_of_zero(sizes, options, device, backend, poison):
+    case = Case("zero", **sizes, **options)
+    got = results(case, device, backend)
+    assert all((got[name] == 0).all() for name in LEARNED if name in got)
+    assert got["out"].shape == (case.B, case.Hq, case.Sq, case.Dv)
+    assert got["lse"].shape == (case.B, case.Hq, case.Sq)
+    assert all((got[name] == 0).all() for name in ("out", *INPUTS))
+    assert (got["lse"] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
+    """Ties are exact: the weights of n equal keys are 1 / n at 1e6, where float32 cannot hold score + log(n)."""
+    for size in (1e2, 1e3, 1e4, 3e5, 1.2e7):
+        tensors, options = Case("ties", Sq=20, Sk=24, scale=scale).draw(device)
+        tensors["query"], tensors["key"] = torch.full_like(tensors["query"], size), torch.full_like(tensors["key"], 1.0)
+        got = results(Case("ties"), device, backend, tensors, options)
+        mean = tensors["value"].mean(2, keepdim=True).expand_as(got["out"])
+        torch.testing.assert_close(got["out"], mean, rtol=0, atol=1e-6)
+        grad = tensors["out"].mean(2, keepdim=True).expand_as(got["value"]) * (20 / 24)
+        torch.testing.assert_close(got["value"], grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
+    case = Case("large", dtype=dtype, scale=1.0, grads="out")
+    tensors, options = case.draw(device)
+    # Multiples of 1024: every product and sum is exact in float32, so scores differ by what they differ by.
+    tensors["query"] = (tensors["query"] * 4).round().clamp(-8, 8) * 32
+    tensors["key"] = (tensors["key"] * 4).round().clamp(-8, 8) * 32
+    largest = (tensors["query"].float() @ tensors["key"].float().mT).abs().max()
+    assert 2**17 < largest <= 2**20
+    got = results(case, device, backend, tensors, options)
+    assert_close(got, tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("lowest", [torch.float32, torch.float64], ids=str)
+def test_a_bias_of_the_lowest_finite_number_hides_nothing(lowest, device, backend):
+    """Of float64 too, which in float32 would be -inf: a row of it is the mean, whole blocks of it are computed."""
+    tensors, _ = Case("lowest", Sq=70, Sk=140, Hq=1, Hkv=1).draw(device)
+    bias = torch.full((70, 140), torch.finfo(lowest).min, dtype=lowest, device=device)
+    got = fa.attention(tensors["query"], tensors["key"], tensors["value"], bias=bias, backend=backend)
+    mean = tensors["value"].mean(2, keepdim=True).expand_as(got)
+    torch.testing.assert_close(got, mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [1e5, 133120.0, 1e10, 1e15, 4e18])
+def test_larger_scores_are_finite(size, sign, device, backend):
+    tensors, _ = Case("huge", Sq=20, Sk=24).draw(device)
+    tensors["query"] = torch.full_like(tensors["query"], size)
+    tensors["key"] = torch.full_like(tensors["key"], sign * size)
+    tensors["key"][:, :, 5] *= 1.05
+    tensors["query"][:, :, 10:] *= -1
+    got = results(Case("huge"), device, backend, tensors, dict(scale=1.0))
+    assert all(x.isfinite().all() for x in got.values())
+    assert same_bits(got, results(Case("huge"), device, backend, tensors, dict(scale=1.0)))
+    # One key outweighs the others, or all but one share.
+    ahead = tensors["value"][:, :, 5]
+    winner = got["out"][:, :, 0 if sign > 0 else 10]
+    torch.testing.assert_close(winner, ahead, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("in_order")
+def test_run_twice_gives_the_same_bits(device, backend):
+    case = Case("twice", B=2, Hq=4, Hkv=2, causal=True, mask="pairs")
+    assert same_bits(results(case, device, backend), results(case, device, backend))
+
+
+@pytest.mark.parametrize("dims", ["bhsd", "bshd", "sbhd", "hbsd"])
+def test_results_lie_in_memory_as_their_inputs_do(dims, device, backend):
+    axes = ["bhsd".index(axis) for axis in dims]
+    back = [axes.index(axis) for axis in range(4)]
+
+    def draw(*shape):
+        return torch.randn([shape[axis] for axis in axes], device=device).permute(back).requires_grad_()
+
+    query, key, value = draw(2, 4, 9, 16), draw(2, 2, 11, 16), draw(2, 2, 11, 8)
+    out = fa.attention(query, key, value, backend=backend)
+    grads = torch.autograd.grad(out.sum(), query) if backend == "triton" else ()  # autograd lays out those of naive
+    for result in (out, *grads):
+        in_memory = [result.shape[axis] for axis in axes]
+        assert result.stride() == torch.empty(in_memory).permute(back).stride()
+
+
+def test_an_output_never_shares_memory_with_an_input_and_neighbours_stay_untouched(device):
+    case = Case("neighbours", strided=True, Sq=33, Sk=17)
+    tensors, options = case.draw(device)
+    before = {name: x.clone() for name, x in tensors.items()}
+    fences = {
+        name: x.as_strided((x.storage_offset(),), (1,), 0).clone() for name, x in tensors.items() if name != "lse"
+    }
+    results(case, device, "triton", tensors, options)
+    for name, fence in fences.items():
+        assert torch.equal(tensors[name], before[name])
+        assert fence.isnan().all() and tensors[name].as_strided(fence.shape, (1,), 0).isnan().all()
+
+
+def test_a_dimension_of_one_element_has_no_place_in_the_order(device, backend):
+    query = torch.randn(1, 5, 3, 16, device=device).permute(2, 0, 1, 3)  # strides (16, 240, 48, 1)
+    out = fa.attention(query, query, query, backend=backend)
+    assert [out.stride(axis) for axis in (0, 2, 3)] == [query.stride(axis) for axis in (0, 2, 3)]
+
+
+def test_lower_ranks_are_one_head_and_one_batch(device, backend):
+    query, key, value = (torch.randn(3, 1, 20, 16, device=device) for _ in range(3))
+    mask, key_mask = torch.rand(3, 20, 20, device=device) < 0.7, torch.rand(3, 20, device=device) < 0.7
+    want, want_lse = fa.attention(
+        query, key, value, mask=mask[:, None], key_mask=key_mask, return_lse=True, backend=backend
+    )
+    out, lse = fa.attention(
+        query[:, 0], key[:, 0], value[:, 0], mask=mask, key_mask=key_mask, return_lse=True, backend=backend
+    )
+    assert torch.equal(out, want[:, 0]) and torch.equal(lse, want_lse[:, 0])
+    out, lse = fa.attention(
+        *(x[1, 0] for x in (query, key, value)), mask=mask[1], key_mask=key_mask[1], return_lse=True, backend=backend
+    )
+    assert torch.equal(out, want[1, 0]) and torch.equal(lse, want_lse[1, 0])
+
+
+def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
+    """Position by position: with value = identity the output row is the row of weights."""
+    query, key = torch.zeros(1, 1, 5, 16, device=device), torch.zeros(1, 1, 7, 16, device=device)
+    value = torch.eye(7, device=device)[None, None]
+    for align, shift in (("bottom_right", 2), ("top_left", 0)):
+        for window in ((1, 2), (0, 0), (None, 0), (2, None)):
+            out = fa.attention(query, key, value, window=window, align=align, backend=backend)
+            left, right = (7 if side is None else side for side in window)
+            want = [[float(i + shift - left <= j <= i + shift + right) for j in range(7)] for i in range(5)]
+            assert ((out[0, 0] > 0) == torch.tensor(want, device=device).bool()).all(), (align, window)
+
+
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize("side", [2**31 - 1, 2**31, sys.maxsize, 2**70])
+def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
+    tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)
+    for window, same in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
+        got = results(Case("wide"), device, backend, tensors, dict(window=window))
+        assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=same)))
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e30, 3e38, -3e38])
+def test_scales_at_the_ends_of_float32(scale, device, backend):
+    tensors, _ = Case("ends", spread=min(1 / abs(scale), 1.0), grads="out").draw(device)
+    got = results(Case("ends", grads="out"), device, backend, tensors, dict(scale=scale))
+    want = fa.attention(*(tensors[name].double() for name in INPUTS), scale=scale)
+    torch.testing.assert_close(got["out"].double(), want, rtol=0, atol=2e-6)
+    assert all(x.isfinite().all() for x in got.values())
+
+
+def test_query_head_h_reads_kv_head_h_over_group(device, backend):
+    query = torch.randn(1, 6, 3, 16, device=device)
+    key, value = torch.randn(1, 2, 4, 16, device=device), torch.randn(1, 2, 4, 16, device=device)
+    out = fa.attention(query, key, value, backend=backend)
+    for head in range(6):
+        alone = fa.attention(query[:, [head]], key[:, [head // 3]], value[:, [head // 3]], backend=backend)
+        torch.testing.assert_close(out[:, [head]], alone, rtol=0, atol=1e-6)
+
+
+def test_addresses_beyond_two_to_the_31(device, overflow):
+    """A view whose second batch lies 2**31 elements on. In a process of its own: 32-bit arithmetic would end it."""
+    if device != "cpu":
+        pytest.skip("test_gpu has its own, on real memory")
+    program = """
+import torch, fusedattn as fa
+tensors = [torch.randn(2, 1, 20, 16).half() for _ in range(4)]
+buffer = torch.empty(2**31 + 4096, dtype=torch.float16)  # virtual memory: only what is touched becomes real
+def run(query, key, value, grad):
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    out = fa.attention(*inputs, backend="triton")
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+want = run(*tensors)
+for number in range(4):
+    far = list(tensors)
+    far[number] = buffer.as_strided((2, 1, 20, 16), (2**31, 0, 16, 1)).copy_(tensors[number])
+    assert all(torch.equal(a, b) for a, b in zip(run(*far), want))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,188 @@
+"""Attention to a cache is what attention to its keys is: by a loop over the sequences, and over a whole generation."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.launch import tiles
+from fusedattn.testing.tolerance import verdicts
+
+from .. import caches
+from ..caches import Cached, bits, in_float64, one_by_one, touched
+
+BACKENDS = ("naive", "triton")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def check(case, device, backend):
+    """The results of a case, held to the one rule; and nothing but the rows of new keys has changed."""
+    if case.dtype == torch.float64 and device == "cuda":
+        case = case._replace(dtype=torch.float16)
+    arguments = case.draw(device)
+    held = [arguments["key_cache"], arguments["value_cache"]]
+    before = [bits(x).clone() for x in held]
+    eager, _ = one_by_one(fa.reference.eager, arguments)
+    oracle, expected = one_by_one(fa.reference.attention, in_float64(arguments))
+    results = fa.attention_decode(**arguments, backend=backend, return_lse=True, return_weights=True)
+    got = dict(zip(("out", "lse", "weights"), results, strict=True))
+    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
+    assert not wrong
+    assert got["out"].dtype == case.dtype and got["lse"].dtype == torch.promote_types(case.dtype, torch.float32)
+    for cache, was, want in zip(held, before, expected, strict=True):
+        new = touched(cache, arguments)
+        assert torch.equal(bits(cache)[~new], was[~new])
+        if case.new:
+            torch.testing.assert_close(
+                cache.double(), want, equal_nan=True, rtol=2 * torch.finfo(case.dtype).eps, atol=1e-6
+            )
+    return got
+
+
+@pytest.mark.parametrize("case", [*caches.SINGLE, *caches.EDGES, caches.EVERYTHING], ids=lambda case: case.name)
+def test_a_call_is_as_good_as_eager(case, device, backend, poison):
+    check(case, device, backend)
+
+
+@pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
+def test_pairs_of_options(case, device, backend, poison, monkeypatch):
+    """By one program for all keys of a sequence: by several it is in the tests of each option alone."""
+    monkeypatch.setattr(tiles, "splits", lambda *_: 1)
+    check(case, device, backend)
+
+
+@pytest.mark.parametrize("page, half", [(None, 0), (16, 3), (5, 3)])
+def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backend):
+    """Token by token, and now and then several at once, from prompts of different lengths, one of them empty."""
+    prompts, steps, dim = (0, 14), (1, 1, 3, 1, 2, 1), 8
+    total, (dtype, error) = max(prompts) + sum(steps), caches.widest(device)
+    query, key, value = (torch.randn(2, heads, total, dim, device=device).to(dtype) for heads in (4, 2, 2))
+    angles = torch.outer(torch.arange(total, device=device), 0.5 ** torch.arange(1, half + 1, device=device)).to(dtype)
+    place = torch.arange(total, device=device)
+    rotary = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin()) if half else {}
+
+    def turn(x):
+        return torch.stack([caches.turned(each, place, *rotary.values(), False) for each in x]) if half else x
+
+    size = page or total
+    each = -(-total // size)
+    pool = [torch.full((2 * each, 2, size, dim), float("nan"), device=device, dtype=dtype) for _ in range(2)]
+    table = torch.randperm(2 * each).view(2, each).to(device, torch.int32) if page else None
+    names = caches.numbered(table, 2, device)
+    for cache, whole in zip(pool, (turn(key), value), strict=True):
+        for b, length in enumerate(prompts):
+            for position in range(length):
+                cache[names[b][position // size], :, position % size] = whole[b, :, position]
+    lengths = torch.tensor(prompts, dtype=torch.int32, device=device)
+    want = [
+        fa.reference.attention(
+            *(x[None, :, : p + sum(steps)] for x in (turn(query)[b], turn(key)[b], value[b])), causal=True
+        )
+        for b, p in enumerate(prompts)
+    ]
+    for step in steps:
+        at = [slice(n, n + step) for n in lengths.tolist()]
+        new = [torch.stack([x[b, :, rows] for b, rows in enumerate(at)]) for x in (query, key, value)]
+        given = dict(cache_seqlens=lengths, block_table=table, new_key=new[1], new_value=new[2], **rotary)
+        out = fa.attention_decode(new[0], *pool, **given, causal=True, backend=backend)
+        expected = torch.cat([whole[:, :, rows] for whole, rows in zip(want, at, strict=True)])
+        torch.testing.assert_close(out, expected, rtol=0, atol=error)
+        lengths += step
+
+
+@pytest.mark.parametrize("page", [None, 4, 16])
+def test_what_lies_beyond_a_length_changes_no_bit(page, device, backend):
+    arguments = Cached("beyond", page=page, new=2, Sq=2, sinks=True, dtype=torch.float16, lengths=(0, 17), Hq=2).draw(
+        device
+    )
+    clean = {name: arguments[name].nan_to_num(0.0).clone() for name in ("key_cache", "value_cache")}
+    got, want = (
+        fa.attention_decode(**{**arguments, **changed}, return_lse=True, return_weights=True, backend=backend)
+        for changed in ({}, clean)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(x.isfinite().all() for x in got)
+
+
+def test_results_lie_as_the_query_does(device, backend, monkeypatch):
+    monkeypatch.setattr(tiles, "splits", lambda *_: 1)
+    arguments = Cached("order", Sq=2, lengths=(5, 20)).draw(device)
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3)):
+        query = arguments["query"].permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
+        out = fa.attention_decode(**{**arguments, "query": query}, backend=backend)
+        assert out.stride() == query.stride()
+        weights = fa.attention_decode(**{**arguments, "query": query}, return_weights=True, backend=backend)
+        assert torch.equal(weights[0], out) and weights[1].shape == (2, 4, 2, 48)
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(B=0), dict(Sq=0), dict(C=0), dict(Hq=0, Hkv=0), dict(page=0), dict(pages=0), dict(n=0)], ids=str
+)
+@pytest.mark.parametrize("sink", [False, True])
+def test_sizes_of_zero(shape, sink, device, backend, poison):
+    sizes = dict(B=2, Sq=2, C=3, Hq=2, Hkv=1, page=None, pages=3, n=2) | shape
+    B, Sq, Hq, Hkv = (sizes[name] for name in ("B", "Sq", "Hq", "Hkv"))
+    paged = shape.keys() & {"page", "pages", "n"}
+    page = 2 if sizes["page"] is None else 0
+    rows = (sizes["pages"], Hkv, page) if paged else (B, Hkv, sizes["C"])
+    pool = [torch.randn(*rows, d, device=device) for d in (4, 8)]
+    given = dict(cache_seqlens=torch.zeros(B, dtype=torch.int32, device=device))
+    if paged:
+        given["block_table"] = torch.zeros(B, sizes["n"], dtype=torch.int32, device=device)
+    if sink:
+        given["sinks"] = torch.ones(Hq, device=device)
+    query = torch.randn(B, Hq, Sq, 4, device=device)
+    out, lse, weights = fa.attention_decode(
+        query, *pool, **given, return_lse=True, return_weights=True, backend=backend
+    )
+    assert out.shape == (B, Hq, Sq, 8) and lse.shape == (B, Hq, Sq)
+    assert weights.shape == (B, Hq, Sq, sizes["n"] * page if paged else sizes["C"])
+    assert not out.any() and not weights.any() and (lse == (1.0 if sink else float("-inf"))).all()
+    nothing = [torch.randn(B, Hkv, 0, d, device=device) for d in (4, 8)]
+    again = fa.attention_decode(query, *pool, **given, new_key=nothing[0], new_value=nothing[1], backend=backend)
+    assert torch.equal(again, out)
+
+
+def test_autocast_casts_the_query_alone(device, backend):
+    arguments = Cached("autocast", dtype=torch.bfloat16, new=1).draw(device)
+    with torch.autocast(device, torch.bfloat16):
+        got = fa.attention_decode(**{**arguments, "query": arguments["query"].float()}, backend=backend)
+        with pytest.raises(TypeError, match="key_cache: expected a tensor of the dtype of query, torch.bfloat16"):
+            fa.attention_decode(**{**arguments, "key_cache": arguments["key_cache"].float()}, backend=backend)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, fa.attention_decode(**arguments, backend=backend))
+
+
+@pytest.mark.parametrize("page", [None, 12])
+def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, backend):
+    """What an earlier call has kept of it for its gradients is not what it holds now."""
+    arguments = Cached("written", new=1, page=page).draw(device)
+    cache = arguments["key_cache"]
+    grows = torch.randn(1, device=device, requires_grad=True)
+    total = (grows * cache.nan_to_num()).sum() + (grows * cache).nansum()
+    with torch.no_grad():
+        fa.attention_decode(**arguments, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
+    arguments = Cached("early", Sq=2, lengths=(1, 30), half=4).draw(device)
+    with pytest.raises(ValueError, match="query: expected no query that stands before position 0"):
+        fa.attention_decode(**arguments, backend=backend)
+    hidden = torch.tensor([[False, True], [True, True]], device=device)
+    out = fa.attention_decode(**arguments, query_mask=hidden, backend=backend)
+    assert out.isfinite().all() and not out[0, :, 0].any()
+
+
+def test_a_table_without_pages_takes_nothing(device, backend, monkeypatch):
+    from fusedattn.call import cached
+
+    monkeypatch.setattr(cached, "is_known", lambda x: False)
+    arguments = Cached("no pages", new=2, page=12).draw(device)
+    before = bits(arguments["key_cache"]).clone()
+    arguments["block_table"] = arguments["block_table"][:, :0]
+    assert not fa.attention_decode(**arguments, backend=backend).any()
+    assert torch.equal(bits(arguments["key_cache"]), before)

@@ -1,0 +1,162 @@
+"""What only a GPU can show of attention to a cache: real sizes, every tile, graphs, nothing fetched, memory far out."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn.launch import run, tiles as configs
+from fusedattn.testing.compare import in_float64
+from fusedattn.testing.tolerance import verdicts
+
+from ..caches import EVERYTHING, Cached
+from .test_generation import check
+
+pytestmark = pytest.mark.gpu
+DIMS = (16, 40, 64, 80, 128, 160, 256)
+
+
+def filled(device, batch=3, heads=8, kv_heads=2, rows=1, keys=3000, dim=128, dtype=torch.bfloat16, page=None):
+    """(arguments of a call to caches of random numbers, NaN beyond the lengths; the dense keys and values of each)."""
+    query = torch.randn(batch, heads, rows, dim, device=device, dtype=dtype)
+    lengths = torch.tensor([keys, 1, *(keys * n // batch for n in range(1, batch - 1))], device=device).int()
+    pages = -(-keys // (page or keys))
+    held = torch.randn(2, batch, kv_heads, pages * (page or keys), dim, device=device).to(dtype)
+    held.masked_fill_(torch.arange(held.shape[3], device=device)[:, None] >= lengths[:, None, None, None], float("nan"))
+    arguments = dict(query=query, cache_seqlens=lengths)
+    if page is None:
+        return arguments | dict(key_cache=held[0], value_cache=held[1]), held
+    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    pool = torch.empty_like(held).view(2, batch * pages, kv_heads, page, dim)
+    pool[:, table.flatten().long()] = held.unflatten(3, (pages, page)).transpose(2, 3).flatten(1, 2)
+    return arguments | dict(key_cache=pool[0], value_cache=pool[1], block_table=table), held
+
+
+def judged(arguments, held, **options):
+    """A call, held to the rule of the tests sequence by sequence."""
+    out, lse = fa.attention_decode(**arguments, **options, return_lse=True, backend="triton")
+    for b, length in enumerate(arguments["cache_seqlens"].tolist()):
+        given = dict(query=arguments["query"][b : b + 1], key=held[0, b : b + 1, :, :length])
+        given["value"] = held[1, b : b + 1, :, :length]
+        eager = fa.reference.eager(**given, **options, return_lse=True)
+        oracle = fa.reference.attention(**in_float64(given), **options, return_lse=True)
+        names = "out", "lse"
+        pairs = (dict(zip(names, each, strict=True)) for each in ((out[b : b + 1], lse[b : b + 1]), eager, oracle))
+        wrong = {name: verdict.why for name, verdict in verdicts(*pairs).items() if not verdict.ok}
+        assert not wrong, (b, length, wrong)
+
+
+@pytest.mark.parametrize("number", range(2 * len(DIMS)), ids=lambda number: f"D {DIMS[number // 2]}, {number % 2}")
+def test_head_dimensions(number, cuda, poison):
+    """Each with two of the four ways that keys may lie."""
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[number // 2 % 3]
+    judged(*filled(cuda, dim=DIMS[number // 2], dtype=dtype, page=(None, 16, 256, 48)[(number + number // 4 * 2) % 4]))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 4, 17, 200])
+def test_rows_and_groups(rows, kv_heads, cuda, poison):
+    judged(*filled(cuda, kv_heads=kv_heads, rows=rows, page=64), causal=True)
+    judged(*filled(cuda, kv_heads=kv_heads, rows=rows), window=(700, 0), softcap=5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
+    choose = configs.tiles
+    here = run.capability(torch.device(cuda, torch.cuda.current_device()))
+    for capability in (80, here):
+        for place in range(2):
+
+            def one(kernel, _, *of, place=place, capability=capability):
+                tiles = choose(kernel, capability, *of)
+                return tiles[min(place, len(tiles) - 1) :]
+
+            monkeypatch.setattr(configs, "tiles", one)
+            monkeypatch.setattr(run, "_too_large", {})
+            for rows in (2, 7, 16):
+                judged(*filled(cuda, rows=rows, dim=dim, dtype=dtype, page=64), causal=True)
+    check(EVERYTHING._replace(D=dim, Dv=dim, dtype=dtype), cuda, "triton")  # by the last of them
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_graph_replays_with_other_lengths(page, cuda):
+    """Appended to, turned and read: by its lengths alone, as many tokens as there is room for."""
+    case = Cached("graph", page=page, new=1, half=4, causal=True, lengths=(0, 3, 20), sinks=True, dtype=torch.float16)
+    captured, eager = case.draw(cuda), case.draw(cuda)
+    angles = torch.rand(2, 48, 4, device=cuda)
+    for arguments in (captured, eager):
+        arguments |= dict(rotary_cos=angles[0], rotary_sin=angles[1])
+        if page:
+            arguments["block_table"].copy_(torch.arange(9, device=cuda).view(3, 3))
+        for name in ("key_cache", "value_cache"):
+            arguments[name].copy_(arguments[name].nan_to_num(1.0))
+    warm = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in captured.items()}
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        fa.attention_decode(**warm, backend="triton")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fa.attention_decode(**captured, return_lse=True, backend="triton")
+    for _ in range(30):  # the last two have no place for all
+        new = torch.randn(case.Hkv * 2 + case.Hq, 3, 16, device=cuda, dtype=torch.float16)
+        for arguments in (captured, eager):
+            arguments["query"].copy_(new[: case.Hq].transpose(0, 1)[:, :, None])
+            arguments["new_key"].copy_(new[case.Hq : case.Hq + case.Hkv].transpose(0, 1)[:, :, None])
+            arguments["new_value"].copy_(new[case.Hq + case.Hkv :].transpose(0, 1)[:, :, None])
+        graph.replay()
+        want = fa.attention_decode(**eager, return_lse=True, backend="triton")
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+        for name in ("key_cache", "value_cache"):
+            assert torch.equal(captured[name], eager[name])
+        for arguments in (captured, eager):
+            arguments["cache_seqlens"] += 1
+    assert captured["cache_seqlens"].tolist() == [30, 33, 50]
+
+
+def test_nothing_is_fetched(cuda):
+    case = EVERYTHING._replace(new=2)
+    fa.attention_decode(**case.draw(cuda), backend="triton")
+    arguments = case.draw(cuda)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fa.attention_decode(**arguments, backend="triton", return_lse=True, return_weights=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_many_runs_give_the_same_bits(cuda):
+    arguments, _ = filled(cuda, batch=4, keys=20000, page=64)
+    first = fa.attention_decode(**arguments, return_lse=True, backend="triton")
+    for _ in range(200):
+        again = fa.attention_decode(**arguments, return_lse=True, backend="triton")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_more_sequences_than_a_grid_axis_holds(cuda):
+    batch = 70000
+    query, keys = (torch.randn(batch, heads, 1, 16, device=cuda, dtype=torch.float16) for heads in (2, 1))
+    cache, lengths = torch.zeros(2, batch, 1, 4, 16, device=cuda, dtype=torch.float16), torch.zeros(batch, device=cuda)
+    options = dict(cache_seqlens=lengths.int(), new_key=keys, new_value=keys, backend="triton")
+    out = fa.attention_decode(query, *cache, **options)
+    assert torch.equal(out, keys.expand(-1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("page", [None, 64])
+def test_a_pool_beyond_two_to_the_31(page, cuda):
+    arguments, held = filled(cuda, batch=2, keys=2**17, page=page)
+    buffers = []
+    for name in ("key_cache", "value_cache"):  # the last page, or sequence, begins past it
+        near = arguments[name]
+        step = 2**31 // (near.shape[0] - 1) + 2**12
+        buffers.append(torch.full((near.shape[0] * step,), float("nan"), dtype=near.dtype, device=cuda))
+        far = buffers[-1].as_strided(near.shape, (step, *near.contiguous().stride()[1:]))
+        arguments[name] = far.copy_(near)
+    judged(arguments, held)
+    new = torch.randn(2, 2, 1, 128, device=cuda, dtype=torch.bfloat16)
+    arguments["cache_seqlens"] -= 1
+    out = fa.attention_decode(**arguments, new_key=new, new_value=new, backend="triton")
+    want = fa.attention_decode(**{**arguments, "cache_seqlens": arguments["cache_seqlens"] + 1}, backend="triton")
+    assert torch.equal(out, want) and out.isfinite().all()

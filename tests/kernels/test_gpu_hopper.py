@@ -1,0 +1,301 @@
+"""What only a Hopper GPU can show of its kernel: each pipeline, races, descriptors, graphs, streams.
+
+gpu.sh runs these in a process of their own: a kernel whose barriers are wrong waits for ever. The pipelines that it
+then times are those whose name stands in no test that failed.
+"""
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from fusedattn.bench import cases as timed
+from fusedattn.bench.variants import pipeline_name
+
+import fusedattn as fa
+from fusedattn.launch import hopper, run, tiles
+from fusedattn.launch.tiles import HOPPER
+from fusedattn.replay import cache
+from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
+from fusedattn.testing.tolerance import verdicts
+
+from ..cases import Case
+from ..close import assert_close
+from .test_gpu import HALF, LENGTHS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_order")]
+DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
+DIMS = (*DIMS, (128, 128), (136, 160), (192, 128), (64, 256), (256, 8), (200, 256), (256, 256))
+PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
+NAMES = [pipeline_name(taken) for _, taken in PIPELINES]
+
+
+@pytest.fixture
+def cuda():
+    """The GPU, if the kernel is for it."""
+    if run.interpreting() or not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
+    if (found := torch.cuda.get_device_capability()) != (9, 0):
+        pytest.skip(f"needs compute capability 9.0, not {found[0]}.{found[1]}")
+    if hopper.missing is not None:
+        pytest.skip(hopper.missing)
+    return "cuda"
+
+
+def take(taken, monkeypatch):
+    """From now on calls take this pipeline."""
+    monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(HOPPER, (taken,)))
+    cache.forget()
+
+
+def attend(*inputs, **options):
+    return fa.attention(*inputs, backend="hopper", **options)
+
+
+def check(case, device):
+    tensors, options = case.draw(device)
+    got = with_gradients(attend, tensors, options, case.grads)
+    assert_close(got, tensors, options, case.grads)
+
+
+def normal(device, *shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def inputs_of(device, batch=2, heads=4, kv_heads=2, rows=300, keys=421, dim=64):
+    return [normal(device, batch, count, length, dim) for count, length in ((heads, rows), *((kv_heads, keys),) * 2)]
+
+
+def check_forward(case, device):
+    """`check` without the backward, which is that of every GPU and takes long to compile."""
+    tensors, options = case.draw(device)
+    given = {name: tensors[name] for name in INPUTS}
+    wide = in_float64(given)
+    with torch.no_grad():
+        got, eager, oracle = (
+            dict(zip(("out", "lse"), function(**x, **options, return_lse=True), strict=True))
+            for function, x in ((attend, given), (fa.reference.eager, given), (fa.reference.attention, wide))
+        )
+    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("width, taken", PIPELINES, ids=NAMES)
+@pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
+def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch, poison):
+    """More blocks of rows than there are multiprocessors, and all of them by one and by seven programs."""
+    take(taken, monkeypatch)
+    sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
+    check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
+    for count in (1, 7):
+        monkeypatch.setattr(run, "multiprocessors", lambda device, count=count: count)
+        cache.forget()
+        check(Case("pipelines", **sizes | dict(B=2), dtype=HALF[len(band)], **band), cuda)
+
+
+@pytest.mark.parametrize("width, taken", PIPELINES, ids=NAMES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_every_pipeline_gives_the_same_bits(causal, width, taken, cuda, monkeypatch):
+    """Where p is overwritten while it is multiplied they differ; that many heads, and no lse, is what is timed."""
+    take(taken, monkeypatch)
+    heads = timed.WIDTH // width
+    inputs = inputs_of(cuda, 8, heads, heads, 1000, 1111, width)
+    first = attend(*inputs, causal=causal)
+    wrong = torch.zeros((), dtype=torch.long, device=cuda)
+    for _ in range(200):
+        wrong += (attend(*inputs, causal=causal) != first).count_nonzero()
+    assert wrong.item() == 0
+    torch.testing.assert_close(first, fa.attention(*inputs, causal=causal, backend="triton"), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dimensions(causal, number, cuda, poison):
+    dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
+    check_forward(Case("dims", B=2, Hq=4, Hkv=2, Sq=257, Sk=331, dtype=HALF[number % 2], causal=causal, **dims), cuda)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lengths(lengths, dim, cuda, poison):
+    rows, keys = lengths
+    for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
+        options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
+        check_forward(
+            Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options), cuda
+        )
+
+
+OPTIONS = {
+    "one kv head": dict(Hkv=1),
+    "as many kv heads": dict(Hkv=4, causal=True),
+    "more queries than keys": dict(Sq=571, Sk=203, causal=True),
+    "top left": dict(align="top_left", window=(200, 1)),
+    "top left, more queries than keys": dict(Sq=571, Sk=203, causal=True, align="top_left"),
+    "left window": dict(window=(200, None)),
+    "right window": dict(window=(None, 130)),
+    "window of itself": dict(window=(0, 0)),
+    "scale 1": dict(scale=1.0, spread=0.3),
+    "peaked": dict(spread=4.0),
+    "weights": dict(grads="out, lse and weights", causal=True),
+    "lse alone": dict(grads="lse"),
+    "out alone": dict(grads="out"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_options(name, dim, cuda, poison):
+    sizes = dict(B=2, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[0])
+    check(Case(name)._replace(**sizes | OPTIONS[name]), cuda)
+
+
+@pytest.mark.parametrize("dim", [56, 64, 128])
+def test_strided_inputs(dim, cuda):
+    """Among NaN, in orders of memory that the copy engine takes: nothing past a head's last row or column is met."""
+    want = [x.contiguous() for x in inputs_of(cuda, dim=dim)]
+
+    def spread(tensor, order, more):
+        places = [tensor.shape[axis] for axis in order]
+        lines = torch.full((*places[:-1], places[-1] + more), float("nan"), device=cuda, dtype=tensor.dtype)
+        wide = torch.cat([lines, torch.full_like(lines[:, :, :5], float("nan"))], 2)[:, :, : places[2], : places[3]]
+        return wide.permute([order.index(axis) for axis in range(4)]).copy_(tensor)
+
+    for orders in (((0, 2, 1, 3),) * 3, ((2, 0, 1, 3), (0, 1, 2, 3), (1, 0, 2, 3))):
+        inputs = [spread(x, order, 8) for x, order in zip(want, orders, strict=True)]
+        for options in ({}, dict(causal=True)):
+            assert torch.equal(attend(*inputs, **options), attend(*want, **options))
+
+
+def test_columns_that_are_no_multiple_of_eight(cuda):
+    """Of query and key, whose rows lie far enough apart."""
+    query, key, value = inputs_of(cuda)
+    got = attend(query[..., :59], key[..., :59], value)
+    for x in (query, key):
+        x[..., 59:] = 0
+    assert torch.equal(got, attend(query, key, value, scale=59**-0.5))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_planes_in_several_sections(causal, cuda, monkeypatch, poison):
+    """As of keys and values that do not all stay in L2; the last section is not full."""
+    monkeypatch.setattr(tiles, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
+    check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
+
+
+def test_more_planes_than_a_grid_axis_holds(cuda):
+    check(Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16), cuda)
+
+
+def test_tensors_beyond_two_to_the_31(cuda):
+    query, key, value = (normal(cuda, 2, 1, 17000, 64, dtype=torch.float16) for _ in range(3))
+    buffer = torch.zeros(2**31 + 2**22, dtype=torch.float16, device=cuda)
+    far = buffer.as_strided(key.shape, (2**31, 2**21, 64, 1))
+    far.copy_(key)
+    assert torch.equal(attend(query, far, value, causal=True), attend(query, key, value, causal=True))
+    rows = normal(cuda, 1, 34, 2**20, 64, dtype=torch.float16)  # 2.3e9 elements
+    out = attend(rows, key[:1, :, :64], value[:1, :, :64])
+    want = attend(rows[:, -1:, -64:], key[:1, :, :64], value[:1, :, :64])
+    assert torch.equal(out[:, -1:, -64:], want)
+
+
+def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
+    """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
+    batches = [inputs_of(cuda, batch=1) for _ in range(300)]
+    monkeypatch.setattr(cache, "MEETINGS", sys.maxsize)
+    want = [attend(*inputs, causal=True) for inputs in batches]
+    assert not cache._known
+    monkeypatch.setattr(cache, "MEETINGS", 1)
+    for _ in range(2):
+        assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
+    assert len(cache._known) == 1
+    for x, other in zip(batches[0], batches[1], strict=True):
+        x.copy_(other)  # other values, where a descriptor is known of
+    assert torch.equal(attend(*batches[0], causal=True), want[1])
+    again = [[x.cpu() for x in inputs] for inputs in batches[2:6]]
+    batches.clear()
+    torch.cuda.empty_cache()
+    for host, out in zip(again, want[2:6], strict=True):
+        assert torch.equal(attend(*[x.to(cuda) for x in host], causal=True), out)  # memory that others had
+
+
+def test_a_graph_replays_on_new_values(cuda):
+    inputs = [x.requires_grad_() for x in inputs_of(cuda)]
+    grad = torch.randn_like(inputs[0])
+
+    def step():
+        out = attend(*inputs, causal=True)
+        return (out, *torch.autograd.grad(out, inputs, grad))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+        step()  # a repeated call is what is captured
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in inputs:
+                x.normal_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_it_waits_for_the_stream_it_is_called_on(cuda):
+    inputs = [torch.zeros_like(x) for x in inputs_of(cuda, rows=512, keys=512)]
+    new = [torch.randn_like(x) for x in inputs]
+    attend(*inputs)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        for x, y in zip(inputs, new, strict=True):
+            x.copy_(y)
+        out = attend(*inputs)
+    side.synchronize()
+    assert torch.equal(out, attend(*new))
+
+
+def test_two_streams_at_once(cuda):
+    """Programs of two launches share multiprocessors."""
+    several = [inputs_of(cuda, batch=4, rows=700 + 100 * number) for number in range(2)]
+    want = [attend(*inputs) for inputs in several]
+    streams, results = [torch.cuda.Stream() for _ in several], []
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, inputs, out in zip(streams, several, want, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((attend(*inputs) != out).any())
+    torch.cuda.synchronize()
+    assert not any(results)
+
+
+def test_it_compiles_whole(cuda):
+    inputs = [x.requires_grad_() for x in inputs_of(cuda)]
+    grad = torch.randn_like(inputs[0])
+
+    def step(*inputs):
+        return attend(*inputs, causal=True, return_lse=True)
+
+    out, lse = torch.compile(step, fullgraph=True, backend="eager")(*inputs)
+    got = out, lse, *torch.autograd.grad(out, inputs, grad)
+    out, lse = step(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, (out, lse, *torch.autograd.grad(out, inputs, grad)), strict=True))
+
+
+def test_a_misaligned_view_is_refused_or_copied(cuda):
+    inputs = inputs_of(cuda)
+    odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
+    with pytest.raises(NotImplementedError, match="query lies at an address that is no multiple of 16"):
+        attend(*odd)
+    assert torch.equal(torch.compile(attend, fullgraph=True, backend="eager")(*odd), attend(*inputs))
+
+
+def test_it_is_what_explain_says(cuda):
+    inputs = inputs_of(cuda)
+    said = fa.explain(*inputs, backend="hopper")
+    assert said.backend == "hopper" and said.tiles["hopper"] == HOPPER[64][0]

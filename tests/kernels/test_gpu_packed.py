@@ -1,0 +1,165 @@
+"""Packed sequences on a GPU: real sizes, more sequences than a grid has on an axis, graphs, no waiting, no memory."""
+
+import random
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
+
+from ..cases import Case
+from ..close import assert_close
+from ..sequences import attention_varlen, by_sequence, offsets
+
+pytestmark = pytest.mark.gpu
+HALF = (torch.bfloat16, torch.float16)
+LARGE = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(100, 50)),
+    "masks": dict(mask="batch", key_mask="own", query_mask="own"),
+    "bias of pairs": dict(bias="pairs", dropout=0.17),
+    "bias over batch": dict(bias="heads", sinks=True, causal=True),
+    "bias of keys": dict(bias="keys"),
+    "slopes": dict(alibi="own", softcap=30.0, grads="out, lse and weights"),
+}
+
+
+def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
+    """query, key, value, the gradient of the output, cu_seqlens."""
+    shapes = (sum(rows), heads[0], dim), *[(sum(keys), heads[1], dim)] * 2
+    inputs = [torch.randn(shape, device=cuda, dtype=dtype, requires_grad=True) for shape in shapes]
+    return *inputs, torch.randn(shapes[0], device=cuda, dtype=dtype), offsets(rows, cuda), offsets(keys, cuda)
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_options_in_many_tiles(name, dim, cuda, poison):
+    rows, keys = (457, 0, 130, 1, 256), (333, 12, 571, 0, 256)
+    sizes = dict(B=5, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[len(name) % 2])
+    case = Case(name)._replace(**sizes, **LARGE[name])
+    tensors, options = case.draw(cuda)
+    got = with_gradients(attention_varlen(rows, keys, "triton"), tensors, options, case.grads)
+    of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
+    assert_close(got, tensors, options, case.grads, **of)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_equal_lengths_are_a_batch_bit_for_bit(causal, dim, cuda, two_passes):
+    query, key, value, grad, cu, _ = draw((513,) * 4, (513,) * 4, cuda, dim=dim)
+    out = fa.attention_varlen(query, key, value, cu, cu, causal=causal, backend="triton")
+    batch = [x.detach().unflatten(0, (4, 513)).transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    want = fa.attention(*batch, causal=causal, backend="triton")
+    grads = torch.autograd.grad(out, (query, key, value), grad)
+    whole = torch.autograd.grad(want, batch, grad.unflatten(0, (4, 513)).transpose(1, 2))
+    for a, b in zip((out, *grads), (want, *whole), strict=True):
+        assert torch.equal(a, b.transpose(1, 2).flatten(0, 1))
+
+
+def test_eighty_thousand_sequences(cuda):
+    """As many as no axis of a grid but the first could count."""
+    lengths = (16,) * 80_000
+    query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, (2, 1), 32)
+    for most in (None, 16):
+        out = fa.attention_varlen(query, key, value, cu, cu, max_seqlen_q=most, max_seqlen_k=most, causal=True)
+        grads = torch.autograd.grad(out, (query, key, value), grad)
+        batch = [x.detach().unflatten(0, (-1, 16)).transpose(1, 2).requires_grad_() for x in (query, key, value)]
+        want = fa.attention(*batch, causal=True, backend="naive")
+        whole = torch.autograd.grad(want, batch, grad.unflatten(0, (-1, 16)).transpose(1, 2))
+        for a, b in zip((out, *grads), (want, *whole), strict=True):
+            torch.testing.assert_close(a, b.transpose(1, 2).flatten(0, 1), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_same_bits_each_time(deterministic, cuda, monkeypatch):
+    """Turns are taken by whichever program comes first, and what they give does not depend on it, but for dq."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    generator = random.Random(3)
+    lengths = [generator.randint(1, 700) for _ in range(40)]
+    query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, dim=128)
+    before = None
+    for _ in range(20):
+        out = fa.attention_varlen(query, key, value, cu, cu, causal=True)
+        dq, dk, dv = torch.autograd.grad(out, (query, key, value), grad)
+        now = (out, dk, dv, dq) if deterministic else (out, dk, dv)
+        assert before is None or all(map(torch.equal, now, before))
+        before = now
+
+
+def test_the_host_does_not_wait(cuda):
+    query, key, value, grad, cu, _ = draw((100, 30), (100, 30), cuda)
+    sinks = torch.randn(4, device=cuda, requires_grad=True)
+    slopes = torch.rand(2, 4, device=cuda, requires_grad=True)
+    mask = torch.rand(2, 1, 100, 100, device=cuda) < 0.5
+    calls = (
+        dict(causal=True),
+        dict(sinks=sinks, alibi_slopes=slopes),
+        dict(mask=mask, key_mask=mask[0, 0, 0].new_ones(130), max_seqlen_q=100, max_seqlen_k=100, return_weights=True),
+    )
+
+    def run(options):
+        out = fa.attention_varlen(query, key, value, cu, cu, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        learned = [options[name] for name in ("sinks", "alibi_slopes") if name in options]
+        torch.autograd.grad(out, (query, key, value, *learned), grad)
+
+    for options in calls:
+        run(options)  # what is compiled may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_is_replayed_with_other_lengths(cuda):
+    query, key, value, _, cu, _ = draw((300, 100), (300, 100), cuda)
+    query, key, value = (x.detach() for x in (query, key, value))
+
+    def run():
+        return fa.attention_varlen(query, key, value, cu, cu, causal=True)
+
+    run()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for lengths in ((300, 100), (1, 399), (400, 0), (200, 200)):
+        cu.copy_(offsets(lengths, cuda))
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+@pytest.mark.parametrize(
+    "wrong", [(0, 900, 100, 400), (-5, 10, 20, 2**31 - 1), (400, 0, 400, 0), (7, 8, 9, 10)], ids=str
+)
+def test_wrong_offsets_stay_inside(wrong, cuda):
+    """They are not fetched, so nobody can say that they are wrong; what comes out is of the right shape."""
+    query, key, value, grad, *_ = draw((400,), (400,), cuda)
+    guards = torch.full((1 << 20,), 7.0, device=cuda)
+    cu = torch.tensor(wrong, dtype=torch.int32, device=cuda)
+    for options in ({}, dict(causal=True, max_seqlen_q=64, max_seqlen_k=64, return_weights=True)):
+        out = fa.attention_varlen(query, key, value, cu, cu.flip(0), **options)
+        out = out[0] if isinstance(out, tuple) else out
+        torch.autograd.grad(out, (query, key, value), grad)
+    torch.cuda.synchronize()
+    assert (guards == 7).all()
+
+
+def test_memory_is_linear(cuda):
+    lengths = (8192, 100, 100)
+    query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, (8, 8), 64)
+    torch.autograd.grad(fa.attention_varlen(query, key, value, cu, cu), (query, key, value), grad)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = fa.attention_varlen(query, key, value, cu, cu, causal=True)
+    torch.autograd.grad(out, (query, key, value), grad)
+    each = query.numel() * query.element_size()
+    # out, three gradients, float32 sums of dq, a few numbers a row
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * (4 + 2) * each

@@ -1,0 +1,30 @@
+"""Every option, alone and in pairs: output, lse and gradients of the kernels are as good as eager PyTorch's."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
+
+from .. import cases
+from ..close import assert_close
+
+
+def run(case, device):
+    tensors, options = case.draw(device)
+    got = with_gradients(fa.attention, tensors, options, case.grads, backend="triton")
+    assert_close(got, tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("case", cases.SINGLE + cases.SHAPES, ids=lambda case: case.name)
+def test_an_option_alone(case, device, poison, overflow):
+    if case.dtype == torch.float64 and device == "cuda":
+        pytest.skip("float64 is for the interpreter")
+    run(case, device)
+
+
+@pytest.mark.parametrize("case", cases.PAIRS + cases.TRIPLES, ids=lambda case: case.name)
+def test_options_together(case, device, poison):
+    if case.dtype == torch.float64 and device == "cuda":
+        case = case._replace(dtype=torch.float16)
+    run(case, device)

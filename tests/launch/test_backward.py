@@ -1,0 +1,220 @@
+"""The backward in one pass or in two: which kernels run, that both are right, and what does not depend on the order."""
+
+import random
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
+
+from .. import cases
+from ..cases import Case
+from ..close import assert_close
+
+ONE, TWO = ["prepare", "one_pass", "convert"], ["prepare", "dq", "dkdv"]
+# What needs a gradient, and of what kind: (in any order, the same bits each time), beside the forward.
+LAUNCHED = [
+    ("query key value", {}, ONE, TWO),
+    ("query key", {}, ONE, TWO),
+    ("query value", {}, ONE, TWO),
+    ("query", {}, ["prepare", "dq"], ["prepare", "dq"]),
+    ("key value", {}, ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("key", {}, ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("value", {}, ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("query value", dict(softcap=1.0, grads="out and weights"), ONE, TWO),
+    ("query bias", dict(bias="keys", softcap=1.0, dropout=0.3), ONE, TWO),
+    ("key", dict(softcap=1.0, grads="out and weights"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("value", dict(softcap=1.0, grads="out and weights"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("query key value", dict(D=129), TWO, TWO),
+    ("query key value", dict(Dv=129), TWO, TWO),
+    ("query key value", dict(D=128, Dv=1), ONE, TWO),
+    *(
+        (f"query key value {name}", options, TWO, TWO)  # sums over whole rows
+        for name, options in (
+            ("alibi_slopes", dict(alibi="own")),
+            ("sinks", dict(sinks=True)),
+            ("bias", dict(bias="rows")),
+            ("bias", dict(bias="one a head", Sk=1)),
+        )
+    ),
+    ("query key value", dict(alibi="own", sinks=True, bias="rows"), ONE, TWO),
+    ("bias", dict(bias="rows"), ["prepare", "dq"], ["prepare", "dq"]),
+    ("bias", dict(bias="keys"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("bias", dict(bias="pairs"), ["prepare", "dq"], ["prepare", "dq"]),
+    ("bias", dict(bias="batch"), ["prepare", "dbias"], ["prepare", "dbias"]),
+    ("value bias", dict(bias="pairs"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("query bias", dict(bias="keys"), ONE, TWO),
+    ("query bias", dict(bias="pairs"), ["prepare", "dq"], ["prepare", "dq"]),
+    ("query key value bias", dict(bias="pairs"), ONE, TWO),
+    ("query key value bias", dict(bias="keys"), ONE, TWO),
+    ("query key value bias", dict(bias="batch"), [*ONE, "dbias"], [*TWO, "dbias"]),
+    ("sinks", dict(sinks=True), ["prepare", "dq"], ["prepare", "dq"]),
+    ("key alibi_slopes", dict(alibi="shared"), TWO, TWO),
+]
+NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that are launched, less those that only look at masks."""
+    from fusedattn.launch import run as launch
+
+    names, run = [], launch.run_kernel
+
+    def spy(name, *rest, **more):
+        if name not in ("mark", "list_blocks"):
+            names.append(name)
+        return run(name, *rest, **more)
+
+    monkeypatch.setattr(launch, "run_kernel", spy)
+    return names
+
+
+@pytest.mark.parametrize("same_each_time", [False, True])
+@pytest.mark.parametrize("needed, fields, one, two", LAUNCHED, ids=str)
+def test_only_the_gradients_asked_for_are_computed(needed, fields, one, two, same_each_time, device, launched):
+    if device == "cuda":
+        pytest.skip("what is launched is the same, and each of these compiles for long")
+    case = Case("subset", B=2)._replace(**fields)
+    tensors, options = case.draw(device)
+    grads = case.grads if "weights" in case.grads else "out"
+    want = with_gradients(fa.reference.attention, tensors, options, grads)
+    inputs = {name: {**tensors, **options}.get(name) for name in NAMES}
+    inputs = {name: x.detach().requires_grad_(name in needed.split()) for name, x in inputs.items() if x is not None}
+    results = fa.attention(**options | inputs, return_weights="weights" in grads, backend="triton")
+    results = results if isinstance(results, tuple) else (results,)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(same_each_time)
+    try:
+        torch.autograd.backward(results, [tensors["out"], tensors["weights"]][: len(results)])
+    finally:
+        torch.use_deterministic_algorithms(before)
+    weights = ["weights"] * (len(results) - 1)
+    assert launched == ["forward", *weights, *(two if same_each_time else one)]
+    for name, x in inputs.items():
+        assert (x.grad is not None) == (name in needed.split())
+        if x.grad is not None:
+            torch.testing.assert_close(x.grad, want[name], rtol=1e-4, atol=1e-4)
+
+
+TOGETHER = [case for case in cases.PAIRS + cases.TRIPLES if case.dtype != torch.float64][::8]
+ALONE = [case for case in cases.SINGLE + cases.SHAPES if case.dtype == torch.float32]
+
+
+@pytest.mark.parametrize("case", ALONE + TOGETHER, ids=lambda case: case.name)
+def test_two_passes(case, device, poison, two_passes, launched):
+    if device == "cuda" and case in TOGETHER:
+        pytest.skip("each compiles for long, and test_kernels has them in one pass")
+    tensors, options = case.draw(device)
+    got = with_gradients(fa.attention, tensors, options, case.grads, backend="triton")
+    assert_close(got, tensors, options, case.grads)
+    assert "one_pass" not in launched
+
+
+@pytest.fixture
+def shuffled(monkeypatch):
+    """shuffled(seed): from now on the interpreter runs the programs of each launch in another order."""
+    upstream = pytest.importorskip("triton.runtime.interpreter", reason="kernels need Triton")
+    builder = upstream.interpreter_builder
+    set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
+
+    def shuffle(seed):
+        order = []
+
+        def dim(x, y, z):
+            order[:] = range(x)
+            random.Random(seed).shuffle(order)
+            return set_dim(x, y, z)
+
+        monkeypatch.setattr(builder, "set_grid_dim", dim)
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_index(order[x], y, z))
+
+    return shuffle
+
+
+ORDERED = [  # at least three blocks of keys add to a row: two give the same sum in either order
+    Case("plain", Sq=21, Sk=101, Hq=4, Hkv=2, D=24, causal=True),
+    Case("masks", Sq=21, Sk=101, mask="batch", key_mask="own", dropout=0.2),
+    Case("weights", Sq=21, Sk=101, grads="weights", softcap=2.0),
+    Case("bias of keys", Sq=21, Sk=135, Hq=4, Hkv=2, bias="keys"),
+    Case("bias of pairs", Sq=21, Sk=135, bias="pairs", window=(90, 60)),
+    Case("bias over heads", Sq=21, Sk=135, bias="batch"),
+    Case("sums of rows", Sq=21, Sk=101, bias="rows", alibi="own", sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=lambda case: case.name)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_in_which_order_programs_run_is_seen_in_dq_alone(passes, case, shuffled, device, request):
+    """And there by its rounding, unless torch wants the same bits each time."""
+    if device == "cuda":
+        pytest.skip("a GPU has orders of its own: test_gpu")
+    if passes == 2:
+        request.getfixturevalue("two_passes")
+    tensors, options = case.draw(device)
+    found = []
+    for seed in range(3):
+        shuffled(seed)
+        found.append(with_gradients(fa.attention, tensors, options, case.grads, backend="triton"))
+    differ = {name for got in found[1:] for name in got if not torch.equal(got[name], found[0][name])}
+    by_rows = case.name == "sums of rows"
+    assert differ == ({"query"} if passes == 1 and not by_rows else set())
+    assert_close(found[-1], tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [16, 24, 5])
+def test_a_descriptor_adds_what_pointers_add(dim, dtype, device, poison, monkeypatch):
+    """The copy engine's sum, that the interpreter has been lent, against that of threads."""
+    from fusedattn.launch import arguments, tiles
+    from fusedattn.replay import cache
+
+    if device == "cuda":
+        pytest.skip("tiles of GPUs that have a copy engine ask for it")
+    case = Case("bulk", B=2, Hq=4, Hkv=2, Sq=70, Sk=50, D=dim, Dv=16, dtype=dtype, causal=True, key_mask="own")
+    tensors, options = case.draw(device)
+    want = with_gradients(fa.attention, tensors, options, backend="triton")
+    (tile,) = tiles.INTERPRETED["one_pass"]
+    monkeypatch.setitem(tiles.INTERPRETED, "one_pass", (tile._replace(bulk=True),))
+    made, descriptor = [], arguments.descriptor
+    monkeypatch.setattr(arguments, "descriptor", lambda *of: made.append(descriptor(*of)) or made[-1])
+    cache.forget()
+    for _ in range(2):
+        got = with_gradients(fa.attention, tensors, options, backend="triton")
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert made and all(each.base.dtype == torch.float32 for each in made)
+
+
+@pytest.mark.parametrize("fields", [{}, dict(causal=True), dict(mask="batch"), dict(key_mask="own")], ids=str)
+def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
+    """Its score is 0, so beside scores of -200 its weight is infinite, if it is not hidden."""
+    case = Case("past", B=2, Sq=40, Sk=41, dtype=torch.float16)._replace(**fields)
+    tensors, options = case.draw(device)
+    tensors["query"].abs_().add_(3), tensors["key"].abs_().add_(3).neg_()
+    options |= dict(scale=1.0)
+    if "mask" in options:
+        options["mask"][:] = True
+        options["mask"][..., :16] = False
+    got = with_gradients(fa.attention, tensors, options, backend="triton")
+    assert got["lse"][got["lse"] > float("-inf")].max() < -100
+    assert_close(got, tensors, options)
+
+
+def test_torch_may_want_the_same_bits_now_and_not_then(device, shuffled):
+    """The backward of a call that is repeated asks again."""
+    if device == "cuda":
+        pytest.skip("a GPU has orders of its own: test_gpu")
+    inputs = [torch.randn(1, 2, 101, 16, requires_grad=True) for _ in range(3)]
+    grad, before = torch.randn_like(inputs[0]), torch.are_deterministic_algorithms_enabled()
+    try:
+        for wanted in (False, True, False, True):
+            torch.use_deterministic_algorithms(wanted)
+            found = []
+            for seed in range(3):
+                shuffled(seed)
+                out = fa.attention(*inputs, backend="triton")
+                found.append(torch.autograd.grad(out, inputs, grad)[0])
+            assert all(torch.equal(dq, found[0]) for dq in found) == wanted
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,302 @@
+"""Kernels that do not compile or load: Triton fails on purpose, at each stage, and another backend takes the call."""
+
+import errno
+import functools
+import subprocess
+import types
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from triton.compiler import compiler
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.jit import JITFunction
+
+import fusedattn as fa
+from fusedattn import backends
+from fusedattn.launch import failures, forward, launcher, run, tiles as configs
+
+from ..inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
+from ..offline import absent
+
+FORWARD, BACKWARD = {"forward"}, {"prepare", "one_pass", "dkdv", "dq"}
+COMPILER = subprocess.CalledProcessError(1, ["gcc", "launcher.c"])
+STAGES = {
+    "the language": ("compile", CompilationError("out = tl.dot(q, k)", None, "no such product")),
+    "a pass": ("compile", RuntimeError("PassManager::run failed")),
+    "ptxas": ("compile", PTXASError("ptxas fatal: Unsupported .version 9.9")),
+    "no ptxas": ("compile", FileNotFoundError("ptxas")),
+    "no cache": ("compile", PermissionError(13, "Permission denied", "/root/.triton/cache")),
+    "no compiler": ("compile", RuntimeError("Failed to find C compiler. Please specify via CC")),
+    "no header": ("load", COMPILER),
+    "the launcher": ("load", ImportError("cuda_utils.so: undefined symbol: cuLaunchKernelEx")),
+    "the driver": ("load", RuntimeError("Triton Error [CUDA]: device kernel image is invalid")),
+    "the last tile": ("load", OutOfResources(300000, 101376, "shared memory")),
+}
+
+
+@only_interpreted
+def test_this_file_without_the_interpreter():
+    passes_compiled(__file__)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(run, "_too_large", {})
+    tiles = configs.tiles
+    small = configs.Tile(16, 16, 4, 1)
+    monkeypatch.setattr(
+        configs, "tiles", lambda *a, **b: tuple(small._replace(keys=x.keys and 16) for x in tiles(*a, **b)[:1])
+    )
+    compile_one, tried = JITFunction._do_compile, []
+
+    def fail(stage, error, names):
+        def do_compile(self, *arguments, **options):
+            tried.append(self.fn.__name__)
+            if stage == "compile" and self.fn.__name__ in names:
+                raise error
+            return compile_one(self, *arguments, **options)
+
+        def load(kernel):
+            if stage == "load" and kernel.name in names:
+                raise error
+            absent._load(kernel)
+
+        monkeypatch.setattr(JITFunction, "_do_compile", do_compile)
+        return absent.gpu(load=load), tried
+
+    return fail
+
+
+def once(caught):
+    """The one warning there was."""
+    (warning,) = [x for x in caught if "fusedattn takes a slower path" in str(x.message)]
+    return str(warning.message)
+
+
+@compiled
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
+    when, error = STAGES[stage]
+    gpu, tried = failing(when, error, FORWARD)
+    inputs = draw("cpu", dtype=torch.bfloat16, requires_grad=True)
+    want = fa.reference.attention(*inputs, causal=True, return_lse=True)
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same(fa.attention(*inputs, causal=True, return_lse=True), want, atol=0)
+        assert fa.explain(*inputs, causal=True).backend == "naive"
+        (why,) = fa.explain(*inputs, causal=True).reasons["triton"]
+        before = len(tried)
+        found = fa.attention(*inputs, causal=True, return_lse=True)
+        same(torch.autograd.grad(found[0].sum(), inputs), torch.autograd.grad(want[0].sum(), inputs), atol=0)
+        assert tried[before:] == []
+        for name in ("triton", "hopper"):
+            with pytest.raises(NotImplementedError, match="^backend: ") as raised:
+                fa.attention(*inputs, causal=True, backend=name)
+            assert type(error).__name__ in str(raised.value) and "\n" not in str(raised.value)
+    said = once(caught)
+    assert why in said and type(error).__name__ in why
+    assert ("no such product" in why) == (stage == "the language")
+    assert ("install a C compiler" in said) == (stage in ("no compiler", "no header"))
+    assert ("empty Triton's cache" in said) == (stage == "the launcher")
+    assert ("the file or folder that is named" in said) == (stage in ("no ptxas", "no cache"))
+
+
+@compiled
+def test_a_named_backend_that_fails_the_first_time_says_what_to_do(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
+    with gpu:
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="^backend: .*PTXASError.*ptxas fatal.*leave backend unset"):
+                fa.attention(*draw("cpu"), backend="triton")
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
+    with gpu, fa.use_backend("triton"), pytest.raises(NotImplementedError, match="^backend: "):
+        fa.attention(*draw("cpu", requires_grad=True))
+
+
+@compiled
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monkeypatch):
+    """The forward's results are those of a kernel that computes nothing here; gradients do not need them."""
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), BACKWARD)
+    inputs, options = draw("cpu", requires_grad=True), OPTIONS[name](9, 11, "cpu")
+    wanted = [*inputs, *learned(options)]
+    incoming = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9)
+    want = torch.autograd.grad(fa.reference.attention(*inputs, **options, return_lse=True), wanted, incoming)
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            results = fa.attention(*inputs, **options, return_lse=True)
+            same(torch.autograd.grad(results, wanted, incoming), want)
+        assert fa.explain(*inputs, **options).backend == "naive"  # which now takes the forward too
+        assert fa.explain(*[x.detach() for x in inputs], **OPTIONS["plain"](9, 11, "cpu")).backend == "triton"
+    assert "PTXASError" in once(caught)
+
+
+@compiled
+def test_a_named_backend_whose_backward_fails_raises(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), BACKWARD)
+    inputs = draw("cpu", requires_grad=True)
+    with gpu:
+        for _ in range(2):
+            out = fa.attention(*inputs, backend="triton")
+            with pytest.raises(NotImplementedError, match="^backend: "):
+                torch.autograd.grad(out.sum(), inputs)
+            failures.forget()
+
+
+@compiled
+def test_other_kinds_of_calls_keep_their_kernels(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
+    with gpu, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fa.attention(*draw("cpu"))
+        assert fa.explain(*draw("cpu")).backend == "naive"
+        assert fa.explain(*draw("cpu", dtype=torch.bfloat16)).backend == "triton"
+        assert fa.explain(*draw("cpu"), causal=True, softcap=2.0).backend == "triton"
+
+
+@compiled
+def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
+    monkeypatch.setitem(backends.BACKENDS, "hopper", backends.BACKENDS["hopper"]._replace(waits=None))
+    seen = []
+    monkeypatch.setattr(forward, "_forward", lambda out, lse, stats, call: seen.append(out.fill_(7.0)))
+    inputs = draw("cpu", dtype=torch.bfloat16)
+    with gpu, pytest.warns(UserWarning, match="PTXASError"):
+        assert fa.explain(*inputs).backend == "hopper"
+        assert (fa.attention(*inputs) == 7).all() and len(seen) == 1
+        assert fa.explain(*inputs).backend == "triton"
+        with pytest.raises(NotImplementedError, match="^backend: "):
+            fa.attention(*inputs, backend="hopper")
+
+
+@compiled
+def test_masks_that_cannot_be_marked(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"mark"})
+    inputs, options = draw("cpu", requires_grad=True), OPTIONS["masks"](9, 11, "cpu")
+    want = fa.reference.attention(*inputs, **options)
+    with gpu, pytest.warns(UserWarning, match="PTXASError"):
+        plan = fa.plan(options["mask"])
+        assert plan.marks is None
+        same([fa.attention(*inputs, **options)], [want])
+        same([fa.attention(*inputs, mask=plan)], [fa.reference.attention(*inputs, mask=plan)])
+
+
+@compiled
+def test_packed_sequences_and_caches(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"take_turns", "append", "decode"})
+    query, key, value = leaves(*[torch.randn(10, 2, 8) for _ in range(3)])
+    offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    cache = torch.randn(2, 2, 2, 12, 8)
+    lengths, new = torch.tensor([3, 5], dtype=torch.int32), torch.randn(3, 2, 2, 1, 8)
+    call = dict(cache_seqlens=lengths, new_key=new[1], new_value=new[2], causal=True)
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = fa.attention_varlen(query, key, value, offsets, offsets, causal=True)
+        want = fa.reference.attention_varlen(query, key, value, offsets, offsets, causal=True)
+        same([got], [want])
+        inputs = query, key, value
+        same(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(want.sum(), inputs))
+        for _ in range(2):
+            ours, other = cache.clone(), cache.clone()
+            got = fa.attention_decode(new[0], *ours, **call, return_lse=True)
+            same(got, fa.reference.attention_decode(new[0], *other, **call, return_lse=True))
+            assert torch.equal(ours, other) and not torch.equal(ours, cache)
+        with pytest.raises(NotImplementedError, match="^backend: "):
+            fa.attention_decode(new[0], *cache, **call, backend="triton")
+    assert len([x for x in caught if "fusedattn takes a slower path" in str(x.message)]) == 3  # a kernel each
+
+
+@compiled
+def test_a_compiled_graph(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD | BACKWARD)
+    inputs = draw("cpu", requires_grad=True)
+
+    def function(*inputs):
+        return fa.attention(*inputs, causal=True).square()
+
+    want = torch.autograd.grad(fa.reference.attention(*inputs, causal=True).square().sum(), inputs)
+    with gpu, pytest.warns(UserWarning, match="PTXASError"):
+        graph = torch.compile(function, backend="aot_eager", fullgraph=True)
+        same(torch.autograd.grad(graph(*inputs).sum(), inputs), want)
+
+
+@compiled
+def test_what_may_be_otherwise_another_time_is_not_kept(failing):
+    gpu, _ = failing("load", RuntimeError("Triton Error [CUDA]: out of memory"), FORWARD)
+    with gpu:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                fa.attention(*draw("cpu"))
+        assert fa.explain(*draw("cpu")).backend == "triton"
+
+
+@compiled
+def test_a_disk_that_is_full_is_asked_again(failing):
+    gpu, tried = failing("compile", OSError(errno.ENOSPC, "No space left on device"), FORWARD)
+    inputs = draw("cpu")
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            tried.clear()
+            same([fa.attention(*inputs)], [fa.reference.attention(*inputs)])
+            assert "forward" in tried and fa.explain(*inputs).backend == "triton"
+    assert "No space left" in once(caught)
+
+
+@compiled
+def test_weights_that_cannot_be_had(failing):
+    """Calls that want them take another backend whole, from the second on; the others keep their kernel."""
+    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
+    inputs = draw("cpu")
+    with gpu, pytest.warns(UserWarning, match="PTXASError"):
+        same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
+        assert fa.explain(*inputs, return_weights=True).backend == "naive"
+        assert fa.explain(*inputs).backend == "triton"
+        tried.clear()
+        same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
+        assert tried == []
+
+
+@compiled
+def test_a_kernel_that_did_not_load_once_is_loaded_the_next_time(monkeypatch):
+    """By Triton's own loading, which has what runs a kernel before there is a kernel; the driver is a stand-in."""
+    trouble, functions = [RuntimeError("Triton Error [CUDA]: out of memory")], []
+
+    def load_binary(*binary):
+        if trouble:
+            raise trouble.pop()
+        return None, 4711, 32, 0, 1024  # no module: Triton would unload it
+
+    class Launcher(absent.Run):
+        def __init__(self, source, metadata):
+            super().__init__(lambda x, y, z, stream, function, *rest: functions.append(function))
+
+    monkeypatch.setattr(absent._Utils, "load_binary", staticmethod(load_binary), raising=False)
+    monkeypatch.setattr(absent.Driver, "launcher_cls", Launcher, raising=False)
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 10**9)
+    with absent.gpu(load=compiler.CompiledKernel._init_handles):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fa.attention(*draw("cpu"), backend="triton")
+        assert functions == []
+        fa.attention(*draw("cpu"), backend="triton")
+    assert functions == [4711]
+
+
+@compiled
+def test_a_kernel_that_did_not_load_raises_that_again():
+    """Triton keeps what loading a kernel raised, in place of what runs it."""
+
+    def fail(*grid_and_all):
+        raise OutOfResources(300000, 101376, "shared memory")
+
+    kept = types.SimpleNamespace(run=functools.partial(fail))
+    with pytest.raises(OutOfResources):
+        launcher.load(types.SimpleNamespace(warmup=lambda **_: kept), 1, {}, {})

@@ -1,0 +1,132 @@
+"""The naive path: against a loop over pairs, against torch's SDPA, and within its memory budget."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedattn as fa
+from fusedattn.naive import formula
+from fusedattn.testing.compare import with_gradients
+
+from .. import cases
+
+
+def by_the_definition(query, key, value, visible, scale):
+    """(out, lse) one pair at a time, in Python floats."""
+    out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
+    lse = torch.full(query.shape[:3], float("-inf"), dtype=torch.float64)
+    group = query.shape[1] // key.shape[1]
+    for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
+        keys = [j for j in range(key.shape[2]) if visible[b, h, i, j]]
+        scores = [scale * float(query[b, h, i] @ key[b, h // group, j]) for j in keys]
+        if keys:
+            total = sum(math.exp(s) for s in scores)
+            lse[b, h, i] = math.log(total)
+            for j, s in zip(keys, scores, strict=True):
+                out[b, h, i] += math.exp(s) / total * value[b, h // group, j]
+    return out, lse
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("sizes", [(5, 7), (7, 5), (6, 6)], ids=str)
+@pytest.mark.parametrize("window", [None, (2, 1), (None, 0), (0, None)], ids=str)
+def test_the_definition_pair_by_pair(align, sizes, window):
+    sq, sk = sizes
+    query, key, value = (torch.randn(2, h, s, 4).double() for h, s in ((4, sq), (2, sk), (2, sk)))
+    mask, key_mask, query_mask = torch.rand(2, 4, sq, sk) < 0.8, torch.rand(2, sk) < 0.8, torch.rand(2, sq) < 0.8
+    left, right = (None, None) if window is None else window
+    visible = mask & key_mask[:, None, None, :] & query_mask[:, None, :, None]
+    shift = sk - sq if align == "bottom_right" else 0
+    for i in range(sq):
+        for j in range(sk):
+            if left is not None and j < shift + i - left or right is not None and j > shift + i + right:
+                visible[:, :, i, j] = False
+    got = fa.attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        key_mask=key_mask,
+        query_mask=query_mask,
+        window=window,
+        align=align,
+        scale=0.3,
+        return_lse=True,
+    )
+    for a, b in zip(got, by_the_definition(query, key, value, visible, 0.3), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_it_agrees_with_sdpa():
+    query, key, value = (torch.randn(2, h, 33, 16) for h in (4, 2, 2))
+    for causal in (False, True):
+        want = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        torch.testing.assert_close(fa.attention(query, key, value, causal=causal), want)
+
+
+def test_half_precision_is_computed_in_float32():
+    query, key, value = (torch.randn(1, 2, 40, 16).bfloat16() for _ in range(3))
+    wide = fa.attention(query.float(), key.float(), value.float()).bfloat16()
+    assert torch.equal(fa.attention(query, key, value), wide)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case("plain", B=2),
+        cases.Case("masks", B=2, mask="pairs", key_mask="own", query_mask="own", causal=True),
+        cases.Case("grouped", Hq=4, Hkv=2, window=(9, 3), mask="keys"),
+        cases.Case("half", dtype=torch.float16, causal=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_blocks_of_queries_change_nothing_but_rounding(case, monkeypatch):
+    tensors, options = case.draw()
+    whole = with_gradients(fa.attention, tensors, options)
+    blocks = []
+    run = formula._block
+    monkeypatch.setattr(formula, "_block", lambda call, *rest: blocks.append(rest[:2]) or run(call, *rest))
+    monkeypatch.setattr(formula, "BUDGET", 4 * case.B * case.Hq * case.Sk * 10)
+    split = with_gradients(fa.attention, tensors, options)
+    assert blocks[:4] == [(0, 10), (10, 20), (20, 30), (30, 37)] and len(blocks) == 8  # and again in the backward
+    for name in whole:
+        torch.testing.assert_close(
+            split[name], whole[name], rtol=2e-3 if case.dtype == torch.float16 else 1e-5, atol=1e-5
+        )
+
+
+def test_blocks_keep_to_autograds_rules(monkeypatch):
+    """What they need in the backward is seen by hooks, and may not change in between."""
+    query, key, value = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 40 * 10)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.data_ptr()) or x, lambda x: x):
+        fa.attention(query, key, value)
+    assert {key.data_ptr(), value.data_ptr()} <= set(packed)
+    out = fa.attention(query, key, value)
+    with torch.no_grad():
+        key.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_under_torch_func_blocks_are_right_too(monkeypatch):
+    query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
+    whole = torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query)
+    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 33 * 10)
+    torch.testing.assert_close(torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query), whole)
+
+
+def test_it_takes_any_head_dimension():
+    query, key, value = torch.randn(1, 1, 3, 300), torch.randn(1, 1, 4, 300), torch.randn(1, 1, 4, 500)
+    assert fa.attention(query, key, value).shape == (1, 1, 3, 500)
+
+
+def test_anomaly_detection_finds_no_nan():
+    """Rows that see nothing pass no NaN on their way back, not even one that is dropped later."""
+    query, key, value = (torch.randn(1, 1, n, 8, requires_grad=True) for n in (9, 4, 4))
+    with torch.autograd.set_detect_anomaly(True):
+        out, lse = fa.attention(query, key, value, causal=True, return_lse=True)
+        (out.sum() + lse[..., 5:].sum()).backward()

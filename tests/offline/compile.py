@@ -1,0 +1,311 @@
+"""What the kernels would use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
+
+python -m tests.offline.compile [--capability 80 90] [--filter forward]
+python -m tests.offline.compile --report    # writes bench/results/kernels.md
+python -m tests.offline.compile --differences    # by another Triton: its part of bench/results/kernels-versions.md
+
+Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it. The exit status is 1 if one of them
+breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
+"""
+
+import argparse
+import functools
+import itertools
+import pathlib
+import sys
+import time
+from typing import NamedTuple
+
+import triton
+
+from fusedattn.launch import run, tiles as configs
+
+from . import hazards, report as kernels
+from .compiled import ALL, DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
+
+ROOT = pathlib.Path(__file__).parents[2]
+TABLE = ROOT / "bench" / "results" / "kernels.md"
+VERSIONS = ROOT / "bench" / "results" / "kernels-versions.md"
+VERSIONS_HEADING = """\
+# What other versions of Triton make of the kernels
+
+Where they differ from what the version of [kernels.md](kernels.md) makes: rows that spill more than their tile may, and
+kernels for Hopper whose loop is over 5% longer or shorter. `spills` are bytes that a thread stores, `loops`
+instructions of one step of each main loop. `make compile TRITON=3.9.0` allows what is said here of that version and no
+more; with `ARGS=--differences` it writes here what it finds. **Nothing here was measured.**
+"""
+
+# What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
+# together it may also wait for each wgmma in turn, and one pass, which has all that the two have, spill more. What is
+# packed has addresses to keep: dk/dv at D 256 spills 16 bytes more than it may without, and 16 again by Triton 3.6.
+EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768}
+EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed all": 1320}
+# How far a loop of the kernel for Hopper may be from its line in the committed table, by either version of Triton.
+DRIFT = 0.05
+PRODUCTS = ("wgmma", "mma", "tcgen05")  # what multiplies on tensor cores: from 9.0, on all, from 10.0
+
+HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
+    ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
+)
+
+
+class Noted(NamedTuple):
+    """What another version of Triton is known to make of a row."""
+
+    spills: int
+    loops: tuple[int, ...]
+
+
+def noted(version):
+    """{a Row as text: Noted} of a version of Triton, as VERSIONS has it."""
+    found, of = {}, None
+    for line in VERSIONS.read_text().splitlines() if VERSIONS.exists() else ():
+        if line.startswith("triton "):
+            of = line.removeprefix("triton ").rstrip(":")
+        elif line.startswith("    ") and of == version:
+            row, _, counts = line.strip().partition(" spills ")
+            spills, _, *loops = counts.split()
+            found[row.rstrip()] = Noted(int(spills), tuple(map(int, loops)))
+    return found
+
+
+def write_noted(version, rows, reports):
+    """Put (Row, Report)s that a version is to be noted for into VERSIONS; what it said of other rows stays."""
+    known = {row: x for row, x in noted(version).items() if row not in {str(row).rstrip() for row in rows}}
+    known |= {str(row).rstrip(): Noted(x.spills, tuple(map(len, x.turns))) for row, x in reports}
+    text = VERSIONS.read_text() if VERSIONS.exists() else VERSIONS_HEADING
+    heading, *parts = text.split("\ntriton ")
+    parts = {part.partition(":")[0]: part for part in parts}
+    lines = [f"    {row:80} spills {x.spills} loops {' '.join(map(str, x.loops))}" for row, x in sorted(known.items())]
+    parts[version] = "\n".join([f"{version}:", "", *(line.rstrip() for line in lines), ""])
+    VERSIONS.write_text(heading + "".join(f"\ntriton {parts[name]}" for name in sorted(parts)))
+
+
+def faults(row, report, committed=None, known=None):
+    """What is wrong with a compiled row, in words.
+
+    Args:
+        committed: `kernels.loops` to compare it with. known: what is `noted` of the version of Triton that compiled it.
+    """
+    was = (known or {}).get(str(row).rstrip(), Noted(0, ()))
+    index, count = row.place
+    on_hopper = isinstance(row.tile, configs.Pipeline)
+    extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_SPILLS
+    budget = max(was.spills, 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0))
+    if report.spills > budget:
+        yield f"spills {report.spills} bytes, of {budget} allowed"
+    limit = SHARED[row.capability]
+    if report.shared > limit:
+        yield f"takes {report.shared} bytes of shared memory, of {limit} that sm_{row.capability} has"
+    if index == count - 1 and report.shared > SMALLEST and not on_hopper:
+        yield f"is the last of its row, and takes {report.shared} bytes of shared memory, of {SMALLEST} on small GPUs"
+    if row.tile.keys is not None and row.dtype != "ieee" and not any(map(report.counts.get, PRODUCTS)):
+        yield "does not use the tensor cores"
+    if row.kernel == "one_pass" and (report.counts["tma"] > 0) != row.tile.bulk:
+        yield f"{'does not add' if row.tile.bulk else 'adds'} dq by the copy engine"
+    if report.serialized and row.variant not in ALL:
+        yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
+    yield from map(str, report.overwritten)
+    if on_hopper:
+        length = (committed or {}).get(str(row).rstrip())
+        yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.turns))
+
+
+def _faults_on_hopper(row, report, lengths):
+    groups = row.tile.warpgroups
+    launched, each, fewer = configs.REGISTERS[groups]
+    asked, there = groups * each + fewer, launched * (groups + 1)
+    if asked > there:
+        yield f"asks for {asked} registers, a thread of each warpgroup, of {there} that it is launched with"
+    if report.registers != launched:
+        yield f"takes {report.registers} registers a thread, and is launched with {launched}"
+    if not {each, fewer} <= report.asked:
+        yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
+    if missing := sorted({"UTMALDG", "UTMASTG"} - report.copied):
+        yield f"does not use the copy engine: no {' and no '.join(missing)}"
+    if len(report.turns) != groups:
+        yield f"has {len(report.turns)} main loops, of {groups} warpgroups"
+    for number, (turn, length) in enumerate(zip(report.turns, lengths, strict=False)):
+        under, exponentials = hazards.overlapped(turn)
+        if not 0 < under == exponentials:
+            yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
+        if length is not None and abs(len(turn) - length) > DRIFT * length:
+            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
+
+
+def _hopper_table():
+    """Rows of each pipeline that compiles to a kernel of its own: how many programs there are is no part of one."""
+    for width, pipelines in configs.HOPPER.items():
+        distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
+        first = distinct[0], (0, len(distinct))
+        for index, pipeline in enumerate(distinct):
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # all but the same code
+                yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
+        yield Row("hopper", 90, "fp16", width, "full", *first)
+        for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
+            yield Row("hopper", 90, "bf16", dim, "full", *first)
+
+
+def _packed_table(capability):
+    """Rows of packed sequences: their loops are those of the others, what comes before is not."""
+    yield Row("take_turns", capability, "bf16", 128, "packed", configs.Tile(64, None, 4, 1), (0, 1))
+    for kernel, width in (
+        ("forward", 64),
+        ("forward", 128),
+        ("one_pass", 64),
+        ("one_pass", 128),
+        ("dq", 256),
+        ("dkdv", 256),
+    ):
+        tiles = configs.tiles(kernel, capability, 2, width)
+        yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
+    for kernel in ("mark", "list_blocks"):
+        yield Row(kernel, capability, "bf16", 128, "packed all", configs.Tile(64, None, 4, 1), (0, 1))
+    for kernel in ("forward", "weights", "dq", "dkdv", "dbias"):
+        tiles = configs.tiles(kernel, capability, 2, 128, "rich")
+        yield Row(kernel, capability, "bf16", 128, "packed all", tiles[0], (0, len(tiles)))
+
+
+def _small_table():
+    """Rows of the tiles that GPUs of little shared memory have of their own."""
+    for (kernel, capability, _, width), tiles in (configs.TABLE | configs.RICH).items():
+        if capability == 86:
+            for index, tile in enumerate(tiles):
+                yield Row(kernel, 86, "bf16", width, "full", tile, (index, len(tiles)))
+
+
+def _cache_table(capabilities):
+    """Rows of the kernels that know a cache: the first tile of each width, and what else a call may ask of one."""
+    last = capabilities[-1]
+    for kernel, capability, width in itertools.product(configs.ON_CACHES, capabilities, (64, 128, 256)):
+        if kernel != "decode_16" and capability != last:
+            continue
+        of = functools.partial(configs.tiles, kernel, capability, 2, width)
+        first = of()[0], (0, len(of()))
+        if kernel not in configs.DECODE:
+            if width == 128:
+                yield Row(kernel, capability, "bf16", width, "everything", *first)
+            if width == 128 and kernel == "append":
+                yield Row(kernel, capability, "bf16", width, "one page", *first)
+            continue
+        yield Row(kernel, capability, "bf16", width, "pages", *first)
+        if capability == last and kernel == "decode_16":
+            yield Row(kernel, capability, "bf16", width, "everything", of("rich")[0], (0, len(of("rich"))))
+            single = configs.tiles(kernel, capability, 4, width)
+            yield Row(kernel, capability, "ieee", width, "pages", single[0], (0, len(single)))
+            if width == 256:
+                yield Row(kernel, capability, "bf16", width, "pages", of()[-1], (len(of()) - 1, len(of())))
+            if width == 128:
+                yield Row(kernel, capability, "bf16", width, "contiguous", *first)
+                yield Row(kernel, capability, "bf16", width, "one page", *first)
+                yield Row(kernel, capability, "bf16", width, "small pages", *first)
+
+
+def table(capabilities=(80, 90)):
+    """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
+    if 90 in capabilities:
+        yield from _hopper_table()
+    if 86 not in capabilities:
+        yield from _small_table()
+    yield from _packed_table(capabilities[-1])
+    for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
+        yield Row(kernel, capability, "bf16", 128, "everything", configs.Tile(64, None, 4, 1), (0, 1))
+    yield from _cache_table(capabilities)
+    others = [kernel for kernel in configs.INTERPRETED if kernel not in configs.ON_CACHES]
+    for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
+        for dtype in ("bf16", "tf32", "ieee"):
+            if dtype != "bf16" and capability != capabilities[-1]:
+                continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all
+            if kernel in ("one_pass", "convert") and width > configs.ONE_PASS:
+                continue
+            size = DTYPES[dtype].itemsize
+            of = functools.partial(configs.tiles, kernel, capability, size, width)
+            plain, masked, rich = of(), of("masked"), of("rich")
+            for index, tile in enumerate(plain[:1] if dtype == "ieee" else plain):
+                variant = "biased" if kernel == "dbias" else "full"
+                yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
+            best = plain[0], (0, len(plain))
+            # Where one pass takes the calls without sums over rows, what else these two do is seen in `everything`.
+            seldom = kernel in ("dq", "dkdv") and width <= configs.ONE_PASS
+            if kernel in ("prepare", "convert", "dbias"):
+                continue
+            if rich != plain:
+                for index, tile in enumerate(rich):
+                    yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
+            if dtype == "bf16" and kernel != "weights" and not seldom:
+                if capability >= 90:  # elsewhere a band is the same code: its loops are those of a full call
+                    yield Row(kernel, capability, dtype, width, "causal", *best)
+                if capability >= 90 and width <= 128:
+                    narrow = of(narrow=True)
+                    yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
+                yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
+                if capability == capabilities[-1]:  # integer arithmetic between the products, the same everywhere
+                    yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
+            if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
+                yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
+            if dtype == "bf16" and width == 64 and not seldom and capability == capabilities[-1]:
+                yield Row(kernel, capability, "fp16", 64, "full", *best)
+                yield Row(kernel, capability, dtype, 32, "full", *best)
+                yield Row(kernel, capability, dtype, 16, "full", *best)
+            if dtype == "bf16" and width == 128:
+                yield Row(kernel, capability, dtype, 80, "full", *best)
+
+
+def reported(row):
+    """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
+    if row.kernel == "hopper":
+        return True
+    if row.capability == 86:
+        return False
+    return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
+
+
+def measure(rows, say=print, read=False, committed=None, known=None):
+    """Compile rows; ({row: faults} of those that have some, the reports)."""
+    bad, reports = {}, []
+    with pool() as processes:
+        for row, report in zip(rows, processes.map(functools.partial(compile_row, read=read), rows), strict=True):
+            found = list(faults(row, report, committed, known))
+            if found:
+                bad[row] = found
+            reports.append(report._replace(asm={}))
+            say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
+    return bad, reports
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
+    parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
+    parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
+    parser.add_argument(
+        "--differences", action="store_true", help=f"write {VERSIONS.relative_to(ROOT)}, of this Triton"
+    )
+    options = parser.parse_args(arguments)
+    if options.report and (options.capability or options.filter):
+        parser.error("--report: it writes the whole table, so --capability and --filter cannot choose from it")
+    if run.interpreting():
+        sys.exit("make compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
+    began = time.monotonic()
+    rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
+    if options.report:
+        rows = list(filter(reported, rows))
+    print(f"triton {triton.__version__}\n{HEADER}", flush=True)
+    committed = None if options.report else kernels.loops(TABLE.read_text())
+    known = {} if options.differences else noted(triton.__version__)
+    bad, reports = measure(rows, functools.partial(print, flush=True), options.report, committed, known)
+    if options.differences:
+        measured = list(zip(rows, reports, strict=True))
+        write_noted(triton.__version__, rows, [(row, report) for row, report in measured if row in bad])
+        known = noted(triton.__version__)
+        bad = {row: found for row, report in measured if (found := list(faults(row, report, committed, known)))}
+    print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
+    for row, found in bad.items():
+        print(f"{row}{'; '.join(found)}")
+    if options.report:
+        TABLE.write_text(kernels.text(zip(rows, reports, strict=True)))
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

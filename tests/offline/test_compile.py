@@ -1,0 +1,275 @@
+"""A kernel of each kind compiles for GPUs that are not here within its budget, and one that does not is seen."""
+
+import functools
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from fusedattn.bench import tune
+
+from fusedattn.launch import tiles as configs
+
+from ..inside import compiled, only_interpreted, passes_compiled
+from . import bounds, compile as offline, compiled as compiling, hazards, report as kernels, sass
+
+
+@only_interpreted
+def test_this_file_without_the_interpreter():
+    passes_compiled(__file__)
+
+
+def first(kernel, variant="full"):
+    """The row of what a call in bfloat16 with D = 64 on a GPU of compute capability 9.0 tries first."""
+    tiles = configs.HOPPER[64] if kernel == "hopper" else configs.tiles(kernel, 90, 2, 64)
+    return compiling.Row(kernel, 90, "bf16", 64, variant, tiles[0], (0, len(tiles)))
+
+
+@functools.cache
+def report(kernel):
+    return compiling.compile_row(first(kernel))
+
+
+# Tier 2 has all of them; these show that it would see what it looks for.
+@compiled
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "hopper"])
+def test_a_kernel_is_within_its_budget(kernel):
+    found = report(kernel)
+    assert list(offline.faults(first(kernel), found)) == []
+    assert found.counts["wgmma"] > 0 and len(found.loop) > 100
+
+
+@compiled
+def test_options_are_what_is_compiled():
+    plain = report("forward").asm["ptx"]
+    masked = compiling.compile_row(first("forward", "everything")).asm["ptx"]
+    assert "ld.global.b8" in masked and "ld.global.b8" not in plain
+
+
+@compiled
+def test_the_kernel_for_hopper_is_read_as_it_is():
+    found = report("hopper")
+    sass = found.asm["sass"]
+    assert [hazards.overlapped(turn) for turn in found.turns] == [(66, 66)] * 2
+    assert found.asked >= {24, 240} and found.copied == {"UTMALDG", "UTMASTG"}
+    for turn in found.turns:  # without the mask, with the wait
+        assert sum(text.startswith("FSEL") for text in turn) < 10
+        assert sum("SYNCS.PHASECHK" in text for text in turn) == 2
+    planted = re.sub(r"^(\s+/\*[0-9a-f]{4,}\*/\s+)WARPGROUP\.DEPBAR\S* gsb0, 0x0 ;", r"\1NOP ;", sass, flags=re.M)
+    assert hazards.overwritten(sass) == () != hazards.overwritten(planted)
+
+
+@compiled
+def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
+    tiles = configs.Tile(rows=128, keys=128, warps=4, stages=1), configs.Tile(64, 32, 4, 2)
+    monkeypatch.setitem(configs.TABLE, ("dq", 80, 2, 64), tiles)
+    assert offline.main(["--capability", "80", "--filter", "dq          sm_80   bf16  d64  full"]) == 1
+    assert "128x128 w4 s1" in capsys.readouterr().out.splitlines()[-1]
+
+
+@compiled
+def test_tiles_are_compiled_to_be_ranked_and_one_that_cannot_be_is_no_error():
+    row = first("dq")
+    found = tune.ranked(row, tune.compile_tile(row, heads=None))
+    assert not found.why and 300 < found.tflops < 990
+    refused = tune.compile_tile(row._replace(tile=configs.Tile(64, 48, 4, 2)), heads=None)
+    assert refused.startswith("does not compile: ") and "\n" not in refused
+
+
+GOOD = compiling.Report(
+    registers=200,
+    spills=0,
+    shared=98304,
+    serialized=False,
+    counts=dict.fromkeys(compiling.INSTRUCTIONS, 0) | dict(wgmma=36),
+    loop=None,
+    seconds=1.0,
+    asm={},
+)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, None),
+        (dict(spills=4), "spills 4 bytes"),
+        (dict(shared=232449), "232449 bytes of shared memory"),
+        (dict(shared=101377), "on small GPUs"),
+        (dict(counts=dict.fromkeys(compiling.INSTRUCTIONS, 0)), "tensor cores"),
+        (dict(serialized=True), "asynchronously"),
+    ],
+)
+def test_what_is_wrong_is_said(change, said):
+    tile = configs.Tile(128, 128, 8, 2)
+    row = compiling.Row("forward", 90, "bf16", 64, "full", tile, place=(1, 2))
+    found = list(offline.faults(row, GOOD._replace(**change)))
+    assert found == [] if said is None else any(said in fault for fault in found)
+
+
+QK = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0"
+PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
+LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EXP2 = "MUFU.EX2 R24, R24"
+TURN = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
+ON_HOPPER = GOOD._replace(
+    registers=168,
+    turns=(TURN, TURN),
+    asked=frozenset({24, 120, 240, 256}),
+    copied=frozenset({"UTMALDG", "UTMASTG"}),
+)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, None),
+        (dict(spills=4), "spills 4 bytes"),
+        (dict(serialized=True), "asynchronously"),
+        (dict(registers=160), "takes 160 registers a thread, and is launched with 168"),
+        (dict(asked=frozenset({24, 120, 232, 256})), "not with 240 and 24"),
+        (dict(copied=frozenset({"UTMALDG"})), "no UTMASTG"),
+        (dict(turns=(TURN,)), "1 main loops, of 2"),
+        (dict(turns=(TURN, (QK, PV, LEAVE_ONE, LEAVE_NONE, *TURN[3:]))), "0 of 34 exponentials of loop 1"),
+        (dict(turns=((*TURN[:3], EXP2, *TURN[-2:]), TURN)), "6 instructions in loop 0, not within 5% of 39"),
+        (dict(turns=((*TURN, "NOP"), TURN)), None),  # within 5%
+        (dict(turns=((*TURN, "NOP", "NOP"), TURN)), "41 instructions in loop 0"),
+        (dict(overwritten=(hazards.Overwritten("MOV R152, R2", 152, PV),)), "'MOV R152, R2' writes R152"),
+    ],
+)
+def test_what_is_wrong_with_the_kernel_for_hopper_is_said(change, said):
+    row = first("hopper")
+    found = list(offline.faults(row, ON_HOPPER._replace(**change), {str(row).rstrip(): len(TURN)}))
+    assert found == [] if said is None else len(found) == 1 and said in found[0]
+
+
+@pytest.mark.parametrize("registers, good", [((168, 240, 24), True), ((168, 240, 32), False), ((160, 240, 24), False)])
+def test_warpgroups_that_ask_for_more_registers_than_there_are_would_wait_for_ever(registers, good, monkeypatch):
+    monkeypatch.setitem(configs.REGISTERS, 2, registers)
+    found = ON_HOPPER._replace(registers=registers[0], asked=frozenset(registers[1:]))
+    faults = list(offline.faults(first("hopper"), found))
+    assert faults == [] if good else len(faults) == 1 and faults[0].startswith("asks for")
+
+
+def test_each_pipeline_is_compiled_once():
+    rows = [row for row in offline.table() if row.kernel == "hopper"]
+    assert len(set(map(str, rows))) == len(rows)
+    for width, pipelines in configs.HOPPER.items():
+        for pipeline in pipelines:
+            same = pipeline._replace(persistent=True)
+            variants = {row.variant for row in rows if row.dim == width and row.tile == same}
+            assert variants == ({"full", "causal", "window"} if same == pipelines[0] else {"causal"})
+
+
+def test_the_committed_table_has_the_tiles_that_there_are():
+    """After a change of `configs`: make compile ARGS=--report."""
+    rows = [str(row).rstrip() for row in offline.table() if offline.reported(row)]
+    committed = kernels.loops(offline.TABLE.read_text())
+    assert list(committed) == rows
+    forward = [line for line in rows if line.startswith("forward     sm_90   bf16  d128 full")]
+    assert len(forward) == len(configs.TABLE["forward", 90, 2, 128])
+
+
+@pytest.mark.parametrize("choice", [["--filter", "dq"], ["--capability", "90"]])
+def test_a_report_is_of_the_whole_table(choice, capsys):
+    with pytest.raises(SystemExit):
+        offline.main(["--report", *choice])
+    assert "--report" in capsys.readouterr().err
+
+
+# A loop of one warpgroup over 64 keys at D = 64, as small as one can be.
+LOOP = (
+    "LDGSTS.E.BYPASS.128 [R8], desc[UR36][R10.64]",
+    "@!PT LDS RZ, [RZ]",
+    "WARPGROUP.ARRIVE",
+    *["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24"] * 4,
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+    "FMNMX R2, R24, R25, !PT",
+    "SHFL.BFLY PT, R3, R2, 0x1, 0x1f",
+    *["FFMA R24, R24, R5, -R2"] * 3,
+    *["MUFU.EX2 R24, R24"] * 2,
+    "F2FP.BF16.F32.PACK_AB R24, R25, R24",
+    *["@P1 HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR16].tnspB, R88, gsb0"] * 4,
+    "IMAD.MOV.U32 R2, RZ, RZ, R3",
+    "IMAD.WIDE.U32 R2, R3, 0x10, R4",
+    "UIADD3 UR4, UR4, 0x1, URZ",
+    "ISETP.GE.U32.AND P0, PT, R2, R3, PT",
+    "STS.128 [R2], R4",
+    "BAR.SYNC.DEFER_BLOCKING 0x0",
+    "@P0 BRA 0x0",
+)
+
+
+def test_instructions_are_counted_by_kind():
+    expected = dict(tensor=8, exp2=2, fma=3, alu=4, load=1, store=1, barrier=3, other=5)
+    assert sass.mix(LOOP) == expected and sum(expected.values()) == len(LOOP)
+
+
+def test_the_bound_is_the_busiest_part():
+    found = bounds.bound(LOOP, 90, warps=4)
+    # 64 x 64 x 64 x 2 operations a product; 4096 in a clock
+    assert found.clocks["tensor"] == 2 * 2 * 64**3 / 4096
+    assert found.clocks["issue"] == len(LOOP)  # four warps, four instructions a clock
+    assert found.clocks["exp2"] == 4 * 2 * 2 and found.clocks["fma"] == 4 * (3 + 1) / 4
+    assert found.clocks["alu"] == 4 * 3 / 2  # one of the four multiplies, as fma does
+    operands = 4 * (64 + 64) * 16 * 2 + 4 * 64 * 16 * 2  # the left one of the second product is in registers
+    assert found.clocks["shared"] == (operands + 4 * 2 * 512) / 128
+    assert found.clocks["l2"] == pytest.approx(4 * 512 * 132 / 5120)
+    assert found.limit == "tensor" and found.overlapped == pytest.approx(4096 * 132 * 1.83 / 1e3)
+    assert found.serial == pytest.approx(found.overlapped * 256 / (256 + len(LOOP)))
+    assert bounds.bound(LOOP, 90, 4, useful=0.5).overlapped == pytest.approx(found.overlapped / 2)
+    copied = bounds.bound(LOOP, 90, warps=4, copied=5120).clocks
+    assert copied["l2"] == pytest.approx(found.clocks["l2"] + 132) and copied["shared"] == found.clocks["shared"] + 40
+    slow = bounds.bound((*LOOP, *["MUFU.EX2 R24, R24"] * 128), 90, warps=4)
+    assert slow.limit == "exp2" and slow.clocks["exp2"] == 130 * 4 * 2 > slow.clocks["tensor"]
+
+
+def test_the_bound_knows_the_other_products():
+    tf32 = bounds.bound(("HMMA.1688.F32.TF32 R4, R8, R12, R4",), 80, warps=8).clocks
+    half = bounds.bound(("HMMA.16816.F32 R4, R8, R12, R4",), 80, warps=8).clocks  # fp16 is what has no name
+    assert tf32["tensor"] == 8 * 2 * 2048 / 2048 and half["tensor"] == 8 * 4096 / 2048
+    wide = bounds.bound(("HGMMA.64x128x8.F32.TF32 R4, gdesc[UR4], R4",), 90, warps=4).clocks
+    assert wide["tensor"] == 2 * 2 * 64 * 128 * 8 / 4096 and wide["shared"] == (64 + 128) * 8 * 4 / 128
+    with pytest.raises(ValueError, match="no product"):
+        bounds.bound(("FFMA R2, R2, R3, R4",), 90, warps=4)
+
+
+@pytest.mark.parametrize(
+    "registers, shared, warps, expected",
+    [
+        (255, 163840, 8, 1),
+        (128, 98304, 8, 2),
+        (128, 0, 8, 2),  # 65536 registers are 16 warps of 128
+        (100, 0, 4, 4),  # taken by eights, 104: four warps in each quarter
+        (129, 0, 1, 12),  # three in each
+        (32, 115713, 4, 1),  # two of them and what is reserved are more than 228 KB
+        (32, 115712, 4, 2),
+        (32, 0, 4, 16),
+        (16, 0, 1, 32),
+    ],
+)
+def test_how_many_blocks_a_multiprocessor_holds(registers, shared, warps, expected):
+    assert bounds.blocks(bounds.GPUS[90], registers, shared, warps, compiling.SHARED[90]) == expected
+
+
+def test_what_another_triton_makes_of_a_row_is_noted_and_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(offline, "VERSIONS", tmp_path / "versions.md")
+    row = first("hopper")
+    length = {str(row).rstrip(): len(TURN)}
+    found = ON_HOPPER._replace(spills=8, turns=((*TURN, "NOP", "NOP"), TURN))
+    assert len(list(offline.faults(row, found, length, offline.noted("3.9.0")))) == 2
+    offline.write_noted("3.9.0", [row], [(row, found)])
+    offline.write_noted("3.8.0", [], [])
+    known = offline.noted("3.9.0")
+    assert known == {str(row).rstrip(): (8, (len(TURN) + 2, len(TURN)))} and offline.noted("3.8.0") == {}
+    assert list(offline.faults(row, found, length, known)) == []
+    assert list(offline.faults(row, found._replace(spills=12), length, known)) == ["spills 12 bytes, of 8 allowed"]
+    offline.write_noted("3.9.0", [row], [(row, found._replace(turns=()))])  # one whose loops were not read
+    assert offline.noted("3.9.0") == {str(row).rstrip(): (8, ())}
+    offline.write_noted("3.9.0", [row], [])
+    assert offline.noted("3.9.0") == {} and offline.noted("3.8.0") == {}
+
+
+def test_the_committed_differences_can_be_read():
+    found = offline.noted("3.9.0")
+    assert found and all(x.spills or x.loops for x in found.values())

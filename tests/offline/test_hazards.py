@@ -1,0 +1,148 @@
+"""Compiled code, read: the ways through it, one turn of its loops, and what it does while a product runs."""
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from . import flow, hazards
+
+
+def code(*lines):
+    """Instructions as cuobjdump prints them; LABEL: before one is what others jump to."""
+    labels = {text.partition(": ")[0]: 16 * i for i, text in enumerate(lines) if ": " in text}
+    for i, text in enumerate(lines):
+        text = text.rpartition(": ")[2]
+        target = text.rpartition(" ")[2]
+        text = text.removesuffix(target) + f"{labels[target]:#x}" if target in labels else text
+        yield f"        /*{16 * i:04x}*/      {text} ;"
+
+
+def written(*lines):
+    return "\n".join(code(*lines))
+
+
+QK = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0"
+PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
+LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def test_a_turn_is_of_the_shortest_loop_that_multiplies():
+    masked = ["MASKED: NOP", *[QK] * 40, "@P0 BRA MASKED"]
+    plain = ["PLAIN: NOP", *[QK] * 20, "@P0 BRA PLAIN"]
+    copy = ["COPY: NOP", *["LDG.E R2, desc[UR4][R8.64]"] * 5, "@P0 BRA COPY"]
+    few = ["FEW: NOP", QK, "@P0 BRA FEW"]
+    turns = flow.turns(written("OUTER: NOP", *masked, *plain, *copy, *few, "@P1 BRA OUTER", "EXIT"))
+    assert sorted(map(len, turns)) == [22, 42]
+    assert flow.turns(written("EXIT")) == flow.turns("") == ()
+
+
+def test_a_turn_goes_around_the_mask_and_through_the_waits():
+    wait = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2"
+    lines = [
+        "BRX R4 -0x1a0",  # to where nothing else leads: both warpgroups
+        *["LOOP: NOP", "@P3 BRA NEXT", wait, "@!P0 BRA SPIN", "NEXT: NOP", QK, "@P1 BRA P2, PLAIN"],
+        *["FSEL R24, R24, -INF, P4"] * 9,
+        *["PLAIN: NOP", "@P4 BRA STORED", "STS [R2], R3", "STORED: MUFU.EX2 R24, R24", "@P5 BRA LOOP", "EXIT"],
+        *["OTHER: NOP", QK, "BRA OTHER"],
+        *["SPIN: NOP", wait, "@!P0 BRA SPIN", "BRA NEXT"],
+    ]
+    first, other = flow.turns(written(*lines))
+    assert [text.partition(" ")[0] for text in first if not text.startswith("@")] == [
+        *["NOP", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "NOP", QK.partition(" ")[0], "NOP", "STS", "MUFU.EX2"]
+    ]
+    assert len(first) == 12 and len(other) == 3
+
+
+def test_two_functions_are_not_read_as_one():
+    with pytest.raises(ValueError, match="more than one function"):
+        flow.blocks(written("EXIT") + "\n" + written("EXIT"))
+
+
+@pytest.mark.parametrize(
+    "instruction, expected",
+    [
+        ("FADD R152, R2, R3", [152]),
+        ("@P1 FADD R152, R2, R3", [152]),
+        ("@!PT FADD R152, R2, R3", []),
+        ("LDS.128 R152, [R2]", [152, 153, 154, 155]),
+        ("LDG.E.64 R152, desc[UR4][R8.64]", [152, 153]),
+        ("LDSM.16.MT88.2 R152, [R2]", [152, 153]),
+        ("IMAD.WIDE.U32 R152, R3, 0x10, R4", [152, 153]),
+        ("SHF.R.U64 R152, R3, 0x1, R4", [152]),
+        ("CS2R R152, SRZ", [152, 153]),
+        ("CS2R.32 R152, SR_CLOCKLO", [152]),
+        ("F2F.F64.F32 R152, R3", [152, 153]),
+        ("DFMA R152, R2, R4, R6", [152, 153]),
+        ("HMMA.16816.F32 R152, R4, R8, R12", [152, 153, 154, 155]),
+        ("HGMMA.64x16x16.F32.BF16 R152, R4, gdesc[UR4], R152", list(range(152, 160))),
+        ("SHFL.BFLY PT, R152, R3, 0x1, 0x1f", [152]),
+        ("LOP3.LUT P0, R152, R3, 0x1, RZ, 0xc0, !PT", [152]),
+        ("IADD3 R152, P0, R3, R4, RZ", [152]),
+        ("ISETP.GE.AND P0, PT, R152, R3, PT", []),
+        ("R2UR UR4, R152", []),
+        ("STS.128 [R152], R156", []),
+        ("STG.E desc[UR4][R152.64], R3", []),
+        ("LDGSTS.E.BYPASS.128 [R152], desc[UR36][R10.64]", []),
+        ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR7+0x10], RZ", []),
+        ("BRX R152 -0x1a0", []),
+        ("UIADD3 UR152, UR4, 0x1, URZ", []),
+        ("EXIT", []),
+    ],
+)
+def test_what_an_instruction_writes(instruction, expected):
+    assert list(hazards.written(instruction)) == expected
+
+
+WRITE = "F2FP.BF16.F32.PACK_AB R153, R25, R24"
+
+
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        ([PV, WRITE, LEAVE_NONE], 1),
+        ([PV, LEAVE_NONE, WRITE], 0),
+        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # reads
+        ([PV, "FADD R151, R2, R3", "FADD R156, R2, R3", LEAVE_NONE], 0),
+        ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # the last of four
+        ([PV, "CS2R R150, SRZ", LEAVE_NONE], 0),
+        ([PV, "HGMMA.64x128x16.F32.BF16 R90, gdesc[UR8], R90, gsb0", LEAVE_NONE], 2),  # the last of 64
+        # The wait leaves the younger group running: which of the two is it?
+        ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),
+        ([PV, QK, LEAVE_ONE, WRITE, LEAVE_NONE], 0),
+        ([PV, QK, QK, "WARPGROUP.DEPBAR.LE gsb0, 0x2", WRITE], 0),
+        ([PV, QK, "WARPGROUP.DEPBAR.LE gsb0, 0x2", WRITE], 1),
+        ([PV.removesuffix(", gsb0"), LEAVE_NONE, WRITE], 1),  # of a group that is not complete
+        ([PV.removesuffix(", gsb0"), QK, LEAVE_NONE, WRITE], 0),
+        ([PV, "@P0 " + LEAVE_NONE, WRITE], 1),
+        ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # on one of two ways
+        ([PV, "@P0 BRA AFTER", LEAVE_NONE, "EXIT", "AFTER: NOP", LEAVE_NONE, WRITE], 0),
+        (["LOOP: NOP", WRITE, PV, "@P0 BRA LOOP", LEAVE_NONE], 1),  # in the next turn
+        (["LOOP: NOP", WRITE, PV, LEAVE_NONE, "@P0 BRA LOOP"], 0),
+        (["LOOP: NOP", QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE, "@P0 BRA LOOP", PV, WRITE], 1),  # behind it
+        (["LOOP: NOP", PV, "@P0 BRA LOOP", LEAVE_NONE, WRITE], 0),
+        ([PV, "CALL.REL.NOINC FUNCTION", LEAVE_NONE, "EXIT", "FUNCTION: NOP", WRITE, "RET.REL.NODEC R2 0x0"], 1),
+    ],
+)
+def test_registers_that_a_product_may_still_read_are_not_written(lines, expected):
+    found = hazards.overwritten(written(*lines, "EXIT"))
+    assert len(found) == expected
+    assert all(f"writes R{each.register}, which 'HGMMA" in str(each) for each in found)
+    assert {each.register for each in found} <= set(range(152, 156))
+
+
+EXP2 = "MUFU.EX2 R24, R24"
+
+
+@pytest.mark.parametrize(
+    "turn, expected",
+    [
+        ([QK, PV, LEAVE_ONE, EXP2, EXP2, LEAVE_NONE], (2, 2)),
+        ([QK, PV, LEAVE_ONE, LEAVE_NONE, EXP2], (0, 1)),
+        ([QK, PV, LEAVE_ONE, EXP2, LEAVE_NONE, EXP2], (1, 2)),
+        ([QK, LEAVE_NONE, EXP2, PV, LEAVE_NONE], (0, 1)),
+        ([EXP2, LEAVE_NONE, "MUFU.RCP R2, R2", QK, PV, LEAVE_ONE], (1, 1)),  # the loop begins in the middle
+        ([QK, LEAVE_NONE], (0, 0)),
+    ],
+)
+def test_exponentials_under_a_product_are_counted(turn, expected):
+    assert hazards.overlapped(turn) == expected

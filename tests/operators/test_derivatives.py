@@ -1,0 +1,131 @@
+"""Derivatives of the fused path beyond the first backward: torch.func, vmap, second and third, forward mode."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import fusedattn as fa
+from fusedattn.naive import formula as naive
+
+from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, draw, learned, loss, same
+
+
+def test_func_grad_and_vmap(device):
+    query, key, value = draw(device)
+    many = torch.randn(3, *query.shape, device=device)
+    fused, naive = loss("triton"), loss("naive")
+    for transform in (
+        lambda f: torch.func.grad(f, argnums=(0, 1, 2))(query, key, value),
+        lambda f: [torch.vmap(f, (0, None, None))(many, key, value)],
+        lambda f: [torch.vmap(f, (1, None, None))(many.movedim(0, 1), key, value)],
+        lambda f: torch.vmap(torch.func.grad(f, argnums=(0, 1)), (0, None, None))(many, key, value),
+        lambda f: [torch.func.grad(lambda k: torch.vmap(f, (0, None, None))(many, k, value).sum())(key)],
+        lambda f: [torch.vmap(torch.vmap(f, (0, None, None)), (0, None, None))(many[None], key, value)],
+        lambda f: [torch.func.jacrev(lambda q: f(q, key, value))(query)],
+    ):
+        same(transform(fused), transform(naive), atol=1e-4)
+
+
+def test_vmap_and_what_is_learned(device):
+    query, key, value = draw(device)
+    many = torch.randn(3, *query.shape, device=device)
+    bias, sinks = torch.randn(1, HQ, 1, SK, device=device), torch.randn(HQ, device=device)
+    biases = torch.randn(3, *bias.shape, device=device)
+
+    def total(backend):
+        def compute(query, bias, sinks):
+            out, weights = fa.attention(query, key, value, bias=bias, sinks=sinks, return_weights=True, backend=backend)
+            return out.square().sum() + weights.square().sum()
+
+        return compute
+
+    for dims in ((0, None, None), (None, 0, None), (0, 0, None)):
+        given = [x if dim is None else y for x, y, dim in zip((query, bias), (many, biases), dims, strict=False)]
+        results = [
+            torch.vmap(torch.func.grad(total(backend), argnums=(0, 1, 2)), dims)(*given, sinks) for backend in BACKENDS
+        ]
+        same(*results, atol=1e-4)
+
+
+def test_vmap_with_dropout_is_refused(device):
+    query, key, value = draw(device)
+    with pytest.raises(NotImplementedError, match="dropout_p: expected 0 under torch.vmap"):
+        torch.vmap(lambda q: fa.attention(q, key, value, dropout_p=0.5, seed=3, backend="triton"))(query[None])
+
+
+def test_vmap_over_masks(device):
+    query, key, value = draw(device)
+    for shape, name in (((3, 1, 1, SQ, SK), "mask"), ((3, SQ, SK), "mask"), ((3, 1, SK), "key_mask")):
+        masks = torch.rand(shape, device=device) < 0.7
+        got, want = (
+            torch.vmap(lambda m, b=backend: fa.attention(query, key, value, backend=b, **{name: m}))(masks)  # noqa: B023
+            for backend in ("triton", "naive")
+        )
+        same([got], [want])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_gradient_penalty_is_right(name, device):
+    """Second derivatives, of a loss of output, lse and weights, in every input."""
+    options = OPTIONS[name](SQ, SK, device)
+    inputs = [*draw(device, requires_grad=True), *learned(options)]
+    seconds = []
+    for backend in BACKENDS:
+        results = fa.attention(*inputs[:3], **options, return_lse=True, return_weights=True, backend=backend)
+        total = sum(x.nan_to_num(0, 0, 0).square().sum() for x in results)
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in grads), inputs))
+    for a, b in zip(*seconds, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5 * float(b.abs().max()))
+
+
+def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
+    query, key, value = draw(device, requires_grad=True)
+    fused, naive = loss("triton"), loss("naive")
+    for ask in (
+        lambda f: torch.autograd.grad(
+            torch.autograd.grad(f(query, key, value), query, create_graph=True)[0].sum(), [query, key]
+        ),
+        lambda f: [torch.func.grad(lambda q: torch.func.grad(f)(q, key, value).square().sum())(query.detach())],
+        lambda f: [torch.func.jacrev(torch.func.grad(f))(query.detach()[:, :1, :2], key.detach(), value.detach())],
+    ):
+        for a, b in zip(ask(fused), ask(naive), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+        torch.func.hessian(lambda q: fused(q, key, value))(query.detach())
+
+
+def test_third_derivatives(device):
+    small = [x.double().detach().requires_grad_() for x in draw(device, batch=1, sq=3, sk=4)]
+    thirds = []
+    for backend in BACKENDS:
+        (first,) = torch.autograd.grad(loss(backend)(*small), small[0], create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), small[1], create_graph=True)
+        thirds.append(torch.autograd.grad(second.square().sum(), small))
+    same(*thirds, atol=1e-8)
+
+
+def test_second_derivatives_take_rows_by_the_block(device, monkeypatch):
+    options = OPTIONS["added"](SQ, SK, device) | OPTIONS["masks"](SQ, SK, device) | OPTIONS["dropout"](SQ, SK, device)
+    inputs = [*draw(device, requires_grad=True), *learned(options)]
+
+    def second():
+        results = fa.attention(*inputs[:3], **options, return_lse=True, return_weights=True, backend="triton")
+        total = sum(x.square().sum() for x in results)
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in grads), inputs)
+
+    whole = second()
+    monkeypatch.setattr(naive, "BUDGET", 4 * 2 * HQ * SK * 2)
+    for a, b in zip(second(), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_raises_or_is_right(device):
+    query, key, value = draw(device)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: loss("triton")(q, key, value), (query,), (query,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        loss("triton")(forward_ad.make_dual(query, query), key, value)
+    _, tangent = torch.func.jvp(lambda q: loss("naive")(q, key, value), (query,), (query,))
+    torch.testing.assert_close(tangent, (torch.func.grad(loss("naive"))(query, key, value) * query).sum())

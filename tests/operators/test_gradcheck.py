@@ -1,0 +1,54 @@
+"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, some pairs."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import INPUTS, LEARNED
+
+from .. import cases
+
+SMALL = dict(Sq=5, Sk=6, D=3, Dv=2)
+ALONE = [cases.Case(name)._replace(**fields) for name, fields in cases.FEATURES.items()]
+CASES = (*ALONE, *cases.OPTION_PAIRS[::4], *cases.TRIPLES)  # test_kernels has every pair
+
+
+def small(case):
+    """The case on few rows and keys, with what is narrow enough to hide some of them."""
+    window = case.window and tuple(None if side is None else side % 3 for side in case.window)
+    sizes = {name: size for name, size in SMALL.items() if getattr(case, name) == getattr(cases.Case(""), name)}
+    sizes |= {name: min(getattr(case, name), 7) for name in SMALL if name not in sizes}
+    heads = dict(Hq=2, Hkv=1) if case.Hq > case.Hkv else {}
+    return case._replace(**sizes, **heads, window=window, dtype=torch.float64, bias_dtype=None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_against_finite_differences(case, device):
+    if device != "cpu":
+        pytest.skip("float64 is for the interpreter")
+    case = small(case)
+    tensors, options = case.draw()
+    for hidden in INPUTS:  # finite differences of what is NaN are NaN
+        tensors[hidden] = tensors[hidden].nan_to_num(0.0, 0.0, 0.0)
+    learned = [name for name in LEARNED if name in options]
+    hidden = options["bias"].isinf() if "bias" in options else None
+    free = [options[name].masked_fill(hidden, 0.0) if name == "bias" else options[name] for name in learned]
+    inputs = [x.detach().clone() for x in (*(tensors[name] for name in INPUTS), *free)]
+    directions = [torch.randn_like(x) for x in inputs]
+
+    def compute(steps):
+        """A number made of all results, after a step along the direction of each input."""
+        query, key, value, *given = (x + t * u for x, t, u in zip(inputs, steps, directions, strict=True))
+        given = dict(zip(learned, given, strict=True))
+        if "bias" in given:
+            given["bias"] = given["bias"].masked_fill(hidden, float("-inf"))
+        wanted = dict(return_lse=True, return_weights="weights" in case.grads)
+        out, lse, *weights = fa.attention(query, key, value, backend="triton", **options | given, **wanted)
+        if case.query_mask:  # what comes back to a hidden row is not looked at, not even for its sink
+            lse = lse.masked_fill(~options["query_mask"][..., None, :], 0.0)
+        results = (out, lse.masked_fill(lse.isinf(), 0.0), *weights)
+        return sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in results)
+
+    steps = torch.zeros(len(inputs), dtype=torch.float64, requires_grad=True)
+    strict = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
+    assert torch.autograd.gradcheck(compute, steps, **strict)

@@ -1,0 +1,78 @@
+"""Two copies of the package in one process: the installed one, and one that another package has inside."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import warnings
+
+import torch
+
+import fusedattn as own
+from mypkg._vendor import fusedattn as copy
+
+assert copy.__file__ != own.__file__
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+
+    def run(fa, backend, compiled=False):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+        mask = torch.ones(5, 5, dtype=torch.bool).tril(1)
+
+        def attend(query, key, value):
+            return fa.attention(query, key, value, mask=mask, softcap=2.0, backend=backend)
+
+        if compiled:
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        out = attend(query, key, value)
+        grads = torch.autograd.grad(out.square().sum(), (query, key, value))
+        query, key, value = (x.detach().clone() for x in (query, key, value))
+        decoded = fa.attention_decode(
+            query, key, value, cache_seqlens=torch.tensor([3], dtype=torch.int32), backend=backend
+        )
+        return out, *grads, decoded
+
+    for backend in ("naive", "triton"):
+        want = run(own, backend)
+        assert all(map(torch.equal, run(copy, backend), want))
+    assert all(map(torch.equal, run(copy, "triton", compiled=True), want))
+
+assert torch.ops.fusedattn.forward is not torch.ops.mypkg__vendor_fusedattn.forward
+from fusedattn.launch import run
+from mypkg._vendor.fusedattn.launch import run as copied
+
+assert run.KERNELS["forward"] is not copied.KERNELS["forward"]
+
+# torch's registry of flash attention knows both, by the names of their packages.
+own.compat.torch.register()
+copy.compat.torch.register()
+assert {"fusedattn", "mypkg__vendor_fusedattn"} <= set(torch.nn.attention.list_flash_attention_impls())
+
+# There is one `flash_attn`: who comes second is told.
+own.compat.flash_attn.install()
+own.compat.flash_attn.install()
+try:
+    copy.compat.flash_attn.install()
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+def test_a_copy_in_another_package_works_beside_the_installed_one(tmp_path):
+    pytest.importorskip("triton", reason="kernels need Triton")
+    vendored = tmp_path / "mypkg" / "_vendor" / "fusedattn"
+    ignore = shutil.ignore_patterns("__pycache__", "cli")
+    shutil.copytree(ROOT / "fusedattn", vendored, ignore=ignore)
+    shutil.copytree(ROOT / "kernels", vendored / "kernels", ignore=ignore)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("refused: install: expected a process that has not imported flash_attn")

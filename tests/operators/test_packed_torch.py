@@ -1,0 +1,87 @@
+"""Packed sequences inside PyTorch: compiled, derived twice, under vmap and autocast."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+from ..cases import Case
+from ..inside import leaves
+from ..sequences import attention_varlen, by_sequence, draw_packed, offsets
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_compiled_code_knows_no_lengths(backend, device):
+    torch._dynamo.reset()
+
+    def attend(query, key, value, cu_q, cu_k):
+        return fa.attention_varlen(
+            *(query, key, value, cu_q, cu_k), max_seqlen_q=64, max_seqlen_k=64, causal=True, backend=backend
+        )
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    counter = torch._dynamo.utils.counters["stats"]
+    for rows, keys in (((5, 20), (9, 30)), ((33, 4), (5, 6)), ((1, 40), (64, 2))):
+        query, key, value, grad = draw_packed(rows, keys, device)
+        tensors = query, key, value, offsets(rows, device), offsets(keys, device)
+        got, want = (torch.autograd.grad(f(*tensors), (query, key, value), grad) for f in (compiled, attend))
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_second_derivatives(backend, device):
+    rows, keys = (2, 0, 3), (3, 2, 2)
+    case = Case("", B=3, Sq=3, Sk=3, causal=True, softcap=1.5, bias="pairs", sinks=True, dtype=torch.float32)
+    tensors, options = case.draw(device)
+    inputs = [*(tensors[name] for name in ("query", "key", "value")), options.pop("bias"), options.pop("sinks")]
+
+    def derive(attend):
+        made = leaves(*inputs)
+        query, key, value, bias, sinks = made
+        out, lse, weights = attend(
+            query, key, value, bias=bias, sinks=sinks, return_lse=True, return_weights=True, **options
+        )
+        total = (out * tensors["out"]).sum() + lse[lse > -1e9].square().sum() + weights.pow(3).sum()
+        first = torch.autograd.grad(total, made, create_graph=True)
+        return torch.autograd.grad(sum(x[x.isfinite()].square().sum() for x in first), made)
+
+    got = derive(attention_varlen(rows, keys, backend))
+    for a, b in zip(got, derive(by_sequence(fa.reference.attention, rows, keys)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_vmap_is_refused_by_the_kernels(device):
+    query, key, value, _ = draw_packed((5, 3), (4, 4), device)
+    cu = offsets((5, 3), device), offsets((4, 4), device)
+
+    def attend(query, backend):
+        return fa.attention_varlen(query, key, value, *cu, max_seqlen_q=5, max_seqlen_k=4, backend=backend)
+
+    several = torch.stack([query.detach(), query.detach() + 1])
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
+        torch.vmap(lambda x: attend(x, "triton"))(several)
+    got = torch.vmap(lambda x: attend(x, "naive"))(several)
+    torch.testing.assert_close(got, torch.stack([attend(x, "naive") for x in several]))
+
+
+def test_a_backend_that_has_no_packed_sequences_says_so():
+    query, key, value, _ = draw_packed((5, 3), (4, 4))
+    with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
+        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)), backend="hopper")
+    with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
+        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype):
+    query, key, value, _ = draw_packed((5, 3), (4, 4))
+    cu = offsets((5, 3)), offsets((4, 4))
+    with torch.autocast("cpu", dtype):
+        got = fa.attention_varlen(query, key, value, *cu)
+    want = fa.attention_varlen(*(x.to(dtype) for x in (query, key, value)), *cu)
+    assert got.dtype == dtype and torch.equal(got, want)

@@ -1,0 +1,264 @@
+"""Inside PyTorch: compile, export, opcheck, checkpointing, autocast, fake tensors."""
+
+import io
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedattn as fa
+
+from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, fields, learned, loss, same
+
+pytestmark = pytest.mark.usefixtures("in_order")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, device):
+    return request.param
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
+    def step(query, key, value, options):
+        return fa.attention(query, key, value, return_lse=True, return_weights=True, backend=backend, **options)
+
+    inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
+    # Inductor takes half a minute for each naive graph on a CPU; one will do, the rest is capture and autograd.
+    compiler = "inductor" if name == "plain" or backend == "triton" else "aot_eager"
+    got, want = torch.compile(step, fullgraph=True, backend=compiler)(*inputs, options), step(*inputs, options)
+    same(got, want)
+    assert [x.stride() for x in got] == [x.stride() for x in want]
+    total = [sum(x.nan_to_num(0, 0, 0).square().sum() for x in results) for results in (got, want)]
+    same(*(torch.autograd.grad(loss, [*inputs, *learned(options)]) for loss in total), atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compile_does_not_recompile_for_each_length(device, backend, fresh):
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(
+        lambda *x: fa.attention(*x, causal=True, backend=backend), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for sq, sk in ((8, 9), (13, 20), (21, 33), (40, 41)):
+        inputs = draw(device, sq=sq, sk=sk)
+        same([step(*inputs)], [fa.attention(*inputs, causal=True, backend=backend)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compile_sees_use_backend(device, fresh):
+    inputs = draw(device)
+    step = torch.compile(lambda *x: fa.attention(*x), fullgraph=True, backend="aot_eager")
+    with fa.use_backend("triton"):
+        assert torch.equal(step(*inputs), fa.attention(*inputs, backend="triton"))
+    with fa.use_backend("naive"):
+        same([step(*inputs)], [fa.attention(*inputs, backend="naive")])
+
+    def inside(*x):
+        with fa.use_backend("triton"):
+            return fa.attention(*x)
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), fa.attention(*inputs, backend="triton"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export_with_dynamic_batch_and_lengths(device, backend):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = fa.MultiHeadAttention(16, 2, causal=True, backend=backend, device=device)
+
+        def forward(self, x, key_mask):
+            return self.attention(x, key_mask=key_mask)[0]
+
+    block, yes = Block(), torch.ones(3, 10, dtype=torch.bool, device=device)
+    free = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=65536)}
+    program = torch.export.export(
+        block, (torch.randn(3, 10, 16, device=device), yes), dynamic_shapes={"x": free, "key_mask": free}
+    )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    x, key_mask = torch.randn(4, 17, 16, device=device), torch.rand(4, 17, device=device) < 0.8
+    same([loaded(x, key_mask)], [block(x, key_mask)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_func_inside_compile_raises_or_is_right(device, backend, fresh):
+    query, key, value = draw(device)
+    fn = loss(backend)
+    transforms = {
+        "grad": lambda q: torch.func.grad(fn)(q, key, value),
+        "vmap of grad": lambda q: torch.vmap(torch.func.grad(fn), (0, None, None))(q[None], key, value)[0],
+        "jvp": lambda q: torch.func.jvp(lambda x: fn(x, key, value), (q,), (q,))[1],
+    }
+    for name, transform in transforms.items():
+        for compiler in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            compiled = torch.compile(transform, fullgraph=True, backend=compiler)
+            if backend == "triton":
+                with pytest.raises(Exception, match="Observed exception|NotImplementedError"):
+                    compiled(query)
+            else:
+                torch.testing.assert_close(compiled(query), transform(query)), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, device, fresh):
+    query, key, value = draw(device, requires_grad=True)
+
+    def penalty(function):
+        (grad,) = torch.autograd.grad(function(query, key, value), query, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), (query, key, value))
+
+    compiled = torch.compile(loss("triton"), fullgraph=True, backend=compiler)
+    if compiler == "eager":
+        same(penalty(compiled), penalty(loss("naive")), atol=1e-4)
+    else:
+        with pytest.raises(RuntimeError, match="double backward"):
+            penalty(compiled)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_tensor_in_several_places_compiles(device, backend, fresh):
+    x = torch.randn(2, HQ, SQ, D, device=device, requires_grad=True)
+    real = torch.arange(SQ, device=device)[None] < 7
+
+    def step(x):
+        return fa.attention(x, x, x, key_mask=real, query_mask=real, backend=backend).square().sum()
+
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)
+    same(got, torch.autograd.grad(step(x), x), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_module_has_its_gradients(device, backend):
+    layer, x = fa.MultiHeadAttention(16, 2, backend=backend, device=device), torch.randn(2, 5, 16, device=device)
+    exported = torch.export.export(layer, (x,)).module()
+    exported(x)[0].square().sum().backward()
+    layer(x)[0].square().sum().backward()
+    twins = dict(exported.named_parameters())
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(twins[name].grad, parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
+    inputs = draw(device)
+    graphs = []
+    step = torch.compile(
+        lambda *x: fa.attention(*x, backend="triton"),
+        fullgraph=True,
+        backend=lambda graph, _: graphs.append(1) or graph,
+    )
+    for scale in (0.5, 0.25, 0.125):
+        step(*inputs)
+        fa.attention(*inputs, scale=scale, backend="triton")
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scale_that_varies_compiles(device, backend, fresh):
+    inputs = draw(device)
+    step = torch.compile(
+        lambda scale: fa.attention(*inputs, scale=scale, backend=backend), fullgraph=True, backend="eager"
+    )
+    for scale in (0.5, 0.25, 0.125):
+        same([step(scale)], [fa.attention(*inputs, scale=scale, backend=backend)])
+
+
+def test_the_operators_have_their_derivative_when_called_by_name(device):
+    query, key, value = draw(device, requires_grad=True)
+    arguments = (*fields(query, key, value, right=0), True, False, True, False)
+    out, lse, *_ = torch.ops.fusedattn.forward(*arguments)
+    want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend="triton")
+    both = [
+        torch.autograd.grad(a.sum() + b[..., 1:].sum(), (query, key, value)) for a, b in ((out, lse), (want, want_lse))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    seconds = []
+    for backend in ("operator", "naive"):
+        if backend == "operator":
+            out = torch.ops.fusedattn.forward(*arguments)[0]
+        else:
+            out = fa.attention(query, key, value, causal=True, scale=0.25, backend="naive")
+        (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        seconds.append(torch.autograd.grad(grad.square().sum(), (query, key, value)))
+    same(*seconds, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same_bits(reentrant, device, backend):
+    inputs = draw(device, requires_grad=True)
+    plain = torch.autograd.grad(loss(backend)(*inputs), inputs)
+    checkpoint(loss(backend), *inputs, use_reentrant=reentrant).backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, plain, strict=True))
+
+
+def test_what_the_backward_needs_is_seen_by_saved_tensors_hooks(device):
+    packed = []
+    inputs = draw(device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        out = fa.attention(*inputs, backend="triton")
+    pointers = {x.data_ptr() for x in packed}
+    assert {x.data_ptr() for x in (*inputs, out)} <= pointers
+
+
+def test_inputs_changed_between_forward_and_backward_raise(device, backend):
+    shape = (2, HQ, SQ, D)  # one kv head would be copied by the naive path, and the change not matter
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+    out = fa.attention(*inputs, backend=backend)
+    with torch.no_grad():
+        inputs[1].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_autocast_casts_as_sdpa_does_and_no_further(device, backend):
+    query, key, value = draw(device)
+    lower = [x.bfloat16() for x in (query, key, value)]
+    want = fa.attention(*lower, backend=backend)
+    with torch.autocast(device, torch.bfloat16):
+        got = fa.attention(query, lower[1], value, backend=backend)
+        again = fa.attention(*lower, backend=backend)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want) and torch.equal(again, want)
+    layer = fa.MultiHeadAttention(16, 2, backend=backend, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        layer(torch.randn(2, 5, 16, device=device))[0].float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    if device == "cpu":
+        with torch.autocast(device, torch.bfloat16):
+            assert fa.attention(*(x.double() for x in (query, key, value)), backend=backend).dtype == torch.float64
+
+
+def test_fake_tensors_have_the_strides_of_the_real(device, backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2)):
+        for expanded in (False, True):
+            query, key, value = draw(device)
+            query = query.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+            if expanded:
+                query = query[:1].expand(2, -1, -1, -1)
+            real = fa.attention(query, key, value, return_lse=True, backend=backend)
+            with FakeTensorMode() as mode:
+                fake = fa.attention(
+                    *(mode.from_tensor(x) for x in (query, key, value)), return_lse=True, backend=backend
+                )
+            for a, b in zip(real, fake, strict=True):
+                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_meta_tensors_have_a_shape():
+    assert fa.attention(*draw("meta")).shape == (2, HQ, SQ, DV)

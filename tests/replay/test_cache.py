@@ -1,0 +1,376 @@
+"""A call that repeats an earlier one: with other tensors it is as right, and what is not alike is not repeated."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedattn as fa
+from fusedattn.replay import cache
+
+from ..inside import BACKENDS, OPTIONS, SK, SQ, draw, learned, same
+
+pytestmark = pytest.mark.usefixtures("in_order")
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Whole(int):
+    """A number that is not quite an int."""
+
+
+def attend(inputs, options, **more):
+    return fa.attention(*inputs, **options, **more, backend="triton")
+
+
+def everything(inputs, options, backend):
+    """Output, lse and weights, and the gradients of one function of all three."""
+    results = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend=backend)
+    total = sum((x.float().nan_to_num(0, 0, 0) * torch.arange(x.shape[-1])).sum() for x in results)
+    return [*results, *torch.autograd.grad(total, [*inputs, *learned(options)])]
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Whether each call was like an earlier one."""
+    answers, find = [], cache.find
+
+    def watched(*arguments):
+        answers.append(find(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(cache, "find", watched)
+    return answers
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_tensors_of_the_same_kind(name, device, poison, found):
+    for again in range(3):
+        inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
+        same(everything(inputs, options, "triton"), everything(inputs, options, "naive"), atol=1e-4)
+        assert (found[2 * again] is not None) == (again > 0)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_without_gradients(name, device, poison, found):
+    for again in range(3):
+        inputs, options = draw(device), OPTIONS[name](SQ, SK, device)
+        with torch.no_grad():
+            same([attend(inputs, options)], [fa.attention(*inputs, **options, backend="naive")])
+        assert (found[2 * again] is not None) == (again > 0)
+
+
+def test_which_gradients_are_asked_for_may_change(device, poison):
+    for asked in ("qkv", "q", "k", "qv", "kv"):
+        inputs = draw(device)
+        for x, name in zip(inputs, "qkv", strict=True):
+            x.requires_grad_(name in asked)
+        wanted = [x for x in inputs if x.requires_grad]
+        for take in (
+            lambda out, lse: out.sum(),
+            lambda out, lse: lse.sin().sum(),
+            lambda out, lse: (out.double() * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum(),
+            lambda out, lse: out.transpose(1, 2).contiguous().sin().sum() + lse[:, :, 1:].sum(),
+        ):
+            found = []
+            for backend in BACKENDS:
+                total = take(*fa.attention(*inputs, return_lse=True, causal=True, backend=backend))
+                found.append(torch.autograd.grad(total, wanted, materialize_grads=True))
+            same(*found)
+
+
+def test_a_backward_may_ask_for_less_than_the_one_before(device):
+    inputs = draw(device, requires_grad=True)
+    want = torch.autograd.grad(fa.attention(*inputs, backend="naive").sin().sum(), inputs)
+    for asked in ((0,), (1, 2), (0, 1, 2), (2,), (0,)):
+        wanted = [inputs[number] for number in asked]
+        found = torch.autograd.grad(attend(inputs, {}).sin().sum(), wanted)
+        same(found, [want[number] for number in asked], atol=1e-5)
+
+
+def test_one_tensor_in_three_places_and_then_three(device, found):
+    x = torch.randn(2, 2, SQ, 16, device=device)
+    inputs = [torch.randn_like(x) for _ in range(3)]
+    for tensors in ((x, x, x), inputs, (x, x, x), inputs):
+        same([attend(tensors, {})], [fa.attention(*tensors, backend="naive")])
+    assert [answer is not None for answer in found] == [False, False, True, False, True, False, True, False]
+
+
+def test_tensors_that_lie_elsewhere_are_not_repeated(device, found):
+    inputs = draw(device)
+    attend(inputs, {})
+    shifted = torch.empty(inputs[1].numel() + 1, device=device)[1:].view(inputs[1].shape).copy_(inputs[1])
+    same([attend((inputs[0], shifted, inputs[2]), {})], [fa.attention(*inputs, backend="naive")])
+    assert found[1] is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (dict(causal=True), dict(causal=1)),
+        (dict(scale=1.0), dict(scale=True)),
+        (dict(softcap=1.0), dict(softcap=True)),
+        (dict(dropout_p=0.0), dict(dropout_p=False)),
+        (dict(window=(1, 0)), dict(window=(1.0, 0))),
+        (dict(dropout_p=0.5, seed=1), dict(dropout_p=0.5, seed=True)),
+        (dict(dropout_p=0.5, seed=1), dict(dropout_p=0.5, seed=2**63)),
+        (dict(dropout_p=0.5, seed=Whole(1)), dict(dropout_p=0.5, seed=Whole(2**63))),
+        ({}, dict(align=["bottom_right"])),
+        ({}, dict(mask=[[True]])),
+    ],
+)
+def test_what_is_refused_is_refused_after_something_like_it(right, wrong, device):
+    inputs = draw(device)
+    attend(inputs, right)
+    (name,) = wrong.keys() - (right.keys() if "seed" not in wrong else {"dropout_p"}) or wrong
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+        attend(inputs, wrong)
+
+
+def test_a_named_backend_is_part_of_the_kind(device, found):
+    inputs = draw(device)
+    attend(inputs, {})
+    fa.attention(*inputs, backend="naive")
+    assert found[-1] is None
+    with fa.use_backend("triton"):
+        fa.attention(*inputs)
+        assert found[-1] is not None
+    with pytest.raises(ValueError, match="^backend: expected"):
+        fa.attention(*inputs, backend="cuda")
+
+
+def test_dropout_draws_as_it_does_the_first_time(device):
+    inputs, options = draw(device), dict(dropout_p=0.4)
+    first, second = (attend(inputs, options) for _ in range(2))
+    assert not torch.equal(first, second)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append([attend(inputs, options) for _ in range(2)])
+        cache.forget()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
+    assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
+    assert not torch.equal(seeded[0], seeded[1])
+
+
+def test_plans(device, found):
+    for again in range(2):
+        inputs, mask = draw(device, requires_grad=True), torch.rand(SQ, SK, device=device) < 0.5
+        same(everything(inputs, dict(mask=fa.plan(mask)), "triton"), everything(inputs, dict(mask=mask), "naive"), 1e-4)
+        assert (found[2 * again] is not None) == bool(again)
+    key_mask = torch.ones(SK, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match="^key_mask: expected None beside a plan"):
+        attend(draw(device), dict(mask=fa.plan(mask), key_mask=key_mask))
+
+
+def test_what_must_see_operators_sees_them(device):
+    """After the same call was repeated: modes of dispatch, vmap, torch.func, autocast and forward mode."""
+
+    inputs = draw(device)
+    want = [attend(inputs, {}) for _ in range(2)][0]
+    with Seen() as seen:
+        assert torch.equal(attend(inputs, {}), want)
+    assert "fusedattn.forward.default" in seen.names
+
+    many = [torch.stack([x, x * 2]) for x in inputs]
+    same(torch.vmap(lambda *x: attend(x, {}))(*many), [want, attend([2 * x for x in inputs], {})])
+    with torch.autocast(device, torch.bfloat16):
+        assert attend(inputs, {}).dtype == torch.bfloat16
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
+        dual = torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
+        attend((dual, *inputs[1:]), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda *x: attend(x, {}), tuple(inputs), check_trace=False)
+    same([traced(*[2 * x for x in inputs])], [attend([2 * x for x in inputs], {})])
+
+
+def test_what_must_see_operators_sees_those_of_the_backward(device):
+    inputs = draw(device, requires_grad=True)
+    want = [torch.autograd.grad(attend(inputs, {}).sum(), inputs) for _ in range(2)][0]
+    out = attend(inputs, {})
+    with Seen() as seen:
+        same(torch.autograd.grad(out.sum(), inputs), want, atol=0)
+    assert "fusedattn.backward.default" in seen.names
+
+
+def test_modes_of_autograd(device):
+    inputs = draw(device, requires_grad=True)
+    want = attend(inputs, {})
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            out = attend(inputs, {})
+        assert torch.equal(out, want)
+        assert out.requires_grad == (mode is torch.enable_grad) and out.is_inference() == (mode is torch.inference_mode)
+
+
+def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
+    packed = []
+    inputs = draw(device, requires_grad=True)
+    for _ in range(2):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
+            out = attend(inputs, {})
+        same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(attend(inputs, {}).sum(), inputs), atol=0)
+        assert len(packed) == 5  # query, key, value, output, and what recomputes the weights
+        out = attend(inputs, {})
+        first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), inputs), strict=True))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out.sum(), inputs)
+        out = attend(inputs, {})
+        with torch.no_grad():
+            inputs[1].mul_(1)
+        with pytest.raises(RuntimeError, match="inplace"):
+            torch.autograd.grad(out.sum(), inputs)
+
+
+def test_what_was_kept_may_come_back_in_another_order(device):
+    """As from torch.autograd.graph.save_on_cpu(pin_memory=True), before and after calls that keep it as it is."""
+
+    def as_it_is(x):
+        return x
+
+    def contiguous(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+    def by_columns(x):
+        return x.mT.clone(memory_format=torch.contiguous_format).mT
+
+    def gradients(inputs, pack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, as_it_is):
+            out = attend(inputs, {})
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    for order in ((as_it_is, contiguous, as_it_is), (contiguous, as_it_is, contiguous), (by_columns, as_it_is)):
+        cache.forget()
+        for pack in order:
+            packed = torch.randn(2, SQ, 3, 2, 16, device=device)
+            inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
+            want = torch.autograd.grad(fa.attention(*inputs, backend="naive").square().sum(), inputs)
+            same(gradients(inputs, pack), want, atol=2e-5)
+
+
+def test_forwards_before_backwards_and_what_they_gave_stays(device):
+    """No two calls share what one of them has made."""
+    draws, outs, wants = [draw(device, requires_grad=True) for _ in range(3)], [], []
+    for inputs in draws:
+        outs.append(attend(inputs, {}, return_lse=True))
+        wants.append(fa.attention(*inputs, return_lse=True, backend="naive"))
+    found = []
+    for inputs, (out, lse), want in reversed(list(zip(draws, outs, wants, strict=True))):
+        found.append(torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs))
+        expected = torch.autograd.grad(want[0].sin().sum() + want[1].cos().sum(), inputs)
+        same([out, lse, *found[-1]], [*want, *expected], atol=1e-5)
+    for inputs, grads in zip(reversed(draws), found, strict=True):
+        out, lse = fa.attention(*inputs, return_lse=True, backend="naive")
+        same(grads, torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs), atol=1e-5)
+
+
+def test_gradients_that_come_in_as_they_like(device):
+    """Expanded, stepped, at odd addresses, of a negated view; batched by torch's older vmap."""
+    inputs = draw(device, requires_grad=True)
+    out, lse = attend(inputs, {}, return_lse=True)
+    wide = torch.randn(*out.shape[:3], 2 * out.shape[3], device=device)
+    shifted = torch.randn(out.numel() + 1, device=device)[1:].view(out.shape)
+    tall = torch.randn(*lse.shape[:2], 2 * lse.shape[2], device=device)
+    outs = [torch.ones((), device=device).expand(out.shape), wide[..., ::2], shifted, torch._neg_view(shifted)]
+    flat = torch.ones((), device=device).expand(lse.shape)
+    lses = [flat, tall[..., ::2], torch.randn_like(lse), torch.zeros_like(lse)]
+    for grads in zip(outs, lses, strict=True):
+        want = torch.autograd.grad(fa.attention(*inputs, return_lse=True, backend="naive"), inputs, grads)
+        for _ in range(2):
+            got = torch.autograd.grad(attend(inputs, {}, return_lse=True), inputs, grads)
+            same(got, want, atol=1e-5)
+    for batch in (2, 1):
+        few = [x[:batch].detach().requires_grad_() for x in inputs]
+        given = torch.randn(3, batch, *out.shape[1:], device=device)
+        found = []
+        for backend in BACKENDS:
+            out = fa.attention(*few, backend=backend)
+            found.append(torch.autograd.grad(out, few, given, is_grads_batched=True))
+        same(*found, atol=1e-5)
+    out = attend(inputs, {})
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, inputs, out.new_ones(3, *out.shape), is_grads_batched=True, create_graph=True)
+
+
+def test_second_derivatives_of_a_repeated_call(device):
+    inputs, found = draw(device, requires_grad=True), {}
+    for _ in range(2):
+        for backend in BACKENDS:
+            out = fa.attention(*inputs, causal=True, backend=backend)
+            first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+            found[backend] = [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+        same(found["triton"], found["naive"], atol=1e-4)
+
+
+def test_a_negated_view_is_not_what_lies_in_memory(device):
+    inputs = draw(device)
+    attend(inputs, {})
+    for place in range(3):
+        negated = [torch._neg_view(x) if place == number else x for number, x in enumerate(inputs)]
+        same([attend(negated, {})], [fa.attention(*negated, backend="naive")])
+
+
+def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
+    monkeypatch.setattr(cache, "MEETINGS", 2)
+    inputs = draw(device)
+    want = fa.attention(*inputs, backend="naive")
+    for known in (0, 1, 1):
+        same([attend(inputs, {})], [want])
+        assert len(cache._known) == known and len(cache._met) == 1 - known
+    monkeypatch.setattr(cache, "MOST", 4)
+    for scale in range(1, 20):
+        attend(inputs, dict(scale=scale / 10))
+        assert len(cache._met) <= 4
+
+
+def test_backwards_of_one_kind_do_not_pile_up(device):
+    inputs = draw(device, requires_grad=True)
+    out = attend(inputs, {})
+    for more in range(cache.RECENT + 3):
+        grad = torch.randn(*out.shape[:2], out.shape[2] + 16 * more, out.shape[3], device=device)[:, :, : out.shape[2]]
+        torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        assert all(len(each.backwards) <= cache.RECENT for each in cache._known.values())
+
+
+def test_a_checkpoint_is_computed_again_the_other_way(device):
+    inputs = draw(device, requires_grad=True)
+    want = torch.autograd.grad(attend(inputs, {}).sum(), inputs)
+    for inside in (True, False):
+        with Seen() if inside else contextlib.nullcontext():
+            out = checkpoint(lambda *x: attend(x, {}), *inputs, use_reentrant=False)
+        with contextlib.nullcontext() if inside else Seen():
+            same(torch.autograd.grad(out.sum(), inputs), want)
+
+
+def test_kinds_do_not_pile_up(device, monkeypatch):
+    monkeypatch.setattr(cache, "MOST", 3)
+    for length in range(1, 12):
+        query = torch.randn(1, 1, length, 8, device=device)
+        same([attend((query, query, query + 1), {})], [fa.attention(query, query, query + 1)])
+        assert len(cache._known) <= 3 and all(len(kinds) <= cache.RECENT for kinds in cache._recent.values())
+
+
+def test_many_kinds_at_once_are_all_found(device, found):
+    lengths = range(1, cache.RECENT + 4)
+    draws = [[torch.randn(1, 1, length, 8, device=device) for _ in range(3)] for length in lengths]
+    for _ in range(3):
+        for inputs in draws:
+            same([attend(inputs, {})], [fa.attention(*inputs, backend="naive")])
+    assert all(answer is not None for answer in found[2 * len(lengths) :: 2])

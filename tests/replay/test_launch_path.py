@@ -1,0 +1,307 @@
+"""The host's part of a call of the kernels: launches that repeat earlier ones, and how long they take."""
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from fusedattn.bench import launch_path, rows
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.runtime.errors import OutOfResources
+
+import fusedattn as fa
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.launch import hopper, launcher, run as launch, tiles as configs
+from fusedattn.operators import attention
+from fusedattn.replay import cache
+
+from ..inside import OPTIONS, compiled, draw, learned, only_interpreted, passes_compiled
+from ..offline import absent
+
+# What torch's own calls take on the machine of which the goals speak, when nothing else runs there.
+UNDISTURBED_US = {"sdpa": 6.0, "sdpa, with gradients": 8.2}
+LENGTH, STREAM = 64, 7
+
+
+@only_interpreted
+def test_this_file_without_the_interpreter():
+    passes_compiled(__file__)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """What kernels compile to is no matter here, so it is what compiles soonest."""
+    tiles = configs.tiles
+
+    def small(*key, **more):
+        for n, tile in enumerate(tiles(*key, **more)):
+            yield tile._replace(rows=16, keys=tile.keys and (16 if n else 32), stages=1)
+
+    monkeypatch.setattr(configs, "tiles", lambda *key, **more: tuple(small(*key, **more)))
+
+
+class Launches:
+    """What would have been launched: (kernel, grid, arguments), tensors by their number in `given`, or else "made".
+
+    Descriptors are what the driver would make of them, and that by the tensor that it is of.
+    """
+
+    def __init__(self):
+        self.log, self.given = [], []
+
+    def load(self, kernel):
+        kernel.function = 0
+        kernel._run = absent.Run(lambda *grid_and_all: self.log.append((kernel, grid_and_all)))
+
+    def take(self):
+        found, self.log = self.log, []
+        return [(kernel.hash, said[:6], self._said(self._encoded(kernel, said[9:]))) for kernel, said in found]
+
+    def _encoded(self, kernel, arguments):
+        described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+        for value in arguments:
+            if hopper.is_descriptor(value):
+                unused = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+                yield from make_tensordesc_arg(value, next(described), *unused)
+            else:
+                yield value
+
+    def _said(self, value):
+        if isinstance(value, torch.Tensor):
+            return self._whose(value.data_ptr())
+        if isinstance(value, absent.Encoded):
+            return self._whose(value.what[0]), value.what[1:]
+        return value if isinstance(value, (str, int, float, type(None))) else [self._said(x) for x in value]
+
+    def _whose(self, address):
+        numbers = [number for number, x in enumerate(self.given) if x.data_ptr() == address]
+        return f"given {numbers}" if numbers else "made"
+
+
+def results(outcome):
+    return [x for x in outcome if x is not None]
+
+
+@compiled
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkeypatch):
+    monkeypatch.setattr(absent.Driver, "get_current_stream", lambda self, device: STREAM)
+    seen = Launches()
+    with absent.gpu(load=seen.load):
+        found = []
+        for way in ("long", "learned", "repeated"):
+            torch.manual_seed(3)
+            inputs = draw("cpu", sq=LENGTH, sk=LENGTH + 16, dtype=torch.bfloat16, requires_grad=grads)
+            options = OPTIONS[name](LENGTH, LENGTH + 16, "cpu")
+            options = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+            seen.given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
+            if way == "long":
+                outcome = results(attention.run(checked(Arguments(*inputs, **options)), True, True))
+            else:
+                outcome = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend="triton")
+            forward = seen.take()
+            if grads:
+                incoming = [torch.ones_like(x) for x in outcome]
+                seen.given += incoming
+                torch.autograd.grad(outcome, inputs, incoming)
+            found.append((forward, seen.take()))
+    long, *others = found
+    assert len(long[0]) >= 2 and (len(long[1]) >= 3) == grads
+    assert all(other == long for other in others)
+    assert {said[3] for _, said, _ in long[0]} == {STREAM}
+
+
+@compiled
+@pytest.mark.parametrize("options", [{}, dict(causal=True, return_lse=True)], ids=["plain", "causal"])
+def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options):
+    """Its descriptors too are those that the long way makes, whatever was at an address before."""
+    seen, said = Launches(), {}
+    with absent.gpu(load=seen.load):
+        for backend in ("triton", "hopper"):
+            for way in ("long", "learned", "repeated", "repeated"):
+                seen.given = inputs = draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16, requires_grad=True)
+                if way == "long":
+                    causal = {name: x for name, x in options.items() if name == "causal"}
+                    run = attention.run_on_hopper if backend == "hopper" else attention.run
+                    out = run(checked(Arguments(*inputs, **causal)), "return_lse" in options, False)[0]
+                else:
+                    found = fa.attention(*inputs, **options, backend=backend)
+                    out = found[0] if isinstance(found, tuple) else found
+                forward = seen.take()
+                seen.given = [*inputs, incoming := torch.ones_like(out)]
+                torch.autograd.grad(out, inputs, incoming)
+                said.setdefault(backend, []).append((forward, seen.take()))
+    for long, *others in said.values():
+        assert all(other == long for other in others)
+    assert said["hopper"][0][1] == said["triton"][0][1]  # its backward is theirs
+    ((name, grid, arguments),) = said["hopper"][0][0]
+    assert name != said["triton"][0][0][0][0] and grid[0] == 4  # one block of rows in each plane
+    assert [x[0] for x in arguments if isinstance(x, tuple)] == ["given [0]", "given [1]", "given [2]", "made"]
+
+
+# What another version of Triton may have: {what: (where, name, value)}.
+OTHER_FORMS = {
+    "a function with another parameter": (nvidia, "make_tensordesc_arg", lambda a, b, c, d: [a]),
+    "no function": (nvidia, "make_tensordesc_arg", None),
+    "more arguments for a descriptor": (nvidia, "make_tensordesc_arg", lambda a, b: [a, *a.shape, *a.strides, 0]),
+    "a wrapper without a launcher": (launcher, "_launcher_of", lambda run: None),
+    "another run": (launcher, "_RUN_NOW", ("grid", "stream")),
+}
+
+
+@compiled
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_what_is_not_known_of_triton_is_left_to_its_own_launch(form, monkeypatch):
+    where, name, value = OTHER_FORMS[form]
+    if name == "_RUN_NOW":
+        monkeypatch.setattr(launcher, "_RUN", ("grid",))
+    monkeypatch.setattr(where, name, value)
+    test_the_kernel_for_hopper_is_launched_again_with_other_tensors({})
+
+
+@compiled
+def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(launcher.Encoded, "MOST", 3)
+    seen = Launches()
+    with absent.gpu(load=seen.load):
+        kept = [draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16) for _ in range(9)]
+        for inputs in kept:
+            fa.attention(*inputs, backend="hopper")
+        (repeated,) = cache._known.values()
+    (step,) = repeated.forward.steps
+    encoded = [cell.cell_contents for _, place in step.others for cell in place.__closure__ or ()]
+    encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, launcher.Encoded)]
+    assert [len(x.known) <= 3 for x in encoded] == [True] * 4
+
+
+@compiled
+def test_gradients_that_lie_elsewhere_or_do_not_come_launch_what_the_long_way_launches():
+    seen, said = Launches(), []
+    with absent.gpu(load=seen.load):
+        inputs = draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16, requires_grad=True)
+        call = checked(Arguments(*inputs))
+        for way in ("learned", "repeated", "long"):
+            for place in (0, 1):
+                if way == "long":
+                    out = attention.run(call, True, False)[0]
+                else:
+                    out = fa.attention(*inputs, return_lse=True, backend="triton")[0]
+                incoming = torch.ones(out.numel() + 8, dtype=out.dtype)[place : out.numel() + place].view(out.shape)
+                seen.take(), seen.given.clear()
+                torch.autograd.grad(out, inputs, incoming)
+                said.append(seen.take())
+    assert said[0] == said[2] == said[4] and said[1] == said[3] == said[5]
+    assert {name for name, *_ in said[0][:-1]}.isdisjoint(name for name, *_ in said[1][:-1])  # all but `convert`
+
+
+@compiled
+def test_gradients_of_a_bias_take_the_long_way_back():
+    seen = Launches()
+    with absent.gpu(load=seen.load):
+        for _ in range(2):
+            inputs, options = draw("cpu", sq=LENGTH, sk=LENGTH), OPTIONS["added"](LENGTH, LENGTH, "cpu")
+            out = fa.attention(*inputs, **options, backend="triton")
+            grads = torch.autograd.grad(out.sum(), learned(options))
+            assert [grad.shape for grad in grads] == [x.shape for x in learned(options)]
+
+
+@compiled
+def test_each_launch_rounds_as_torch_was_told_when_it_was_called():
+    seen, said = Launches(), []
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        with absent.gpu(load=seen.load):
+            for forward, backward in (("ieee", "tf32"), ("ieee", "ieee"), ("tf32", "ieee"), ("ieee", "ieee")):
+                inputs = draw("cpu", sq=LENGTH, sk=LENGTH, requires_grad=True)
+                torch.backends.cuda.matmul.fp32_precision = forward
+                out = fa.attention(*inputs, backend="triton")
+                said.append((forward, seen.take(), 1))
+                torch.backends.cuda.matmul.fp32_precision = backward
+                torch.autograd.grad(out.sum(), inputs)
+                said.append((backward, seen.take(), 2))  # `convert` multiplies nothing
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    for setting, launches, count in said:
+        found = [x for _, _, arguments in launches for x in arguments if x in ("ieee", "tf32")]
+        assert found == [setting] * count
+
+
+@compiled
+def test_hooks_of_launches_are_called():
+    inputs, seen, said = draw("cpu", dtype=torch.bfloat16), Launches(), []
+
+    def hook(metadata):
+        said.append(metadata.get()["name"])
+
+    with absent.gpu(load=seen.load):
+        fa.attention(*inputs, backend="triton")
+        knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            fa.attention(*inputs, backend="triton")
+            (_, launched) = seen.log[-1]
+            launched[7](launched[6])
+        finally:
+            knobs.runtime.launch_enter_hook.remove(hook)
+        with knobs.runtime.scope():
+            knobs.runtime.launch_exit_hook = hook  # one that is no chain; None is none
+            knobs.runtime.launch_enter_hook = None
+            fa.attention(*inputs, backend="triton")
+            assert seen.log[-1][1][7:9] == (None, hook)
+        fa.attention(*inputs, backend="triton")
+        assert seen.log[-1][1][6:9] == (None, None, None)
+    assert said == ["forward"]
+
+
+@compiled
+@pytest.mark.parametrize("mask", [None, torch.ones(128, 128, dtype=torch.bool).tril()], ids=["no mask", "mask"])
+def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
+    monkeypatch.setattr(launch, "_too_large", {})
+    seen, tried = Launches(), []
+    query = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
+
+    def load(kernel):
+        if kernel.name == "forward":
+            tried.append(kernel)
+        if kernel.name == "forward" and len(tried) == 1:
+            raise OutOfResources(300000, 101376, "shared memory")
+        seen.load(kernel)
+
+    with absent.gpu(load=load):
+        for _ in range(2):
+            fa.attention(query, query + 1, query + 2, mask=mask, backend="triton")
+    assert len(tried) == 2 and len(seen.log) == (2 if mask is None else 6)
+    assert list(launch._too_large.values()) == [1]
+
+
+@compiled
+def test_the_host_takes_little_time():
+    found = []
+    for _ in range(3):  # where other work runs, a measurement may say nothing; a slow path is slow in all of them
+        times = launch_path.measured()
+        us = {name: 1e3 * each.p20 for name, each in times.items()}
+        steps = launch_path.CALLS.items()
+        slower = {name: max(1.0, us[step.peer] / UNDISTURBED_US[step.peer]) for name, step in steps}
+        found.append({name: us[name] / slower[name] for name in slower})
+        if all(found[-1][name] < step.goal_us for name, step in steps):
+            break
+    else:
+        pytest.fail(f"us of a call, on a machine that nothing disturbs: {found}")
+    text = launch_path.report(times)
+    assert "goal 12; sdpa:" in text and "goal 25; sdpa, with gradients:" in text and "new kind" in text
+
+
+@compiled
+def test_times_are_written_as_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch_path, "measure", lambda each, calls=1: dict.fromkeys(each, launch_path.Times(1, 2, 3)))
+    assert launch_path.main(["--csv", str(tmp_path / "a.csv"), "--commit", "abc"]) == 0
+    written = rows.read(tmp_path / "a.csv")
+    assert {(row.mode, row.commit, row.status, row.ms_p50) for row in written} == {("host", "abc", "ok", 2.0)}
+    assert {row.provider for row in written} == {"sdpa", "fusedattn:triton", "fusedattn:hopper"}
+    assert len({row.options for row in written}) == len(written)
+    assert not cache._known
