@@ -8,7 +8,7 @@ from torch.types import Device
 
 from .api import attention
 from .backends import check_name
-from .call.form import Plan, autocasting
+from .call.form import Arguments, Plan, autocasting
 from .call.rules import check_flags, check_options, fail
 
 
@@ -128,7 +128,7 @@ class MultiHeadAttention(nn.Module):
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
-        check_options(causal=causal, window=window, scale=scale, softcap=softcap)
+        check_options(Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap))
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
@@ -215,7 +215,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         check_sizes(embed_dim=embed_dim)
-        check_options(scale=scale)
+        check_options(Arguments(None, None, None, scale=scale))
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)

@@ -7,7 +7,20 @@ import torch
 from torch import Tensor
 
 from .form import Arguments, Call, autocast_dtype, differentiated, normalise
-from .rules import Rule, check, divides, fail, has_rank, is_flag, is_floating, is_strided, kind_of, place, shape_of
+from .rules import (
+    Rule,
+    Sizes,
+    apply,
+    check_options,
+    fail,
+    has_rank,
+    invalid,
+    is_flag,
+    is_floating,
+    kind,
+    of_query_key_value,
+    place,
+)
 
 
 class CacheArguments(NamedTuple):
@@ -69,23 +82,20 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _tensor(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
-    """What holds for every tensor but the query: of a dtype, by default that of the query, and where the query is."""
+    """What holds for every other tensor: of a dtype, by default that of the query, and where the query is."""
 
-    def is_wrong(a: Any) -> bool:
-        x = getattr(a, name)
+    def expected(_: Any, a: Any) -> str:
+        return f"a tensor of {dtype}" if dtype else f"a tensor of the dtype of query, {a.query.dtype}"
+
+    def wrong(x: Any, a: Any) -> bool:
         return not isinstance(x, Tensor) or x.dtype != (dtype or a.query.dtype)
 
-    expected = f"a tensor of {dtype}" if dtype else "a tensor of the dtype of query, {dtype}"
-    return (Rule(name, TypeError, is_wrong, expected, kind_of(name)), *place(name))
+    return (Rule(name, TypeError, expected, wrong, kind), *place(name))
 
 
 def _both(name: str, other: str) -> Rule:
-    return Rule(
-        name,
-        ValueError,
-        lambda a: getattr(a, name) is None and getattr(a, other) is not None,
-        f"a tensor beside {other}",
-        lambda a: None,
+    return invalid(
+        name, f"a tensor beside {other}", lambda x, a: x is None and getattr(a, other) is not None, lambda x: None
     )
 
 
@@ -96,79 +106,43 @@ def _repeats(x: Tensor) -> bool:
 
 def _alone(name: str) -> Rule:
     """Of a cache that is written to."""
-    return Rule(
-        name,
-        ValueError,
-        lambda a: _repeats(getattr(a, name)),
-        "a cache that new keys can be written to, with no dimension expanded",
-        lambda a: f"strides {getattr(a, name).stride()}",
-    )
+    expected = "a cache that new keys can be written to, with no dimension expanded"
+    return invalid(name, expected, lambda x, _: _repeats(x), lambda x: f"strides {x.stride()}")
+
+
+def _shape_of_new(a: Any, cache: Tensor) -> tuple[int, int, int]:
+    """(B, Hkv, columns) of what is appended to a cache."""
+    return a.query.shape[0], cache.shape[1], cache.shape[3]
 
 
 # In the order in which they are looked for: a rule may rely on those above it.
 RULES = (
-    is_floating("query"),
-    is_strided("query"),
-    has_rank(4, "query"),
-    Rule("query", ValueError, lambda a: a.query.shape[3] == 0, "a head dimension of 1 or more", shape_of("query")),
-    *_tensor("key_cache"),
-    *_tensor("value_cache"),
-    has_rank(4, "key_cache"),
-    has_rank(4, "value_cache"),
-    Rule(
+    *of_query_key_value(
         "key_cache",
-        ValueError,
-        lambda a: a.key_cache.shape[3] != a.query.shape[3],
-        "the head dimension of query, {D}",
-        shape_of("key_cache"),
-    ),
-    Rule(
         "value_cache",
-        ValueError,
-        lambda a: a.value_cache.shape[:3] != a.key_cache.shape[:3],
-        "all but the last dimension as in key_cache, {key_cache}",
-        shape_of("value_cache"),
-    ),
-    Rule(
-        "value_cache",
-        ValueError,
-        lambda a: a.value_cache.shape[3] == 0,
-        "a head dimension of 1 or more",
-        shape_of("value_cache"),
-    ),
-    Rule(
-        "key_cache",
-        ValueError,
-        lambda a: not divides(a.query.shape[1], a.key_cache.shape[1]),
-        "a number of heads that divides the {Hq} of query",
-        lambda a: f"{a.key_cache.shape[1]} heads",
+        tuple(has_rank(4, name) for name in ("query", "key_cache", "value_cache")),
+        heads=lambda x: x.shape[1],
     ),
     *_tensor("cache_seqlens", torch.int32),
-    Rule(
+    invalid(
         "cache_seqlens",
-        ValueError,
-        lambda a: tuple(a.cache_seqlens.shape) != (a.query.shape[0],),
-        "shape ({B},)",
-        shape_of("cache_seqlens"),
+        lambda _, a: f"shape ({a.query.shape[0]},)",
+        lambda x, a: tuple(x.shape) != (a.query.shape[0],),
     ),
 )
 WITHOUT_TABLE = (
-    Rule(
+    invalid(
         "key_cache",
-        ValueError,
-        lambda a: a.key_cache.shape[0] != a.query.shape[0],
-        "the batch size of query, {B}, or a block_table",
-        shape_of("key_cache"),
+        lambda _, a: f"the batch size of query, {a.query.shape[0]}, or a block_table",
+        lambda x, a: x.shape[0] != a.query.shape[0],
     ),
 )
 TABLE = (
     *_tensor("block_table", torch.int32),
-    Rule(
+    invalid(
         "block_table",
-        ValueError,
-        lambda a: a.block_table.dim() != 2 or a.block_table.shape[0] != a.query.shape[0],
-        "shape ({B}, pages of a sequence)",
-        shape_of("block_table"),
+        lambda _, a: f"shape ({a.query.shape[0]}, pages of a sequence)",
+        lambda x, a: x.dim() != 2 or x.shape[0] != a.query.shape[0],
     ),
 )
 NEW = (
@@ -176,19 +150,15 @@ NEW = (
     _both("new_value", "new_key"),
     *_tensor("new_key"),
     *_tensor("new_value"),
-    Rule(
+    invalid(
         "new_key",
-        ValueError,
-        lambda a: a.new_key.dim() != 4 or (*a.new_key.shape[:2], a.new_key.shape[3]) != _around(a, a.key_cache),
-        "shape ({B}, {Hkv}, new, {D})",
-        shape_of("new_key"),
+        lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
+        lambda x, a: x.dim() != 4 or (*x.shape[:2], x.shape[3]) != _shape_of_new(a, a.key_cache),
     ),
-    Rule(
+    invalid(
         "new_value",
-        ValueError,
-        lambda a: tuple(a.new_value.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
-        "shape ({B}, {Hkv}, {new}, {Dv}), as many as new_key",
-        shape_of("new_value"),
+        lambda _, a: f"shape {(*a.new_key.shape[:3], a.value_cache.shape[3])}, as many as new_key",
+        lambda x, a: tuple(x.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
     ),
     _alone("key_cache"),
     _alone("value_cache"),
@@ -197,64 +167,35 @@ ROTARY = (
     _both("rotary_cos", "rotary_sin"),
     _both("rotary_sin", "rotary_cos"),
     *(rule for name in ("rotary_cos", "rotary_sin") for rule in (is_floating(name), *place(name))),
-    Rule(
+    invalid(
         "rotary_cos",
-        ValueError,
-        lambda a: a.rotary_cos.dim() != 2 or a.rotary_cos.shape[0] == 0 or not 0 < 2 * a.rotary_cos.shape[1] <= _dim(a),
-        "shape (positions, rotary_dim / 2), of 1 position or more and a rotary_dim of at most {D}",
-        shape_of("rotary_cos"),
+        lambda _, a: (
+            f"shape (positions, rotary_dim / 2), of 1 position or more and a rotary_dim of at most {a.query.shape[3]}"
+        ),
+        lambda x, a: x.dim() != 2 or x.shape[0] == 0 or not 0 < 2 * x.shape[1] <= a.query.shape[3],
     ),
-    Rule(
+    invalid(
         "rotary_sin",
-        ValueError,
-        lambda a: a.rotary_sin.shape != a.rotary_cos.shape,
-        "the shape of rotary_cos, {cos}",
-        shape_of("rotary_sin"),
+        lambda _, a: f"the shape of rotary_cos, {tuple(a.rotary_cos.shape)}",
+        lambda x, a: x.shape != a.rotary_cos.shape,
     ),
 )
-
-
 INTERLEAVED = is_flag("rotary_interleaved")
-
-
-def _around(a: CacheArguments, cache: Tensor) -> tuple[int, int, int]:
-    return a.query.shape[0], cache.shape[1], cache.shape[3]
-
-
-def _dim(a: CacheArguments) -> Any:
-    return a.query.shape[3]
-
-
-def _facts(a: CacheArguments) -> dict[str, Any]:
-    """What `expected` may name, of arguments that have come so far."""
-    query = a.query
-    facts = dict(dtype=query.dtype, device=query.device) if isinstance(query, Tensor) else {}
-    if facts and query.dim() == 4:
-        facts |= dict(B=query.shape[0], Hq=query.shape[1], D=query.shape[3])
-        if all(isinstance(x, Tensor) and x.dim() == 4 for x in (a.key_cache, a.value_cache)):
-            facts |= dict(Hkv=a.key_cache.shape[1], Dv=a.value_cache.shape[3], key_cache=tuple(a.key_cache.shape))
-    if isinstance(a.new_key, Tensor) and a.new_key.dim() == 4:
-        facts["new"] = a.new_key.shape[2]
-    if isinstance(a.rotary_cos, Tensor):
-        facts["cos"] = tuple(a.rotary_cos.shape)
-    return facts
 
 
 def rules(a: CacheArguments) -> tuple[Rule, ...]:
     """Those that concern a call, in their order."""
-    found = (*RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
+    concerned = (*RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
     if a.new_key is not None or a.new_value is not None:
-        found += NEW
+        concerned += NEW
     if a.rotary_cos is not None or a.rotary_sin is not None:
-        found += ROTARY
-    return (*found, INTERLEAVED)
+        concerned += ROTARY
+    return (*concerned, INTERLEAVED)
 
 
 def check_sizes(a: CacheArguments) -> None:
     """Raise for what is wrong with arguments, whatever the tensors hold."""
-    for rule in rules(a):
-        if rule.wrong(a):
-            fail(rule.error, rule.argument, rule.expected.format(**_facts(a)), rule.got(a))
+    apply(rules(a), a, a)
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
@@ -331,13 +272,13 @@ def checked(arguments: CacheArguments, options: Arguments) -> Decode:
     if isinstance(a.query, Tensor):
         a = a._replace(query=a.query.to(autocast_dtype(a.query)))
     check_sizes(a)
-    key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
-    options = options._replace(query=a.query, key=key, value=value)
-    check(options)
+    query, (batch, heads, rows, _), keys = a.query, a.query.shape, capacity(a)
+    check_options(options, Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys)))
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
     check_gradients({**arguments._asdict(), **learned})
     _check_values(a, options)
-    call = normalise(options)
+    key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
+    call = normalise(options._replace(query=query, key=key, value=value))
     if a.rotary_cos is not None:
         call = call._replace(top_left=options.align == "top_left")  # a turn depends on it in any case
     return Decode(call, *a[1:5], 0 if a.new_key is None else a.new_key.shape[2], *a[5:])

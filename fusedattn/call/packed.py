@@ -1,25 +1,26 @@
-"""What a caller can get wrong about packed sequences, in rules as `checks` has them, and the Call of what is right."""
+"""Everything a caller can get wrong about packed sequences, a Rule each, and the Call of what is right."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .form import Arguments, Call, Plan, autocast, normalise
 from .packing import longest
 from .rules import (
-    FLOATING,
     Rule,
+    Sizes,
     apply,
-    check,
-    divides,
-    dtype_of,
+    check_options,
+    dtype,
     fail,
+    has_rank,
+    invalid,
     is_bool,
-    is_strided,
+    is_int,
     is_tensor,
+    of_query_key_value,
     place,
-    shape_of,
 )
 
 
@@ -37,149 +38,92 @@ class Packed(NamedTuple):
     query_mask: Any = None
 
 
-def _rank(name: str) -> Rule:
-    return Rule(name, ValueError, lambda a: getattr(a, name).dim() != 3, "rank 3, (T, H, D)", shape_of(name))
+def _known(offsets: Tensor) -> list[int] | None:
+    """What offsets hold; None of those on a GPU, which are not looked at, and in code that is compiled."""
+    return None if offsets.device.type != "cpu" or torch.compiler.is_compiling() else offsets.tolist()
 
 
 def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
     """int32 offsets of sequences in the rows of a tensor, whatever they hold."""
+
+    def none_of_some(x: Tensor, a: Packed) -> bool:
+        return x.shape[0] == 1 and getattr(a, tensor).shape[0] != 0
+
     return (
         is_tensor(name),
-        Rule(name, TypeError, lambda a: getattr(a, name).dtype != torch.int32, "an int32 tensor", dtype_of(name)),
+        Rule(name, TypeError, "an int32 tensor", lambda x, _: x.dtype != torch.int32, dtype),
         *place(name),
-        Rule(
-            name,
-            ValueError,
-            lambda a: getattr(a, name).dim() != 1 or getattr(a, name).shape[0] == 0,
-            "shape (n + 1,), of n sequences",
-            shape_of(name),
-        ),
-        Rule(
-            name,
-            ValueError,
-            lambda a: getattr(a, name).shape[0] == 1 and getattr(a, tensor).shape[0] != 0,
-            f"a sequence, for there are rows in {tensor}",
-            shape_of(name),
-        ),
+        invalid(name, "shape (n + 1,), of n sequences", lambda x, _: x.dim() != 1 or x.shape[0] == 0),
+        invalid(name, f"a sequence, for there are rows in {tensor}", none_of_some),
+    )
+
+
+def _fall(x: Tensor) -> str | None:
+    """Where offsets fall; None if they do not, or nobody looks."""
+    known = _known(x) or []
+    return next(
+        (f"{after} after {before}" for before, after in zip(known, known[1:], strict=False) if after < before), None
     )
 
 
 def _values(name: str, tensor: str) -> tuple[Rule, ...]:
-    """What offsets hold; those on a GPU are not looked at."""
+    """What offsets hold, if it is known."""
 
-    def values(a: Packed) -> Any:
-        offsets = getattr(a, name)
-        # Neither does the compiler know what they hold.
-        return None if offsets.device.type != "cpu" or torch.compiler.is_compiling() else offsets.tolist()
+    def last(_: Tensor, a: Packed) -> str:
+        return f"the number of rows of {tensor} as its last, {getattr(a, tensor).shape[0]}"
 
-    def rule(wrong: Callable[[Packed, Any], bool], expected: str, got: Callable[[Packed], Any]) -> Rule:
-        return Rule(name, ValueError, lambda a: values(a) is not None and wrong(a, values(a)), expected, got)
-
-    def falls(a: Packed, offsets: list[int]) -> bool:
-        return any(after < before for before, after in zip(offsets, offsets[1:], strict=False))
-
-    def fall(a: Packed) -> str:
-        offsets = values(a)
-        return next(f"{y} after {x}" for x, y in zip(offsets, offsets[1:], strict=False) if y < x)
-
-    def rows(a: Packed) -> Any:
-        return getattr(a, tensor).shape[0]
+    def ends_elsewhere(x: Tensor, a: Packed) -> bool:
+        return (known := _known(x)) is not None and known[-1] != getattr(a, tensor).shape[0]
 
     return (
-        rule(lambda a, offsets: offsets[0] != 0, "0 as its first", lambda a: values(a)[0]),
-        rule(falls, "no value below the one before it", fall),
-        rule(
-            lambda a, offsets: offsets[-1] != rows(a),
-            f"the number of rows of {tensor} as its last, {{T{tensor[0]}}}",
-            lambda a: values(a)[-1],
-        ),
+        invalid(name, "0 as its first", lambda x, _: (_known(x) or [0])[0] != 0, lambda x: x.tolist()[0]),
+        invalid(name, "no value below the one before it", lambda x, _: _fall(x) is not None, _fall),
+        invalid(name, last, ends_elsewhere, lambda x: x.tolist()[-1]),
     )
 
 
 def _longest(name: str) -> tuple[Rule, ...]:
     """The longest length, whatever the offsets hold."""
-
-    def number(a: Packed) -> bool:
-        given = getattr(a, name)
-        return isinstance(given, int | torch.SymInt) and not isinstance(given, bool)
-
     return (
-        Rule(name, TypeError, lambda a: not number(a), "an int or None", lambda a: type(getattr(a, name)).__name__),
-        Rule(name, ValueError, lambda a: getattr(a, name) < 0, "a length of 0 or more", lambda a: getattr(a, name)),
+        Rule(name, TypeError, "an int or None", lambda x, _: not is_int(x), lambda x: type(x).__name__),
+        invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),
     )
 
 
 def _is_longest(name: str, offsets: str) -> Rule:
-    def too_short(a: Packed) -> bool:
-        given = getattr(a, offsets)
-        known = given.device.type == "cpu" and not torch.compiler.is_compiling()
-        return known and longest(given, name) > getattr(a, name)
+    def too_short(x: int, a: Packed) -> bool:
+        cu_seqlens = getattr(a, offsets)
+        return _known(cu_seqlens) is not None and longest(cu_seqlens, name) > x
 
-    return Rule(name, ValueError, too_short, f"at least the longest length in {offsets}", lambda a: getattr(a, name))
+    return invalid(name, f"at least the longest length in {offsets}", too_short, lambda x: x)
 
 
 def _tokens(name: str, tensor: str) -> tuple[Rule, ...]:
     """A key_mask or query_mask of all packed rows."""
+
+    def other_rows(x: Tensor, a: Packed) -> bool:
+        return tuple(x.shape) != (getattr(a, tensor).shape[0],)
+
     return (
         is_bool(name),
         *place(name),
-        Rule(
-            name,
-            ValueError,
-            lambda a: tuple(getattr(a, name).shape) != (getattr(a, tensor).shape[0],),
-            f"shape ({{T{tensor[0]}}},)",
-            shape_of(name),
-        ),
+        invalid(name, lambda _, a: f"shape ({getattr(a, tensor).shape[0]},)", other_rows),
     )
 
 
-# In the order in which they are looked for, as in `checks`.
 OFFSETS = (
     *_sizes("cu_seqlens_q", "query"),
     *_sizes("cu_seqlens_k", "key"),
-    Rule(
+    invalid(
         "cu_seqlens_k",
-        ValueError,
-        lambda a: a.cu_seqlens_k.shape[0] != a.cu_seqlens_q.shape[0],
-        "as many as cu_seqlens_q has, {offsets}",
-        shape_of("cu_seqlens_k"),
+        lambda _, a: f"as many as cu_seqlens_q has, {a.cu_seqlens_q.shape[0]}",
+        lambda x, a: x.shape[0] != a.cu_seqlens_q.shape[0],
     ),
 )
 LONGEST = {name: _longest(name) for name in ("max_seqlen_q", "max_seqlen_k")}
+_RANKS = tuple(has_rank(3, name, ", (T, H, D)") for name in ("query", "key", "value"))
 TENSORS = (
-    *(is_tensor(name) for name in ("query", "key", "value")),
-    is_strided("query"),
-    *place("key"),
-    *place("value"),
-    Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", dtype_of("query")),
-    Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("key")),
-    Rule(
-        "value", TypeError, lambda a: a.value.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("value")
-    ),
-    *map(_rank, ("query", "key", "value")),
-    Rule("query", ValueError, lambda a: a.query.shape[2] == 0, "a head dimension of 1 or more", shape_of("query")),
-    Rule("value", ValueError, lambda a: a.value.shape[2] == 0, "a head dimension of 1 or more", shape_of("value")),
-    Rule(
-        "key",
-        ValueError,
-        lambda a: a.key.shape[2] != a.query.shape[2],
-        "the head dimension of query, {D}",
-        shape_of("key"),
-    ),
-    Rule(
-        "value",
-        ValueError,
-        lambda a: a.value.shape[:2] != a.key.shape[:2],
-        "all but the last dimension as in key, {key}",
-        shape_of("value"),
-    ),
-    Rule(
-        "key",
-        ValueError,
-        lambda a: not divides(a.query.shape[1], a.key.shape[1]),
-        "a number of heads that divides the {Hq} of query",
-        lambda a: f"{a.key.shape[1]} heads",
-    ),
+    *of_query_key_value("key", "value", _RANKS, heads=lambda x: x.shape[1]),
     *OFFSETS,
     *_values("cu_seqlens_q", "query"),
     *_values("cu_seqlens_k", "key"),
@@ -190,16 +134,11 @@ OPTIONS = {
     "key_mask": _tokens("key_mask", "key"),
     "query_mask": _tokens("query_mask", "query"),
 }
-FACTS: dict[str, Callable[[Packed], Any]] = {
-    "device": lambda a: a.query.device,
-    "dtype": lambda a: a.query.dtype,
-    "D": lambda a: a.query.shape[2],
-    "Hq": lambda a: a.query.shape[1],
-    "Tq": lambda a: a.query.shape[0],
-    "Tk": lambda a: a.key.shape[0],
-    "key": lambda a: tuple(a.key.shape),
-    "offsets": lambda a: a.cu_seqlens_q.shape[0],
-}
+
+
+def sizes_of(query: Tensor, heads: int, count: int, rows: int, keys: int) -> Sizes:
+    """The Sizes of `count` sequences, as those of a batch of the longest, of so many rows and keys."""
+    return Sizes(query.device, query.dtype, 4, count, heads, rows, keys, (count, heads, rows, keys))
 
 
 def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool) -> Call:
@@ -209,34 +148,26 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool) 
         options: those of `attention` but key_mask and query_mask; mask may be a plan of a mask.
     """
     query, key, value, *_ = autocast(Arguments(*packed[:3]))
-    packed, options, marks = packed._replace(query=query, key=key, value=value), dict(options), None
-    if isinstance(plan := options.get("mask"), Plan):
+    packed, marks = packed._replace(query=query, key=key, value=value), None
+    arguments = Arguments(query, key, value, **options)
+    if isinstance(plan := arguments.mask, Plan):
         for name in ("key_mask", "query_mask"):
             if getattr(plan, name) is not None:
                 fail(ValueError, "mask", f"a plan without a {name}, which is of packed rows here", "one that has it")
         # Its blocks that are all seen may hold keys that key_mask hides.
-        options["mask"], marks = plan.mask, plan.marks if packed.key_mask is None else None
-    apply(TENSORS, packed, FACTS)
+        arguments, marks = arguments._replace(mask=plan.mask), plan.marks if packed.key_mask is None else None
+    apply(TENSORS, packed, packed)
     for name, rules in OPTIONS.items():
         if getattr(packed, name) is not None:
-            apply(rules, packed, FACTS)
+            apply(rules, packed, packed)
     most_q, most_k = packed.max_seqlen_q, packed.max_seqlen_k
-    pairs = options.get("mask"), options.get("bias"), packed.key_mask
-    if need_weights or any(x is not None for x in pairs):
+    if need_weights or any(x is not None for x in (arguments.mask, arguments.bias, packed.key_mask)):
         most_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if most_q is None else most_q
         most_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if most_k is None else most_k
-    # What is asked of every sequence is asked of a batch of the longest, which has a shape and no memory.
-    sizes = len(packed.cu_seqlens_q) - 1, query.shape[0] if most_q is None else most_q
-    keys = key.shape[0] if most_k is None else most_k
-    check(
-        Arguments(
-            query.new_empty(()).expand(sizes[0], query.shape[1], sizes[1], query.shape[2]),
-            key.new_empty(()).expand(sizes[0], key.shape[1], keys, key.shape[2]),
-            value.new_empty(()).expand(sizes[0], value.shape[1], keys, value.shape[2]),
-            **options,
-        )
-    )
-    by_head = (x.transpose(0, 1)[None] for x in (query, key, value))
-    arguments = Arguments(*by_head, **options)._replace(key_mask=packed.key_mask, query_mask=packed.query_mask)
-    call = normalise(arguments, marks)
+    count, rows, keys = len(packed.cu_seqlens_q) - 1, query.shape[0], key.shape[0]
+    rows, keys = rows if most_q is None else most_q, keys if most_k is None else most_k
+    check_options(arguments, sizes_of(query, query.shape[1], count, rows, keys))
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    tokens = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
+    call = normalise(arguments._replace(query=query, key=key, value=value, **tokens), marks)
     return call._replace(offsets_q=packed.cu_seqlens_q, offsets_k=packed.cu_seqlens_k, most_q=most_q, most_k=most_k)

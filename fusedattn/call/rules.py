@@ -1,6 +1,6 @@
-"""Everything a caller can get wrong, a row each: the argument, what is wrong with it, what was expected and got."""
+"""Everything a caller can get wrong in `attention`, a Rule each, and the rules that other calls share with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -13,351 +13,33 @@ BOOL = "a bool tensor, True = may attend (say .bool())"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class Sizes(NamedTuple):
+    """The sizes that the shapes of options follow from: those of the scores, and the query that they belong to.
+
+    rank is that of query, scores the shape (B, Hq, Sq, Sk) without the dimensions that query has not.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    B: int
+    Hq: int
+    Sq: int
+    Sk: int
+    scores: tuple[int, ...]
+
+
 class Rule(NamedTuple):
-    """A mistake in an Arguments, or the like. `expected` may name what FACTS holds; `got` says what was found."""
+    """One mistake. wrong(argument, about) says whether it was made; about is all arguments, or the Sizes of a call.
+
+    expected is a sentence, or makes one of (argument, about). got(argument) is what the message says of the argument.
+    """
 
     argument: str
     error: type[Exception]
-    wrong: Callable[[Any], bool]
-    expected: str
+    expected: str | Callable[[Any, Any], str]
+    wrong: Callable[[Any, Any], Any]
     got: Callable[[Any], Any]
-
-
-def is_tensor(name: str) -> Rule:
-    return Rule(
-        name,
-        TypeError,
-        lambda a: not isinstance(getattr(a, name), Tensor),
-        "a tensor",
-        lambda a: type(getattr(a, name)).__name__,
-    )
-
-
-def is_strided(name: str) -> Rule:
-    return Rule(
-        name,
-        TypeError,
-        lambda a: getattr(a, name).layout != torch.strided or getattr(a, name).is_nested,
-        "a strided tensor",
-        lambda a: "a nested tensor" if getattr(a, name).is_nested else getattr(a, name).layout,
-    )
-
-
-def is_bool(name: str) -> Rule:
-    return Rule(
-        name,
-        TypeError,
-        lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype != torch.bool,
-        BOOL,
-        kind_of(name),
-    )
-
-
-def is_floating(name: str) -> Rule:
-    return Rule(
-        name,
-        TypeError,
-        lambda a: not isinstance(getattr(a, name), Tensor) or getattr(a, name).dtype not in FLOATING,
-        "a floating tensor",
-        kind_of(name),
-    )
-
-
-def has_rank(rank: int, name: str) -> Rule:
-    return Rule(name, ValueError, lambda a: getattr(a, name).dim() != rank, f"rank {rank}", shape_of(name))
-
-
-def _is_number(name: str) -> Rule:
-    kinds = (int, float, torch.SymFloat, torch.SymInt)
-    return Rule(
-        name,
-        TypeError,
-        lambda a: not isinstance(getattr(a, name), kinds) or isinstance(getattr(a, name), bool),
-        "a number",
-        lambda a: type(getattr(a, name)).__name__,
-    )
-
-
-def _pairs(name: str) -> tuple[Rule, ...]:
-    """What broadcasts to the scores: a mask or a bias."""
-    rank, shape = "rank 2 or that of query, {rank}", "broadcastable to {scores}"
-    if name == "mask":
-        rank, shape = rank + "{tokens}", shape + "{tokens}"
-    return (
-        Rule(name, ValueError, lambda a: getattr(a, name).dim() not in (2, a.query.dim()), rank, shape_of(name)),
-        Rule(name, ValueError, lambda a: not broadcasts(getattr(a, name), _scores(a)), shape, shape_of(name)),
-    )
-
-
-def _on_device(name: str) -> Rule:
-    return Rule(
-        name,
-        ValueError,
-        lambda a: getattr(a, name).device != a.query.device,
-        "the device of query, {device}",
-        lambda a: getattr(a, name).device,
-    )
-
-
-def place(name: str) -> tuple[Rule, ...]:
-    """What holds for every tensor: how and where it is stored."""
-    return (is_strided(name), _on_device(name))
-
-
-def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
-    return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
-
-
-def _scores(a: Arguments) -> tuple[int, ...]:
-    return (*a.query.shape[:-1], a.key.shape[-2])
-
-
-def _tokens(name: str, length: str, size: Callable[[Arguments], int]) -> Rule:
-    """A key_mask or query_mask: (S,), (1, S) or (B, S)."""
-
-    def wrong(a: Arguments) -> bool:
-        mask = getattr(a, name)
-        return mask.dim() not in (1, 2) or mask.shape[-1] != size(a) or not broadcasts(mask, (_batch(a), size(a)))
-
-    return Rule(name, ValueError, wrong, f"shape ({{B}}, {length}), (1, {length}) or ({length},)", shape_of(name))
-
-
-def _of_tokens(a: Arguments) -> str:
-    """What a mask that says nothing of pairs should have been passed as; nothing if it says something."""
-    *_, rows, keys = _scores(a)
-    lengths = {"key_mask": (keys, "of keys"), "query_mask": (rows, "of queries")}
-    said = [
-        f"one {kind} is passed as {name}"
-        for name, (length, kind) in lengths.items()
-        if tuple(a.mask.shape) in ((length,), (_batch(a), length))
-    ]
-    return f" ({', '.join(said)})" if said else ""
-
-
-def shape_of(name: str) -> Callable[[Arguments], Any]:
-    return lambda a: tuple(getattr(a, name).shape)
-
-
-def kind_of(name: str) -> Callable[[Any], Any]:
-    """The dtype of a tensor, or the type of what is none."""
-    return lambda a: getattr(getattr(a, name), "dtype", type(getattr(a, name)).__name__)
-
-
-def dtype_of(name: str) -> Callable[[Arguments], Any]:
-    return lambda a: getattr(a, name).dtype
-
-
-def _given(name: str) -> Callable[[Any], Any]:
-    """What was passed, in one line: a tensor would take many."""
-    return lambda a: "a tensor" if isinstance(getattr(a, name), Tensor) else repr(getattr(a, name))
-
-
-def is_flag(name: str) -> Rule:
-    return Rule(name, TypeError, lambda a: not isinstance(getattr(a, name), bool), "a bool", _given(name))
-
-
-def _batch(a: Arguments) -> int:
-    return a.query.shape[0] if a.query.dim() > 2 else 1
-
-
-def _heads(a: Arguments) -> tuple[int, int]:
-    return (a.query.shape[1], a.key.shape[1]) if a.query.dim() == 4 else (1, 1)
-
-
-def divides(heads: int, kv_heads: int) -> bool:
-    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
-
-
-def _is_side(side: Any) -> bool:
-    return side is None or (isinstance(side, int | torch.SymInt) and not isinstance(side, bool))
-
-
-# In the order in which they are looked for: a rule may rely on those above it.
-TENSORS = (
-    is_tensor("query"),
-    is_tensor("key"),
-    is_tensor("value"),
-    is_strided("query"),
-    is_strided("key"),
-    is_strided("value"),
-    Rule("query", TypeError, lambda a: a.query.dtype not in FLOATING, "a floating dtype", dtype_of("query")),
-    Rule("key", TypeError, lambda a: a.key.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("key")),
-    Rule(
-        "value", TypeError, lambda a: a.value.dtype != a.query.dtype, "the dtype of query, {dtype}", dtype_of("value")
-    ),
-    _on_device("key"),
-    _on_device("value"),
-    Rule("query", ValueError, lambda a: a.query.dim() not in (2, 3, 4), "rank 2, 3 or 4", shape_of("query")),
-    Rule("key", ValueError, lambda a: a.key.dim() != a.query.dim(), "the rank of query, {rank}", shape_of("key")),
-    Rule("value", ValueError, lambda a: a.value.dim() != a.query.dim(), "the rank of query, {rank}", shape_of("value")),
-    Rule("query", ValueError, lambda a: a.query.shape[-1] == 0, "a head dimension of 1 or more", shape_of("query")),
-    Rule("value", ValueError, lambda a: a.value.shape[-1] == 0, "a head dimension of 1 or more", shape_of("value")),
-    Rule(
-        "key",
-        ValueError,
-        lambda a: a.key.shape[-1] != a.query.shape[-1],
-        "the head dimension of query, {D}",
-        shape_of("key"),
-    ),
-    Rule(
-        "key",
-        ValueError,
-        lambda a: a.query.dim() > 2 and a.key.shape[0] != a.query.shape[0],
-        "the batch size of query, {B}",
-        shape_of("key"),
-    ),
-    Rule(
-        "value",
-        ValueError,
-        lambda a: a.value.shape[:-1] != a.key.shape[:-1],
-        "all but the last dimension as in key, {key}",
-        shape_of("value"),
-    ),
-    Rule(
-        "key",
-        ValueError,
-        lambda a: not divides(*_heads(a)),
-        "a number of heads that divides the {Hq} of query",
-        lambda a: f"{_heads(a)[1]} heads",
-    ),
-)
-
-OPTIONS = {
-    "mask": (is_bool("mask"), *place("mask"), *_pairs("mask")),
-    "bias": (is_floating("bias"), *place("bias"), *_pairs("bias")),
-    "key_mask": (
-        is_bool("key_mask"),
-        *place("key_mask"),
-        _tokens("key_mask", "{Sk}", lambda a: a.key.shape[-2]),
-    ),
-    "query_mask": (
-        is_bool("query_mask"),
-        *place("query_mask"),
-        _tokens("query_mask", "{Sq}", lambda a: a.query.shape[-2]),
-    ),
-    "causal": (is_flag("causal"),),
-    "window": (
-        Rule(
-            "window",
-            TypeError,
-            lambda a: not (isinstance(a.window, tuple | list) and len(a.window) == 2 and all(map(_is_side, a.window))),
-            "(left, right), each an int or None",
-            _given("window"),
-        ),
-        Rule(
-            "window",
-            ValueError,
-            lambda a: any(side is not None and side < 0 for side in a.window),
-            "no negative side; None is unbounded",
-            _given("window"),
-        ),
-    ),
-    "align": (
-        Rule(
-            "align",
-            ValueError,
-            lambda a: a.align not in ("bottom_right", "top_left"),
-            "'bottom_right' or 'top_left'",
-            _given("align"),
-        ),
-    ),
-    "scale": (
-        _is_number("scale"),
-        # Not math.isfinite: the compiler cannot trace it on a number that varies.
-        Rule("scale", ValueError, lambda a: not -LARGEST <= a.scale <= LARGEST, "a finite number", _given("scale")),
-        Rule(
-            "scale",
-            ValueError,
-            lambda a: isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and abs(a.scale) > LARGEST_SINGLE,
-            "a number that float32 can hold",
-            _given("scale"),
-        ),
-    ),
-    "softcap": (
-        _is_number("softcap"),
-        Rule(
-            "softcap",
-            ValueError,
-            lambda a: not 0 < a.softcap <= LARGEST,
-            "a finite number above 0",
-            _given("softcap"),
-        ),
-        Rule(
-            "softcap",
-            ValueError,
-            lambda a: isinstance(a.query, Tensor) and a.query.dtype != torch.float64 and a.softcap > LARGEST_SINGLE,
-            "a number that float32 can hold",
-            _given("softcap"),
-        ),
-    ),
-    "alibi_slopes": (
-        is_floating("alibi_slopes"),
-        *place("alibi_slopes"),
-        Rule(
-            "alibi_slopes",
-            ValueError,
-            lambda a: tuple(a.alibi_slopes.shape) not in ((_heads(a)[0],), (_batch(a), _heads(a)[0])),
-            "shape ({Hq},) or ({B}, {Hq})",
-            shape_of("alibi_slopes"),
-        ),
-    ),
-    "sinks": (
-        is_floating("sinks"),
-        *place("sinks"),
-        Rule(
-            "sinks", ValueError, lambda a: tuple(a.sinks.shape) != (_heads(a)[0],), "shape ({Hq},)", shape_of("sinks")
-        ),
-    ),
-    "dropout_p": (
-        _is_number("dropout_p"),
-        Rule("dropout_p", ValueError, lambda a: not 0 <= a.dropout_p <= 1, "a number from 0 to 1", _given("dropout_p")),
-    ),
-    "seed": (
-        Rule(
-            "seed",
-            TypeError,
-            lambda a: (
-                a.seed.dtype != torch.int64
-                if isinstance(a.seed, Tensor)
-                else not isinstance(a.seed, int | torch.SymInt) or isinstance(a.seed, bool)
-            ),
-            "an int or a tensor of one int64",
-            lambda a: getattr(a.seed, "dtype", type(a.seed).__name__),
-        ),
-        Rule(
-            "seed",
-            ValueError,
-            lambda a: isinstance(a.seed, Tensor) and (a.seed.numel() != 1 or a.seed.device != a.query.device),
-            "one element on the device of query, {device}",
-            lambda a: f"shape {tuple(a.seed.shape)} on {a.seed.device}",
-        ),
-        Rule(
-            "seed",
-            ValueError,
-            lambda a: not isinstance(a.seed, Tensor) and not -(2**63) <= a.seed < 2**63,
-            "an int of 64 bits",
-            _given("seed"),
-        ),
-    ),
-}
-DEFAULTS = Arguments._field_defaults
-
-
-# What `expected` may name.
-FACTS: dict[str, Callable[[Arguments], Any]] = {
-    "device": lambda a: a.query.device,
-    "dtype": lambda a: a.query.dtype,
-    "rank": lambda a: a.query.dim(),
-    "B": lambda a: _batch(a),
-    "Hq": lambda a: _heads(a)[0],
-    "D": lambda a: a.query.shape[-1],
-    "Sq": lambda a: a.query.shape[-2],
-    "Sk": lambda a: a.key.shape[-2],
-    "key": lambda a: tuple(a.key.shape),
-    "scores": _scores,
-    "tokens": _of_tokens,
-}
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
@@ -365,40 +47,313 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoRe
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
+def apply(rules: Iterable[Rule], arguments: Any, about: Any) -> None:
+    """Raise for the first rule that arguments break."""
+    for rule in rules:
+        argument = getattr(arguments, rule.argument)
+        if rule.wrong(argument, about):
+            expected = rule.expected if isinstance(rule.expected, str) else rule.expected(argument, about)
+            fail(rule.error, rule.argument, expected, rule.got(argument))
+
+
+# What a message says of an argument.
+def shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def dtype(x: Tensor) -> torch.dtype:
+    return x.dtype
+
+
+def kind(x: Any) -> Any:
+    """The dtype of a tensor, or the type of anything else."""
+    return getattr(x, "dtype", type(x).__name__)
+
+
+def value(x: Any) -> str:
+    """The value in one line; that of a tensor would take many."""
+    return "a tensor" if isinstance(x, Tensor) else repr(x)
+
+
+def invalid(
+    name: str,
+    expected: str | Callable[[Any, Any], str],
+    wrong: Callable[[Any, Any], Any],
+    got: Callable[[Any], Any] = shape,
+) -> Rule:
+    """A Rule of a value or a shape, which raises ValueError."""
+    return Rule(name, ValueError, expected, wrong, got)
+
+
+# Rules that several arguments have.
+def is_tensor(name: str) -> Rule:
+    return Rule(name, TypeError, "a tensor", lambda x, _: not isinstance(x, Tensor), lambda x: type(x).__name__)
+
+
+def is_strided(name: str) -> Rule:
+    def got(x: Tensor) -> Any:
+        return "a nested tensor" if x.is_nested else x.layout
+
+    return Rule(name, TypeError, "a strided tensor", lambda x, _: x.layout != torch.strided or x.is_nested, got)
+
+
+def is_bool(name: str) -> Rule:
+    return Rule(name, TypeError, BOOL, lambda x, _: not isinstance(x, Tensor) or x.dtype != torch.bool, kind)
+
+
+def is_floating(name: str) -> Rule:
+    return Rule(
+        name, TypeError, "a floating tensor", lambda x, _: not isinstance(x, Tensor) or x.dtype not in FLOATING, kind
+    )
+
+
+def is_flag(name: str) -> Rule:
+    return Rule(name, TypeError, "a bool", lambda x, _: not isinstance(x, bool), value)
+
+
+def has_rank(rank: int, name: str, dims: str = "") -> Rule:
+    return invalid(name, f"rank {rank}{dims}", lambda x, _: x.dim() != rank)
+
+
+def has_columns(name: str) -> Rule:
+    return invalid(name, "a head dimension of 1 or more", lambda x, _: x.shape[-1] == 0)
+
+
+def _of_query(fact: str, a: Any) -> Any:
+    """A fact of the query of arguments, or of Sizes, which have it themselves."""
+    return getattr(a if isinstance(a, Sizes) else a.query, fact)
+
+
+def _on_device(name: str) -> Rule:
+    def expected(_: Tensor, a: Any) -> str:
+        return f"the device of query, {_of_query('device', a)}"
+
+    return invalid(name, expected, lambda x, a: x.device != _of_query("device", a), lambda x: x.device)
+
+
+def place(name: str) -> tuple[Rule, ...]:
+    """How and where every tensor is stored."""
+    return (is_strided(name), _on_device(name))
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, int | float | torch.SymFloat | torch.SymInt) and not isinstance(x, bool)
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
+
+
+def _is_number(name: str) -> Rule:
+    return Rule(name, TypeError, "a number", lambda x, _: not is_number(x), lambda x: type(x).__name__)
+
+
+def _fits_float32(name: str) -> Rule:
+    def wrong(x: float, s: Sizes | None) -> bool:
+        return s is not None and s.dtype != torch.float64 and abs(x) > LARGEST_SINGLE
+
+    return invalid(name, "a number that float32 can hold", wrong, value)
+
+
+def divides(heads: int, kv_heads: int) -> bool:
+    """Whether query heads can share kv heads evenly."""
+    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
+
+
+def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor broadcasts to a shape without adding to it."""
+    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
+
+
+def _tokens_hint(mask: Any, s: Sizes) -> str:
+    """What a mask that says nothing of pairs should have been passed as; nothing if it says something."""
+    lengths = {"key_mask": (s.Sk, "of keys"), "query_mask": (s.Sq, "of queries")}
+    hints = [
+        f"one {of} is passed as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))
+    ]
+    return f" ({', '.join(hints)})" if hints else ""
+
+
+def _pairs(name: str) -> tuple[Rule, ...]:
+    """What broadcasts to the scores: a mask or a bias."""
+
+    def hint(x: Tensor, s: Sizes) -> str:
+        return _tokens_hint(x, s) if name == "mask" else ""
+
+    def rank(x: Tensor, s: Sizes) -> str:
+        return f"rank 2 or that of query, {s.rank}{hint(x, s)}"
+
+    def whole(x: Tensor, s: Sizes) -> str:
+        return f"broadcastable to {s.scores}{hint(x, s)}"
+
+    return (
+        invalid(name, rank, lambda x, s: x.dim() not in (2, s.rank)),
+        invalid(name, whole, lambda x, s: not broadcasts(x, s.scores)),
+    )
+
+
+def _tokens(name: str, size: Callable[[Sizes], int]) -> Rule:
+    """A key_mask or query_mask: (S,), (1, S) or (B, S)."""
+
+    def expected(_: Tensor, s: Sizes) -> str:
+        return f"shape ({s.B}, {size(s)}), (1, {size(s)}) or ({size(s)},)"
+
+    def wrong(x: Tensor, s: Sizes) -> bool:
+        return x.dim() not in (1, 2) or x.shape[-1] != size(s) or not broadcasts(x, (s.B, size(s)))
+
+    return invalid(name, expected, wrong)
+
+
+def _is_window(x: Any) -> bool:
+    return isinstance(x, tuple | list) and len(x) == 2 and all(side is None or is_int(side) for side in x)
+
+
+def _seed_kind(x: Any, _: Any) -> bool:
+    return x.dtype != torch.int64 if isinstance(x, Tensor) else not is_int(x)
+
+
+def heads(x: Tensor) -> int:
+    """How many heads a query, key or value of `attention` has."""
+    return x.shape[1] if x.dim() == 4 else 1
+
+
+def of_query_key_value(
+    key: str, value: str, ranks: tuple[Rule, ...], heads: Callable[[Tensor], int]
+) -> tuple[Rule, ...]:
+    """The rules of query, key and value, in the order in which they are looked for: one may rely on those above it.
+
+    Args:
+        key, value: what the arguments are called. ranks: the rules of their ranks and batches. heads: of one of them, how many it has.
+    """
+
+    def dtype_of_query(_: Tensor, a: Any) -> str:
+        return f"the dtype of query, {a.query.dtype}"
+
+    return (
+        *map(is_tensor, ("query", key, value)),
+        *map(is_strided, ("query", key, value)),
+        Rule("query", TypeError, "a floating dtype", lambda q, _: q.dtype not in FLOATING, dtype),
+        *(Rule(x, TypeError, dtype_of_query, lambda x, a: x.dtype != a.query.dtype, dtype) for x in (key, value)),
+        *map(_on_device, (key, value)),
+        *ranks,
+        *map(has_columns, ("query", value)),
+        invalid(
+            key,
+            lambda k, a: f"the head dimension of query, {a.query.shape[-1]}",
+            lambda k, a: k.shape[-1] != a.query.shape[-1],
+        ),
+        invalid(
+            value,
+            lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
+            lambda v, a: v.shape[:-1] != getattr(a, key).shape[:-1],
+        ),
+        invalid(
+            key,
+            lambda k, a: f"a number of heads that divides the {heads(a.query)} of query",
+            lambda k, a: not divides(heads(a.query), heads(k)),
+            lambda k: f"{heads(k)} heads",
+        ),
+    )
+
+
+def _same_rank(name: str) -> Rule:
+    return invalid(name, lambda x, a: f"the rank of query, {a.query.dim()}", lambda x, a: x.dim() != a.query.dim())
+
+
+_RANKS = (
+    invalid("query", "rank 2, 3 or 4", lambda q, _: q.dim() not in (2, 3, 4)),
+    *map(_same_rank, ("key", "value")),
+    invalid(
+        "key",
+        lambda k, a: f"the batch size of query, {a.query.shape[0]}",
+        lambda k, a: k.dim() > 2 and k.shape[0] != a.query.shape[0],
+    ),
+)
+TENSORS = of_query_key_value("key", "value", _RANKS, heads)
+# Of options, in terms of Sizes; those of numbers also without, as a module gets them before there is a query.
+OPTIONS = {
+    "mask": (is_bool("mask"), *place("mask"), *_pairs("mask")),
+    "bias": (is_floating("bias"), *place("bias"), *_pairs("bias")),
+    "key_mask": (is_bool("key_mask"), *place("key_mask"), _tokens("key_mask", lambda s: s.Sk)),
+    "query_mask": (is_bool("query_mask"), *place("query_mask"), _tokens("query_mask", lambda s: s.Sq)),
+    "causal": (is_flag("causal"),),
+    "window": (
+        Rule("window", TypeError, "(left, right), each an int or None", lambda x, _: not _is_window(x), value),
+        invalid(
+            "window",
+            "no negative side; None is unbounded",
+            lambda x, _: any(side is not None and side < 0 for side in x),
+            value,
+        ),
+    ),
+    "align": (
+        invalid("align", "'bottom_right' or 'top_left'", lambda x, _: x not in ("bottom_right", "top_left"), value),
+    ),
+    "scale": (
+        _is_number("scale"),
+        # Not math.isfinite: the compiler cannot trace it on a number that varies.
+        invalid("scale", "a finite number", lambda x, _: not -LARGEST <= x <= LARGEST, value),
+        _fits_float32("scale"),
+    ),
+    "softcap": (
+        _is_number("softcap"),
+        invalid("softcap", "a finite number above 0", lambda x, _: not 0 < x <= LARGEST, value),
+        _fits_float32("softcap"),
+    ),
+    "alibi_slopes": (
+        is_floating("alibi_slopes"),
+        *place("alibi_slopes"),
+        invalid(
+            "alibi_slopes",
+            lambda x, s: f"shape ({s.Hq},) or ({s.B}, {s.Hq})",
+            lambda x, s: tuple(x.shape) not in ((s.Hq,), (s.B, s.Hq)),
+        ),
+    ),
+    "sinks": (
+        is_floating("sinks"),
+        *place("sinks"),
+        invalid("sinks", lambda x, s: f"shape ({s.Hq},)", lambda x, s: tuple(x.shape) != (s.Hq,)),
+    ),
+    "dropout_p": (
+        _is_number("dropout_p"),
+        invalid("dropout_p", "a number from 0 to 1", lambda x, _: not 0 <= x <= 1, value),
+    ),
+    "seed": (
+        Rule("seed", TypeError, "an int or a tensor of one int64", _seed_kind, kind),
+        invalid(
+            "seed",
+            lambda x, s: f"one element on the device of query, {s.device}",
+            lambda x, s: isinstance(x, Tensor) and (x.numel() != 1 or x.device != s.device),
+            lambda x: f"shape {tuple(x.shape)} on {x.device}",
+        ),
+        invalid(
+            "seed", "an int of 64 bits", lambda x, _: not isinstance(x, Tensor) and not -(2**63) <= x < 2**63, value
+        ),
+    ),
+}
+DEFAULTS = Arguments._field_defaults
+
+
 def check_flags(**flags: Any) -> None:
-    """`is_flag` for what is no field of Arguments."""
+    """Raise for what is no bool, among what is no field of Arguments."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             fail(TypeError, name, "a bool", type(flag).__name__)
 
 
-def apply(rules: tuple[Rule, ...], arguments: Any, facts: Mapping[str, Callable[[Any], Any]] = FACTS) -> None:
-    """Raise for the first rule that arguments break; facts are what it may name."""
-    for rule in rules:
-        if rule.wrong(arguments):
-            named = {name: fact(arguments) for name, fact in facts.items() if f"{{{name}}}" in rule.expected}
-            expected = rule.expected.format(**named)
-            fail(rule.error, rule.argument, expected, rule.got(arguments))
-
-
-def check(arguments: Arguments) -> None:
-    """Raise ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed."""
-    apply(TENSORS, arguments)
+def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:
+    """Raise for the first option that is wrong; without sizes, as for a module, no option may be a tensor."""
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:
-            apply(OPTIONS[name], arguments)
-
-
-def check_options(**options: Any) -> None:
-    """`check` for options alone, as a module gets them before there is a query."""
-    arguments = Arguments(None, None, None, **options)
-    for name, option in options.items():
-        if option is not DEFAULTS[name]:
-            apply(OPTIONS[name], arguments)
+            apply(OPTIONS[name], arguments, sizes)
 
 
 def checked(arguments: Arguments) -> Call:
-    """The Call of arguments as the caller wrote them, autocast and plans included."""
+    """The Call of arguments as the caller wrote them, autocast and plans included.
+
+    Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed.
+    """
     arguments, marks = autocast(arguments), None
     if isinstance(arguments.mask, Plan):
         plan = arguments.mask
@@ -407,5 +362,9 @@ def checked(arguments: Arguments) -> Call:
                 fail(ValueError, name, "None beside a plan, which holds the masks that it was made of", "a mask")
         arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
         marks = plan.marks
-    check(arguments)
+    apply(TENSORS, arguments, arguments)
+    query, rank, keys = arguments.query, arguments.query.dim(), arguments.key.shape[-2]
+    batch, scores = query.shape[0] if rank > 2 else 1, (*query.shape[:-1], keys)
+    sizes = Sizes(query.device, query.dtype, rank, batch, heads(query), query.shape[-2], keys, scores)
+    check_options(arguments, sizes)
     return normalise(arguments, marks)

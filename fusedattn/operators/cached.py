@@ -8,7 +8,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ..call.cached import CacheArguments, Decode, check_gradients, stand_in
+from ..call.cached import CacheArguments, Decode, capacity, check_gradients, stand_in
 from ..call.form import Call
 from ..call.layout import dense
 from ..launch.failures import Unusable, any_known
@@ -69,8 +69,9 @@ def _decode(*arguments):
 
 def _check_decode(*arguments):
     *caches, added, cos, sin, interleaved = arguments[:9]
-    rules.check_caches(CacheArguments(*caches, None, None, cos, sin, interleaved), added)
-    rules.check_call(_call(*arguments))
+    given = CacheArguments(*caches, None, None, cos, sin, interleaved)
+    rules.check_caches(given, added)
+    rules.check_call(_call(*arguments), keys=capacity(given))
 
 
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"

@@ -1,4 +1,4 @@
-"""What can be wrong in the arguments of an operator that is called by its name, in rules as `checks` has them.
+"""What can be wrong in the arguments of an operator that is called by its name, in the rules of `call`.
 
 Sizes, dtypes, devices and numbers. What offsets, lengths, pages and marks hold is not looked at: kernels stay inside of
 the tensors whatever that is.
@@ -9,87 +9,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import cached, packed as checks_varlen, rules as checks
+from ..call import cached, packed, rules
 from ..call.cached import CacheArguments
 from ..call.form import DIFFERENTIABLE, Call, Lengths, kept_columns
 from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
-from ..call.rules import FLOATING, Rule, apply, fail, has_rank, is_floating, is_strided, place, shape_of
+from ..call.rules import (
+    FLOATING,
+    Rule,
+    Sizes,
+    apply,
+    fail,
+    has_columns,
+    has_rank,
+    invalid,
+    is_floating,
+    is_strided,
+    place,
+)
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
     """One number a head, of each batch or of all."""
-
-    def wrong(a):
-        batch, heads = a.query.shape[:2]
-        return tuple(getattr(a, name).shape) not in ((1, heads), (batch, heads))
-
-    shape = Rule(name, ValueError, wrong, "shape (1, {Hq}) or ({B}, {Hq})", shape_of(name))
-    return is_floating(name), *place(name), shape
-
-
-def _side(name: str) -> Rule:
-    return Rule(
-        name,
-        ValueError,
-        lambda a: getattr(a, name) is not None and getattr(a, name) < 0,
-        "no negative number; None is unbounded",
-        lambda a: getattr(a, name),
+    return (
+        is_floating(name),
+        *place(name),
+        invalid(
+            name,
+            lambda _, s: f"shape (1, {s.Hq}) or ({s.B}, {s.Hq})",
+            lambda x, s: tuple(x.shape) not in ((1, s.Hq), (s.B, s.Hq)),
+        ),
     )
 
 
-TENSORS = (has_rank(4, "query"), *checks.TENSORS)
-NUMBERS = (
-    _side("left"),
-    _side("right"),
-    *checks.OPTIONS["scale"],
-    *checks.OPTIONS["dropout_p"],
-    Rule("seed", ValueError, lambda a: a.dropout_p and a.seed is None, "a tensor beside dropout_p", lambda a: None),
-)
+def _side(name: str) -> Rule:
+    return invalid(name, "no negative number; None is unbounded", lambda x, _: x is not None and x < 0, lambda x: x)
+
+
+TENSORS = (has_rank(4, "query"), *rules.TENSORS)
+NUMBERS = (_side("left"), _side("right"), *rules.OPTIONS["scale"], *rules.OPTIONS["dropout_p"])
 # Of the fields of a Call that may be None. The first two are as long as all packed rows; the others know sequences.
-TOKENS = {name: (*checks.OPTIONS[name], has_rank(2, name)) for name in ("key_mask", "query_mask")}
+TOKENS = {name: (*rules.OPTIONS[name], has_rank(2, name)) for name in ("key_mask", "query_mask")}
 OPTIONS = {
-    "mask": (*checks.OPTIONS["mask"], has_rank(4, "mask")),
-    "bias": (*checks.OPTIONS["bias"], has_rank(4, "bias")),
+    "mask": (*rules.OPTIONS["mask"], has_rank(4, "mask")),
+    "bias": (*rules.OPTIONS["bias"], has_rank(4, "bias")),
     "alibi_slopes": _each_head("alibi_slopes"),
     "sinks": _each_head("sinks"),
-    "softcap": checks.OPTIONS["softcap"],
-    "seed": checks.OPTIONS["seed"],
+    "softcap": rules.OPTIONS["softcap"],
+    "seed": rules.OPTIONS["seed"],
 }
 NEW_KEY_CACHE = (
     is_floating("key_cache"),
     is_strided("key_cache"),
     has_rank(4, "key_cache"),
-    Rule(
-        "key_cache",
-        ValueError,
-        lambda a: a.key_cache.shape[3] == 0,
-        "a head dimension of 1 or more",
-        shape_of("key_cache"),
-    ),
+    has_columns("key_cache"),
     has_rank(1, "cache_seqlens"),
 )
 
 
-def check_call(call: Call, need_weights: bool = False) -> None:
-    """Raise for fields of a Call that the kernels cannot take."""
-    apply(TENSORS, call)
-    scores = call
+def _sizes(query: Tensor, batch: int, rows: int, keys: int) -> Sizes:
+    heads = query.shape[1]
+    return Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys))
+
+
+def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
+    """Raise for fields of a Call that the kernels cannot take.
+
+    keys: how many there are, of a call whose key and value are caches that have been checked.
+    """
+    if keys is None:
+        apply(TENSORS, call, call)
+        keys = call.key.shape[2]
+    query = call.query
+    whole = sizes = _sizes(query, query.shape[0], query.shape[2], keys)
     if call.offsets_q is not None or call.offsets_k is not None:
         _check_packed(call, need_weights)
-        count, longest = call.offsets_q.shape[0] - 1, (call.most_q, call.most_k)  # type: ignore[union-attr]
-        query, key = (
-            x.new_empty(()).expand(count, x.shape[1], x.shape[2] if most is None else most, x.shape[3])
-            for x, most in zip((call.query, call.key), longest, strict=True)
-        )
-        scores = call._replace(query=query, key=key)
-    apply(NUMBERS, call)
-    for rules, arguments in ((TOKENS, call), (OPTIONS, scores)):
-        for name in rules:
+        rows = query.shape[2] if call.most_q is None else call.most_q
+        keys = keys if call.most_k is None else call.most_k
+        sizes = _sizes(query, call.offsets_q.shape[0] - 1, rows, keys)  # type: ignore[union-attr]
+    apply(NUMBERS, call, whole)
+    if call.dropout_p and call.seed is None:
+        fail(ValueError, "seed", "a tensor beside dropout_p", None)
+    for table, about in ((TOKENS, whole), (OPTIONS, sizes)):
+        for name in table:
             if getattr(call, name) is not None:
-                apply(rules[name], arguments)
+                apply(table[name], call, about)
     if call.marks is not None:
-        _check_marks(call.marks, scores)
+        _check_marks(call.marks, sizes)
 
 
 def _check_packed(call: Call, need_weights: bool) -> None:
@@ -102,11 +108,11 @@ def _check_packed(call: Call, need_weights: bool) -> None:
         _check_longest(call.most_q, call.most_k, "mask, bias, key_mask and need_weights")
 
 
-def _check_lengths(packed: Packed) -> None:
-    apply(checks_varlen.OFFSETS, packed, checks_varlen.FACTS)
-    for name, rules in checks_varlen.LONGEST.items():
-        if getattr(packed, name) is not None:
-            apply(rules, packed, checks_varlen.FACTS)
+def _check_lengths(arguments: Packed) -> None:
+    apply(packed.OFFSETS, arguments, arguments)
+    for name, table in packed.LONGEST.items():
+        if getattr(arguments, name) is not None:
+            apply(table, arguments, arguments)
 
 
 def _check_longest(most_q: int | None, most_k: int | None, needed: str) -> None:
@@ -115,15 +121,18 @@ def _check_longest(most_q: int | None, most_k: int | None, needed: str) -> None:
             fail(ValueError, name, f"an int beside {needed}", None)
 
 
-def _check_marks(marks: Tensor, call: Call) -> None:
+def _check_marks(marks: Tensor, s: Sizes) -> None:
     from ..launch import blocks  # it has imported Triton before there were marks
 
-    (*planes, rows, _), keys, grain = call.query.shape, call.key.shape[2], blocks.grain(call.query.device)
-    shape = (*planes, -(-rows // grain), -(-keys // grain))
-    apply(place("marks"), call)
+    grain = blocks.grain(s.device)
+    shape = (s.B, s.Hq, -(-s.Sq // grain), -(-s.Sk // grain))
+    if marks.layout != torch.strided or marks.is_nested:
+        fail(TypeError, "marks", "a strided tensor", marks.layout)
+    if marks.device != s.device:
+        fail(ValueError, "marks", f"the device of query, {s.device}", marks.device)
     if marks.dtype != torch.uint8:
         fail(TypeError, "marks", "a tensor of uint8", marks.dtype)
-    if marks.dim() != 4 or not checks.broadcasts(marks, shape):
+    if marks.dim() != 4 or not rules.broadcasts(marks, shape):
         fail(ValueError, "marks", f"rank 4, broadcastable to {shape}", tuple(marks.shape))
 
 
@@ -211,7 +220,7 @@ def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos
     """Those of `append`."""
     new, turning = (new_key, new_value), (cos, sin, interleaved)
     arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
-    apply(NEW_KEY_CACHE, arguments)
+    apply(NEW_KEY_CACHE, arguments, arguments)
     _, heads, _, dim = key_cache.shape
     level = key_cache.new_empty(()).expand(lengths.shape[0], heads, 0, dim)  # a query that there might be
     cached.check_sizes(arguments._replace(query=level))
