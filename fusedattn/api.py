@@ -8,12 +8,11 @@ from torch import Tensor
 from . import backends
 from .call import cached, jagged
 from .call.cached import CacheArguments
-from .call.form import Arguments, Plan, rank4, rows
+from .call.form import Arguments, Plan, packed_results, rank4, results, rows
 from .call.packed import Packed, checked_packed
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_flags, checked, fail
+from .call.rules import FLOATING, check_flags, fail
 from .operators import attention as ops
-from .reference import packed_results, results
 from .replay import cache
 
 
@@ -80,27 +79,12 @@ def attention(
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    tensors: tuple[Any, ...] = (query, key, value, bias, alibi_slopes, sinks, mask, key_mask, query_mask, seed, None)
-    if type(mask) is Plan and key_mask is None and query_mask is None:
-        tensors = *tensors[:6], *mask[:3], seed, mask.marks
-    named, grad = backends.named(backend), torch.is_grad_enabled()
-    numbers = causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, named, grad
-    again = cache.find(tensors, numbers)
-    if again is not None:
-        return again(tensors)
-    check_flags(return_lse=return_lse, return_weights=return_weights)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
     arguments = Arguments(query, key, value, *options, dropout_p, seed)
-    if jagged.is_jagged(query):
+    if isinstance(query, Tensor) and query.is_nested:
         more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return jagged.attend(attention_varlen, arguments, **more)
-    call = checked(arguments)._replace(named=named is not None)
-    chosen = backends.choose(call, return_weights, named)
-    again = cache.learn(tensors, numbers, call, chosen.run) if chosen.run in cache.REPEATS else None
-    if again is not None:
-        return again((*tensors[:9], call.seed, call.marks))
-    out, lse, weights = chosen.run(call, return_lse, return_weights)
-    return results(query.dim(), out, lse if return_lse else None, weights)
+    return cache.attend(arguments, return_lse, return_weights, backend)
 
 
 def attention_varlen(
@@ -163,9 +147,10 @@ def attention_varlen(
     options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    call = checked_packed(Packed(query, key, value, *offsets, key_mask, query_mask), options, return_weights)
-    call = call._replace(named=backends.named(backend) is not None)
-    out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
+    packed = Packed(query, key, value, *offsets, key_mask, query_mask)
+    named = backends.chosen.name if backend is None else backend
+    call = checked_packed(packed, options, return_weights, named is not None)
+    out, lse, weights = backends.choose(call, return_weights, named).run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)
 
 
@@ -242,9 +227,9 @@ def attention_decode(
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    decode = cached.checked(arguments, Arguments(None, None, None, *options))
-    decode = decode._replace(call=decode.call._replace(named=backends.named(backend) is not None))
-    out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
+    named = backends.chosen.name if backend is None else backend
+    decode = cached.checked(arguments, Arguments(None, None, None, *options), named is not None)
+    out, lse, weights = backends.choose(decode, return_weights, named).run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
 
 

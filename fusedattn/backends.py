@@ -146,7 +146,7 @@ class _Chosen(threading.local):
         self.name: str | None = None  # not of the class: that is what the compiler of torch 2.10 would see
 
 
-_chosen = _Chosen()
+chosen = _Chosen()  # .name: the backend that a `with` around the calls of this thread names
 
 
 def check_name(name: str | None) -> None:
@@ -168,17 +168,17 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _using(name: str | None) -> Iterator[None]:
-    before = _chosen.name
-    _chosen.name = name
+    before = chosen.name
+    chosen.name = name
     try:
         yield
     finally:
-        _chosen.name = before
+        chosen.name = before
 
 
 def named(name: str | None) -> str | None:
     """The backend that the call or the `with` around it names, unchecked; None leaves the choice to `choose`."""
-    return name if name is not None else _chosen.name
+    return name if name is not None else chosen.name
 
 
 def _on_gpu(call: Call | Decode) -> bool:

@@ -32,6 +32,7 @@ torch.compile with fullgraph=True refuses, and without it breaks the graph there
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -114,9 +115,8 @@ _GUARD = (
 )
 
 
-def forward_mode() -> bool:
-    """Whether forward-mode derivatives are being computed."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
+# The level of forward mode, below 0 where no forward-mode derivative is being computed.
+forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 
 
 def storage(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from .vocabulary import (
     span,
     tiles,
 )
+from .vocabulary.attend import attend
 
 
 @triton.constexpr_function
@@ -59,17 +60,9 @@ def _walk(
         slots = paging.slots_of_block(j, PAGE, BLOCK_N)
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
-        k_tile = tiles.load(k, slots, exists, D)
-        shown = hidden.shown(masks, band, plane, r, c, CHECK)
-        bias = scores.bias(score, band, plane, r, c, CHECK)
-        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
-        s, steepness = scores.apply(score, x, bias, band, plane, r, c)
-        if CHECK:
-            s = tl.where(hidden.visible(masks, shown, band, kv, r, c), s, float("-inf"))
-        p, decay, state = softmax.step(state, s, score.unit)
-        v_tile = tiles.load(v, slots, exists, DV)
-        p = p.to(v_tile.dtype)
-        out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
+        out, state = attend(
+            out, state, q, k, v, slots, exists, r, c, band, masks, plane, kv, score, None, D, DV, PRECISION, CHECK
+        )
     return out, state
 
 

@@ -19,10 +19,7 @@ def _walk_rows(
     GradOut,
     GradWeights,
     GradQ,
-    GradK,
-    GradV,
-    GradBias,
-    BiasSums,
+    grads,
     Rows,
     cols,
     band,
@@ -43,9 +40,9 @@ def _walk_rows(
 ):
     """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
 
-    What will not be stored in GradK or GradV, since they are None, stays as it is. Unless they are None, GradQ gets
-    added what they give to dq; GradBias gets the gradient of the scores; BiasSums (B, Hq, Sk, 3) gets its sums by key,
-    for each head in turn, in the column of this WALK.
+    What will not be stored in grads.k or grads.v, since they are None, stays as it is. Unless they are None, GradQ gets
+    added what they give to dq; grads.bias gets the gradient of the scores; grads.bias_sums (B, Hq, Sk, 3) gets its sums
+    by key, for each head in turn, in the column of this WALK.
 
     One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
     a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
@@ -67,25 +64,25 @@ def _walk_rows(
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK)
-        if GradV is not None:
+        if grads.v is not None:
             w = dropout.after(noise, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
         dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
-        if BiasSums is not None:
+        if grads.bias_sums is not None:
             sums += tl.sum(ds, 1)
             if tile_list is None:
                 done = block + 1 == end
             else:
                 done = (n + 1 == end) | ((following >> 32) != member)
-            table = tiles.table_of_keys(BiasSums, plane, band.keys, 3)
+            table = tiles.table_of_keys(grads.bias_sums, plane, band.keys, 3)
             tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)
-        if GradBias is not None:
-            tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
-        if GradK is not None or GradQ is not None:
+        if grads.bias is not None:
+            tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
+        if grads.k is not None or GradQ is not None:
             ds = scores.through(score, steepness, ds).to(q.dtype)
-        if GradK is not None:
+        if grads.k is not None:
             dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
         if GradQ is not None:
             dq = tl.dot(ds.T, k, input_precision=PRECISION, out_dtype=dk.dtype)
@@ -108,10 +105,7 @@ def dkdv(
     GradWeights,
     Rows,
     GradQ,
-    GradK,
-    GradV,
-    GradBias,
-    BiasSums,
+    grads,
     sequences,
     masks,
     lists,
@@ -130,12 +124,12 @@ def dkdv(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, DV): the sum over the query heads that share a kv head.
+    """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
 
-    Each may be None, as may these. GradQ, a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the
-    gradient of q less what `scores.grad` does: the backward in one pass, with five products a tile instead of seven.
-    GradBias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen. BiasSums (B, Hq, Sk, 3), zeros before, has
-    columns that add up to the sums by key of the gradient of the scores.
+    GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the gradient of q less
+    what `scores.grad` does: the backward in one pass, with five products a tile instead of seven. Of grads, bias is a
+    View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; bias_sums (B, Hq, Sk, 3), zeros before, has columns that
+    add up to the sums by key of the gradient of the scores.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -161,11 +155,11 @@ def dkdv(
         tile_list = None if lists is None else walk.tile_list(lists, kv, block, n)
         begin, end = walk.extent(ranges, tile_list, n)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, GradQ, GradK, GradV, GradBias, BiasSums, Rows, cols, band, masks, kv,
-            tile_list, begin, end, score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
+            dk, dv, k, v, Q, GradOut, GradWeights, GradQ, grads, Rows, cols, band, masks, kv, tile_list, begin, end,
+            score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     # store it
-    if GradK is not None:
-        tiles.store(tiles.of_keys(GradK, kv), cols, k_len, scores.grad(score, dk), D)
-    if GradV is not None:
-        tiles.store(tiles.of_keys(GradV, kv), cols, k_len, dv, DV)
+    if grads.k is not None:
+        tiles.store(tiles.of_keys(grads.k, kv), cols, k_len, scores.grad(score, dk), D)
+    if grads.v is not None:
+        tiles.store(tiles.of_keys(grads.v, kv), cols, k_len, dv, DV)

@@ -19,10 +19,7 @@ def _walk_keys(
     v,
     GradWeights,
     GradQ,
-    GradBias,
-    BiasSums,
-    SlopeSums,
-    SinkSums,
+    grads,
     row,
     rows,
     band,
@@ -41,8 +38,8 @@ def _walk_keys(
 ):
     """Add to dq and to the sums by row what key blocks [begin, end) give.
 
-    What will not be stored, since GradQ or all of BiasSums, SlopeSums and SinkSums are None, stays as it is. GradBias,
-    unless None, gets the gradient of the scores.
+    What will not be stored, since GradQ or all of the sums of grads are None, stays as it is. grads.bias, unless None,
+    gets the gradient of the scores.
     """
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
@@ -58,9 +55,9 @@ def _walk_keys(
         p, steepness = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, noise, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, noise, GradWeights)
-        if GradBias is not None:
-            tiles.store_pairs(tiles.matrix(GradBias, plane), r, c, band.rows, band.keys, ds)
-        if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
+        if grads.bias is not None:
+            tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
+        if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
             sums = row_sums.add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
         if GradQ is not None:
             ds = scores.through(score, steepness, ds).to(k_tile.dtype)
@@ -77,10 +74,7 @@ def dq(
     GradWeights,
     Rows,
     GradQ,
-    GradBias,
-    BiasSums,
-    SlopeSums,
-    SinkSums,
+    grads,
     sequences,
     masks,
     lists,
@@ -99,10 +93,10 @@ def dq(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradQ (B, Hq, Sq, D), from GradOut and the Rows that `prepare` made; what else is walked row by row with it.
+    """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `prepare` made.
 
-    Each of these may be None: GradQ; GradBias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; and sums by
-    row, (B, Hq, Sq): BiasSums of the gradient of the scores, SlopeSums of that of the slope, SinkSums of the sink's.
+    Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen, and the sums
+    by row, (B, Hq, Sq).
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -128,18 +122,18 @@ def dq(
         tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, GradBias, BiasSums, SlopeSums, SinkSums, row, rows, band,
-            masks, plane, tile_list, begin, end, score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+            grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, masks, plane, tile_list, begin, end,
+            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
     # store it
     if GradQ is not None:
         tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
-    if BiasSums is not None or SlopeSums is not None or SinkSums is not None:
+    if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
         sums, delta = row_sums.mend(sums, row.delta, row.dlse)
-    if BiasSums is not None:
-        tiles.store_column(tiles.table(BiasSums, plane, q_len, 1), rows, q_len, 0, sums.ds)
-    if SlopeSums is not None:
-        tiles.store_column(tiles.table(SlopeSums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
-    if SinkSums is not None:
+    if grads.bias_sums is not None:
+        tiles.store_column(tiles.table(grads.bias_sums, plane, q_len, 1), rows, q_len, 0, sums.ds)
+    if grads.slope_sums is not None:
+        tiles.store_column(tiles.table(grads.slope_sums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
+    if grads.sink_sums is not None:
         p = softmax.weights(scores.sink(score, plane, wide), row.softmax, score.unit)
-        tiles.store_column(tiles.table(SinkSums, plane, q_len, 1), rows, q_len, 0, -p * delta)
+        tiles.store_column(tiles.table(grads.sink_sums, plane, q_len, 1), rows, q_len, 0, -p * delta)

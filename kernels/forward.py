@@ -6,7 +6,8 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, tiles, walk
+from .vocabulary import kept, masks as hidden, scores, softmax, span, tiles, walk
+from .vocabulary.attend import attend
 
 
 @triton.jit
@@ -38,17 +39,9 @@ def _walk(
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        k_tile = tiles.load(k, cols, exists, D)
-        shown = hidden.shown(masks, band, plane, r, c, CHECK)
-        bias = scores.bias(score, band, plane, r, c, CHECK)
-        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
-        s, steepness = scores.apply(score, x, bias, band, plane, r, c)
-        if CHECK:
-            s = tl.where(hidden.visible(masks, shown, band, plane, r, c), s, float("-inf"))
-        p, decay, state = softmax.step(state, s, score.unit)
-        v_tile = tiles.load(v, cols, exists, DV)
-        p = dropout.drop(noise, p, plane, r, c).to(v_tile.dtype)
-        out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
+        out, state = attend(
+            out, state, q, k, v, cols, exists, r, c, band, masks, plane, plane, score, noise, D, DV, PRECISION, CHECK
+        )
     return out, state
 
 

@@ -156,7 +156,7 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
     tiles = (configs.Tile(64, 64, 4, 1), configs.Tile(32, 16, 4, 1), configs.Tile(16, 16, 4, 1))
     table = {**configs.INTERPRETED, "forward": tiles}
     monkeypatch.setattr(configs, "INTERPRETED", table)
-    monkeypatch.setattr(launch, "_too_large", {})
+    monkeypatch.setattr(configs, "fitting", {})
     real = launch.KERNELS["forward"]
 
     class Small:
@@ -179,6 +179,6 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
         torch.testing.assert_close(out, fa.attention(query, key, value), rtol=0, atol=1e-6)
     assert tried == [64, 32, 32]
     monkeypatch.setattr(configs, "INTERPRETED", {**table, "forward": tiles[:1]})
-    monkeypatch.setattr(launch, "_too_large", {})
+    monkeypatch.setattr(configs, "fitting", {})
     with pytest.raises(OutOfResources):
         torch.ops.fusedattn.forward(*call, False, False, False, False)

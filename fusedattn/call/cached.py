@@ -14,10 +14,12 @@ from .rules import (
     check_options,
     fail,
     has_rank,
+    heads,
     invalid,
+    is_beside,
     is_flag,
     is_floating,
-    kind,
+    of_dtype,
     of_query_key_value,
     place,
 )
@@ -81,24 +83,6 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache.new_empty(()).expand(batch, heads, table.shape[1] * page, dim)
 
 
-def _tensor(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
-    """What holds for every other tensor: of a dtype, by default that of the query, and where the query is."""
-
-    def expected(_: Any, a: Any) -> str:
-        return f"a tensor of {dtype}" if dtype else f"a tensor of the dtype of query, {a.query.dtype}"
-
-    def wrong(x: Any, a: Any) -> bool:
-        return not isinstance(x, Tensor) or x.dtype != (dtype or a.query.dtype)
-
-    return (Rule(name, TypeError, expected, wrong, kind), *place(name))
-
-
-def _both(name: str, other: str) -> Rule:
-    return invalid(
-        name, f"a tensor beside {other}", lambda x, a: x is None and getattr(a, other) is not None, lambda x: None
-    )
-
-
 def _repeats(x: Tensor) -> bool:
     """Whether it was expanded: several of its elements are then one in memory."""
     return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
@@ -121,9 +105,9 @@ RULES = (
         "key_cache",
         "value_cache",
         tuple(has_rank(4, name) for name in ("query", "key_cache", "value_cache")),
-        heads=lambda x: x.shape[1],
+        heads,
     ),
-    *_tensor("cache_seqlens", torch.int32),
+    *of_dtype("cache_seqlens", torch.int32),
     invalid(
         "cache_seqlens",
         lambda _, a: f"shape ({a.query.shape[0]},)",
@@ -138,7 +122,7 @@ WITHOUT_TABLE = (
     ),
 )
 TABLE = (
-    *_tensor("block_table", torch.int32),
+    *of_dtype("block_table", torch.int32),
     invalid(
         "block_table",
         lambda _, a: f"shape ({a.query.shape[0]}, pages of a sequence)",
@@ -146,10 +130,10 @@ TABLE = (
     ),
 )
 NEW = (
-    _both("new_key", "new_value"),
-    _both("new_value", "new_key"),
-    *_tensor("new_key"),
-    *_tensor("new_value"),
+    is_beside("new_key", "new_value"),
+    is_beside("new_value", "new_key"),
+    *of_dtype("new_key"),
+    *of_dtype("new_value"),
     invalid(
         "new_key",
         lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
@@ -164,8 +148,8 @@ NEW = (
     _alone("value_cache"),
 )
 ROTARY = (
-    _both("rotary_cos", "rotary_sin"),
-    _both("rotary_sin", "rotary_cos"),
+    is_beside("rotary_cos", "rotary_sin"),
+    is_beside("rotary_sin", "rotary_cos"),
     *(rule for name in ("rotary_cos", "rotary_sin") for rule in (is_floating(name), *place(name))),
     invalid(
         "rotary_cos",
@@ -185,12 +169,12 @@ INTERLEAVED = is_flag("rotary_interleaved")
 
 def rules(a: CacheArguments) -> tuple[Rule, ...]:
     """Those that concern a call, in their order."""
-    concerned = (*RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
+    concerned = (INTERLEAVED, *RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
     if a.new_key is not None or a.new_value is not None:
         concerned += NEW
     if a.rotary_cos is not None or a.rotary_sin is not None:
         concerned += ROTARY
-    return (*concerned, INTERLEAVED)
+    return concerned
 
 
 def check_sizes(a: CacheArguments) -> None:
@@ -262,8 +246,10 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
         fail(ValueError, "query", expected, f"{rows} rows for {int(after[early][0])} keys")
 
 
-def checked(arguments: CacheArguments, options: Arguments) -> Decode:
+def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
     """The Decode of arguments as the caller wrote them; options hold those that `attention` has too, and no tensors.
+
+    named: whether the caller names a backend.
 
     Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is written. Values
         are looked at where they lie on the CPU: in code that is compiled they are taken as they are on a GPU.
@@ -278,7 +264,8 @@ def checked(arguments: CacheArguments, options: Arguments) -> Decode:
     check_gradients({**arguments._asdict(), **learned})
     _check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
-    call = normalise(options._replace(query=query, key=key, value=value))
-    if a.rotary_cos is not None:
-        call = call._replace(top_left=options.align == "top_left")  # a turn depends on it in any case
+    options = options._replace(query=query, key=key, value=value)
+    # An angle depends on the alignment in any case.
+    level = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}
+    call = normalise(options, named=named, **level)
     return Decode(call, *a[1:5], 0 if a.new_key is None else a.new_key.shape[2], *a[5:])

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
-from ..private import forward_mode
+from ..private import dispatch_modes, forward_level, has_storage, tracing, transforms_active
 
 DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
 TENSORS = 13  # how many are tensors, or None
@@ -85,22 +87,22 @@ class Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    mask: Tensor | None
-    key_mask: Tensor | None
-    query_mask: Tensor | None
-    seed: Tensor | None
-    marks: Tensor | None
-    offsets_q: Tensor | None
-    offsets_k: Tensor | None
-    left: int | None
-    right: int | None
-    top_left: bool
-    scale: float
-    softcap: float | None
-    dropout_p: float
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    seed: Tensor | None = None
+    marks: Tensor | None = None
+    offsets_q: Tensor | None = None
+    offsets_k: Tensor | None = None
+    left: int | None = None
+    right: int | None = None
+    top_left: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    dropout_p: float = 0.0
     most_q: int | None = None
     most_k: int | None = None
     in_order: bool = False
@@ -124,14 +126,6 @@ class Call(NamedTuple):
         return self.mask, self.key_mask, self.query_mask if self.offsets_q is None else None, self.bias
 
 
-def kept_columns(dtype: torch.dtype, width: int) -> int:
-    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` has them.
-
-    Two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
-    """
-    return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
-
-
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def shift(call: Call) -> int:
     """How far below the diagonal of the score matrix a row of a call stands level with a key."""
@@ -143,23 +137,49 @@ class _Asked(threading.local):
         self.in_order = False
 
 
-_asked = _Asked()
+asked = _Asked()  # .in_order: whether calls of this thread are to have gradients of the same bits each time
 
 
 @contextmanager
 def in_order(wanted: bool) -> Iterator[None]:
-    """Whether calls made by this thread inside the `with` have gradients of the same bits each time."""
-    before = _asked.in_order
-    _asked.in_order = wanted
+    """Have calls made by this thread inside the `with` have gradients of the same bits each time, or not."""
+    before = asked.in_order
+    asked.in_order = wanted
     try:
         yield
     finally:
-        _asked.in_order = before
+        asked.in_order = before
 
 
-def asked_in_order() -> bool:
-    """Whether the `with` around a call wants that."""
-    return _asked.in_order
+def watched() -> bool:
+    """Whether something must see what is computed as operators of torch: a compiler, a transform, a mode."""
+    return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
+
+
+_CLASSES = frozenset((Tensor, Parameter))
+
+
+def in_memory(tensors: Iterable[Any]) -> bool:
+    """Whether tensors (others are passed over) are of torch's own class and are what lies at their addresses.
+
+    So no wrappers of other tensors, no views that negate, nothing without an address.
+    """
+    for x in tensors:
+        if isinstance(x, Tensor) and (
+            type(x) not in _CLASSES
+            or x.layout is not torch.strided
+            or x.is_nested
+            or not has_storage(x)
+            or x.is_neg()
+            or (x.data_ptr() == 0 and x.numel() != 0)
+        ):
+            return False
+    return True
+
+
+def plain(arguments: Iterable[Any]) -> bool:
+    """Whether an operator of arguments may be computed without telling torch of it."""
+    return not watched() and in_memory(arguments)
 
 
 def differentiated(arguments: Iterable[Any]) -> bool:
@@ -167,7 +187,7 @@ def differentiated(arguments: Iterable[Any]) -> bool:
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
-    dual = not torch.compiler.is_compiling() and forward_mode()
+    dual = not is_compiling() and forward_level() >= 0
     return dual and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
@@ -215,43 +235,48 @@ def seed_tensor(seed: Any, device: torch.device) -> Tensor:
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def normalise(arguments: Arguments, marks: Tensor | None = None) -> Call:
-    """The Call of arguments that have passed every check, and the marks of the plan that their masks came from."""
+def normalise(arguments: Arguments, **more: Any) -> Call:
+    """The Call of arguments that have passed every check; more are fields that do not follow from these."""
     a = arguments
     query, key, value = a.query, a.key, a.value
-    left, right = (None if side is None else min(side, UNBOUNDED) for side in a.window or (None, None))
+    left, right = (None, None) if a.window is None else a.window
     if query.dim() == 3:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     elif query.dim() == 2:
         query, key, value = query[None, None], key[None, None], value[None, None]
-    if a.causal:
-        right = 0
-    # Where nothing is bounded and no distance counts, alignment means nothing: one kernel for both.
-    aligned = left is not None or right is not None or a.alibi_slopes is not None
-    return Call(
-        query,
-        key,
-        value,
-        rank4(a.bias),
-        rows(a.alibi_slopes),
-        rows(a.sinks),
-        rank4(a.mask),
-        rows(a.key_mask),
-        rows(a.query_mask),
-        seed_tensor(a.seed, query.device) if a.dropout_p else None,
-        marks,
-        None,
-        None,
-        left,
-        right,
-        a.align == "top_left" and aligned,
-        query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
-        None if a.softcap is None else float(a.softcap),
-        float(a.dropout_p),
-        in_order=asked_in_order(),
+    fields = dict(
+        query=query,
+        key=key,
+        value=value,
+        bias=rank4(a.bias),
+        alibi_slopes=rows(a.alibi_slopes),
+        sinks=rows(a.sinks),
+        mask=rank4(a.mask),
+        key_mask=rows(a.key_mask),
+        query_mask=rows(a.query_mask),
+        seed=seed_tensor(a.seed, query.device) if a.dropout_p else None,
+        left=None if left is None else min(left, UNBOUNDED),
+        right=0 if a.causal else None if right is None else min(right, UNBOUNDED),
+        # Where nothing is bounded and no distance counts, alignment means nothing: one kernel for both.
+        top_left=a.align == "top_left"
+        and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
+        scale=query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
+        softcap=None if a.softcap is None else float(a.softcap),
+        dropout_p=float(a.dropout_p),
+        in_order=asked.in_order,
     )
+    return Call(**{**fields, **more})
 
 
-def drop(tensor: Tensor, rank: int) -> Tensor:
-    """A result of a Call without the dimensions that a query of `rank` did not have."""
-    return tensor if rank == 4 else tensor[:, 0] if rank == 3 else tensor[0, 0]
+def results(rank: int, *results: Tensor | None) -> Tensor | Any:
+    """What the caller gets of (out, lse, weights), None where not asked for: in the rank of the query."""
+    wanted = [x for x in results if x is not None]
+    if rank < 4:
+        wanted = [x[:, 0] if rank == 3 else x[0, 0] for x in wanted]
+    return tuple(wanted) if len(wanted) > 1 else wanted[0]
+
+
+def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None) -> Tensor | Any:
+    """`results` of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, longest)."""
+    wanted = [out[0].transpose(0, 1), *(x[0] for x in (lse, weights) if x is not None)]
+    return tuple(wanted) if len(wanted) > 1 else wanted[0]

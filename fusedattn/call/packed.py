@@ -136,16 +136,12 @@ OPTIONS = {
 }
 
 
-def sizes_of(query: Tensor, heads: int, count: int, rows: int, keys: int) -> Sizes:
-    """The Sizes of `count` sequences, as those of a batch of the longest, of so many rows and keys."""
-    return Sizes(query.device, query.dtype, 4, count, heads, rows, keys, (count, heads, rows, keys))
-
-
-def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool) -> Call:
+def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
     """The Call of packed sequences as the caller wrote them, autocast and plans included.
 
     Args:
         options: those of `attention` but key_mask and query_mask; mask may be a plan of a mask.
+        named: whether the caller names a backend.
     """
     query, key, value, *_ = autocast(Arguments(*packed[:3]))
     packed, marks = packed._replace(query=query, key=key, value=value), None
@@ -164,10 +160,12 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool) 
     if need_weights or any(x is not None for x in (arguments.mask, arguments.bias, packed.key_mask)):
         most_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if most_q is None else most_q
         most_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if most_k is None else most_k
+    # What is asked of every sequence is asked of a batch of the longest.
     count, rows, keys = len(packed.cu_seqlens_q) - 1, query.shape[0], key.shape[0]
-    rows, keys = rows if most_q is None else most_q, keys if most_k is None else most_k
-    check_options(arguments, sizes_of(query, query.shape[1], count, rows, keys))
+    scores = count, query.shape[1], rows if most_q is None else most_q, keys if most_k is None else most_k
+    check_options(arguments, Sizes(query.device, query.dtype, 4, *scores, scores))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     tokens = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
-    call = normalise(arguments._replace(query=query, key=key, value=value, **tokens), marks)
-    return call._replace(offsets_q=packed.cu_seqlens_q, offsets_k=packed.cu_seqlens_k, most_q=most_q, most_k=most_k)
+    lengths = dict(offsets_q=packed.cu_seqlens_q, offsets_k=packed.cu_seqlens_k, most_q=most_q, most_k=most_k)
+    arguments = arguments._replace(query=query, key=key, value=value, **tokens)
+    return normalise(arguments, marks=marks, named=named, **lengths)

@@ -111,6 +111,25 @@ def is_flag(name: str) -> Rule:
     return Rule(name, TypeError, "a bool", lambda x, _: not isinstance(x, bool), value)
 
 
+def of_dtype(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
+    """A tensor of a dtype, by default that of the query, where the query is."""
+
+    def expected(_: Any, a: Any) -> str:
+        return f"a tensor of {dtype}" if dtype else f"a tensor of the dtype of query, {a.query.dtype}"
+
+    def wrong(x: Any, a: Any) -> bool:
+        return not isinstance(x, Tensor) or x.dtype != (dtype or a.query.dtype)
+
+    return (Rule(name, TypeError, expected, wrong, kind), *place(name))
+
+
+def is_beside(name: str, other: str) -> Rule:
+    """Not None where another is not."""
+    return invalid(
+        name, f"a tensor beside {other}", lambda x, a: x is None and getattr(a, other) is not None, lambda x: None
+    )
+
+
 def has_rank(rank: int, name: str, dims: str = "") -> Rule:
     return invalid(name, f"rank {rank}{dims}", lambda x, _: x.dim() != rank)
 
@@ -224,11 +243,12 @@ def of_query_key_value(
     """The rules of query, key and value, in the order in which they are looked for: one may rely on those above it.
 
     Args:
-        key, value: what the arguments are called. ranks: the rules of their ranks and batches. heads: of one of them, how many it has.
+        key, value: what the arguments are called. ranks: the rules of their ranks and batches.
+        heads: of one of them, how many it has.
     """
 
     def dtype_of_query(_: Tensor, a: Any) -> str:
-        return f"the dtype of query, {a.query.dtype}"
+        return f"a tensor of the dtype of query, {a.query.dtype}"
 
     return (
         *map(is_tensor, ("query", key, value)),
@@ -349,8 +369,8 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:
             apply(OPTIONS[name], arguments, sizes)
 
 
-def checked(arguments: Arguments) -> Call:
-    """The Call of arguments as the caller wrote them, autocast and plans included.
+def checked(arguments: Arguments, named: bool = False) -> Call:
+    """The Call of arguments as the caller wrote them, autocast and plans included; named: whether a backend is.
 
     Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed.
     """
@@ -367,4 +387,4 @@ def checked(arguments: Arguments) -> Call:
     batch, scores = query.shape[0] if rank > 2 else 1, (*query.shape[:-1], keys)
     sizes = Sizes(query.device, query.dtype, rank, batch, heads(query), query.shape[-2], keys, scores)
     check_options(arguments, sizes)
-    return normalise(arguments, marks)
+    return normalise(arguments, marks=marks, named=named)

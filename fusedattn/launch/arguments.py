@@ -19,7 +19,9 @@ def precision(dtype):
 
 
 def of(tensor):
-    """The View of a tensor of rank 4."""
+    """The View of a tensor; None of None."""
+    if tensor is None:
+        return None
     # The stride of a single element means nothing; left in, it would only make another kernel.
     return View(
         tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -67,12 +69,22 @@ def sizes(call):
     return call.offsets_q.shape[0] - 1, heads, most_q, most_k
 
 
+def masks_of(call):
+    """The Masks of a call."""
+    return masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.offsets_q is not None)
+
+
 def scored(call):
     """The Score of a call."""
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     slopes, sinks = (_each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
     return score(call.scale, call.softcap, slopes, bias, sinks)
+
+
+def hides(call):
+    """Whether the caller's masks, or a bias, may hide blocks of pairs."""
+    return not (call.mask is call.key_mask is call.query_mask is call.bias is call.marks is None)
 
 
 def band(call):
@@ -89,7 +101,7 @@ def common(call):
         Q=of(query),
         K=of(key),
         V=of(value),
-        masks=masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.offsets_q is not None),
+        masks=masks_of(call),
         noise=None if call.seed is None else noise(call.seed, call.dropout_p),
         score=scored(call),
         HEADS=query.shape[1],

@@ -1,11 +1,41 @@
 """Gradients, from tensors to kernels: which of these run, and what each is given."""
 
+from typing import Any, NamedTuple
+
 import torch
 from triton import cdiv
 
 from ..call.form import Call
 from ..call.packing import packing
+from ..kernels.vocabulary.gradient import Grads
 from . import arguments, blocks, run, tiles
+
+
+class _Pass(NamedTuple):
+    """What the passes over one call share: arguments of kernels, marks and their grain, sizes.
+
+    batch, heads, rows and keys are `arguments.sizes`; `batches` of `length` rows are what lies in memory: of packed
+    sequences one batch of all their rows.
+    """
+
+    call: Call
+    launched: dict[str, Any]
+    marks: Any
+    grain: int | None
+    batch: int
+    heads: int
+    rows: int
+    keys: int
+    batches: int
+    length: int
+
+    def blocks_of_rows(self, tile):
+        """How many blocks there are of all rows of memory."""
+        return cdiv(self.length, tile.rows) * self.batches * self.heads
+
+    def table(self, like, columns):
+        """An uninitialised buffer (batches, heads, length, columns)."""
+        return like.new_empty((self.batches, self.heads, self.length, columns))
 
 
 def _bias_sum(call):
@@ -30,15 +60,11 @@ def passes(call: Call, need) -> tuple[str, ...]:
     in_order = call.in_order or torch.are_deterministic_algorithms_enabled()
     in_any_order = run.widest(call) <= tiles.ONE_PASS and not in_order
     if query and by_keys and not by_rows and in_any_order:
-        found = ["prepare", "one_pass", "convert"]
+        names = ["prepare", "one_pass", "convert"]
     else:
         by_rows = query or by_rows or (where == "pairs" and not by_keys)
-        found = ["prepare", *["dq"] * bool(by_rows), *["dkdv"] * bool(by_keys)]
-    return (*found, *["dbias"] * (where == "planes"))
-
-
-def _view(tensor):
-    return None if tensor is None else arguments.of(tensor)
+        names = ["prepare", *["dq"] * bool(by_rows), *["dkdv"] * bool(by_keys)]
+    return (*names, *["dbias"] * (where == "planes"))
 
 
 def _spread(sums, offsets, most):
@@ -57,91 +83,130 @@ def _totals(sums, offsets, batch):
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
+def _preprocess(p, out, grad_lse, weights, stats, query_sums):
+    """What every pass reads of a row: its softmax, delta, the gradient of its lse. query_sums get zeros, if any."""
+    names = "GradOut", "GradWeights", "q_len", "HEADS", "D", "DV", "PRECISION"
+    launched = {name: p.launched[name] for name in names} | dict(
+        Out=arguments.of(out),
+        GradLse=grad_lse,
+        Weights=arguments.of(weights),
+        Stats=stats,
+        COLUMNS=stats.shape[3],
+        Rows=p.table(stats, 4),
+        GradQ=arguments.of(query_sums),
+        k_len=p.keys,
+    )
+    run.run_tiled("prepare", p.call, p.blocks_of_rows, launched)
+    return launched["Rows"]
+
+
+def _dq(p, grad_query, grads):
+    """The gradient of queries, and what is summed along keys."""
+    launched = p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
+    run.run_tiled(
+        "dq",
+        p.call,
+        lambda tile: blocks.turns(p.call, tile.rows) * p.heads,
+        launched,
+        lambda tile: blocks.walks(p.call, p.marks, p.grain, tile),
+    )
+
+
+def _dkdv(name, p, query_sums, grads):
+    """The gradients of keys and values, what is summed along rows, and in one pass what dq is the sum of."""
+    call, packed = p.call, p.call.offsets_q is not None
+
+    def programs(tile):
+        blocks_of_keys = blocks.turns(call, tile.keys, by_keys=True) if packed else cdiv(p.keys, tile.keys) * p.batch
+        return blocks_of_keys * call.key.shape[1]
+
+    def more(tile):
+        added = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
+        if p.marks is None and not packed:
+            return dict(GradQ=added, sequences=None, lists=None)
+        return dict(GradQ=added) | blocks.walks(call, p.marks, p.grain, tile, by_keys=True)
+
+    run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
+
+
+def _postprocess(p, query_sums, grad_query):
+    """The gradient of queries, from what was summed in one pass."""
+    launched = {name: p.launched[name] for name in ("q_len", "score", "HEADS", "D")}
+    launched |= dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query))
+    run.run_tiled("convert", p.call, p.blocks_of_rows, launched)
+
+
+def _dbias(p, grad_bias):
+    """The gradient of a bias that planes share."""
+    batch, heads = grad_bias.shape[:2]
+    some = p.marks & 1
+    some = some if batch == p.batch else some.amax(0, keepdim=True)
+    some = some if heads == p.heads else some.amax(1, keepdim=True)
+    some = some.expand(batch, heads, cdiv(p.rows, p.grain), cdiv(p.keys, p.grain))
+    launched = p.launched | dict(GradBias=arguments.of(grad_bias), marks=arguments.of(some), GRAIN=p.grain)
+    launched |= dict(batches=p.batch // batch, BIAS_HEADS=heads, most_q=p.rows, most_k=p.keys)
+    run.run_tiled(
+        "dbias",
+        p.call,
+        lambda tile: cdiv(p.rows, tile.rows) * cdiv(p.keys, tile.keys) * batch * heads,
+        launched,
+        lambda tile: dict(extents=blocks.extents(p.call.lengths)),
+    )
+
+
+def _add_up(p, grads, grad_bias, grad_slopes, grad_sinks):
+    """The gradients that are sums of sums by row or by key.
+
+    In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
+    """
+    if grads.bias_sums is not None and grads.bias_sums.shape[3] == 1:
+        total = _spread(grads.bias_sums.double(), p.call.offsets_q, p.rows)
+        grad_bias.copy_(total.sum_to_size(grad_bias.shape))
+    elif grads.bias_sums is not None:
+        total = _spread(grads.bias_sums.double().sum(3, keepdim=True), p.call.offsets_k, p.keys)
+        grad_bias.copy_(total.mT.sum_to_size(grad_bias.shape))
+    for sums, grad in ((grads.sink_sums, grad_sinks), (grads.slope_sums, grad_slopes)):
+        if sums is not None:
+            grad.copy_(_totals(sums.double(), p.call.offsets_q, grad.shape[0]).sum_to_size(grad.shape))
+
+
 def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):
     """Fill grads, of the first fields of a Call; None for what is not needed.
 
     grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
     """
-    batch, heads, rows, keys = arguments.sizes(call)
-    count, length = call.query.shape[0], call.query.shape[2]  # of packed sequences, all their rows are one batch's
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     names = passes(call, [x is not None for x in grads])
-    common, (marks, grain) = arguments.common(call), blocks.marked(call)
-    common |= dict(GradOut=arguments.of(grad_out), GradWeights=_view(grad_weights))
-
-    def table(columns, length=length, new=stats.new_empty):
-        return new((count, heads, length, columns))
-
-    def blocks_of_rows(tile):
-        return cdiv(length, tile.rows) * count * heads
+    marks, grain = blocks.marked(call) if arguments.hides(call) else (None, None)
+    launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
+    (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
+    p = _Pass(call, launched, marks, grain, batch, heads, rows, keys, batches, length)
 
     where = None if grad_bias is None else _bias_sum(call)
-    by_rows = table(1) if where == "rows" else None
-    by_keys = table(3, call.key.shape[2], stats.new_zeros) if where == "keys" else None
-    whole = arguments.of(grad_bias.zero_()) if where == "pairs" else None
-    slope_sums, sink_sums = (None if x is None else table(1) for x in (grad_slopes, grad_sinks))
-    sums = None
+    of_scores = arguments.of(grad_bias.zero_()) if where == "pairs" else None
+    summed = where == "rows", grad_slopes is not None, grad_sinks is not None
+    by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
+    by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
+    query_sums = None
     if "one_pass" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
         width, bulk = call.query.shape[3], any(tile.bulk for tile in run.candidates("one_pass", call))
-        sums = table(cdiv(width, 4) * 4)[..., :width] if bulk or grad_query.dtype != stats.dtype else grad_query
+        alike = grad_query.dtype == stats.dtype and not bulk
+        query_sums = grad_query if alike else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
-    kept = table(4)
-    taken = "GradOut", "GradWeights", "q_len", "k_len", "HEADS", "D", "DV", "PRECISION"
-    own = dict(GradLse=grad_lse, Weights=_view(None if grad_weights is None else weights))
-    of_scores = any(x is not None for x in (grad_query, grad_key, grad_bias, grad_slopes, grad_sinks))
-    own |= dict(Out=arguments.of(out) if of_scores else None)
-    own |= dict(Stats=stats, COLUMNS=stats.shape[3], Rows=kept, GradQ=_view(sums), k_len=keys)
-    run.run_tiled("prepare", call, blocks_of_rows, {name: common[name] for name in taken} | own)
-    common |= dict(Rows=kept)
+    only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
+    lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
+    launched["Rows"] = _preprocess(p, lost, grad_lse, None if grad_weights is None else weights, stats, query_sums)
+    of_rows = Grads(None, None, of_scores, *by_row)
+    grad_key, grad_value = map(arguments.of, (grad_key, grad_value))
+    of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None)
     if "dq" in names:
-        own = dict(GradQ=_view(grad_query), GradBias=whole)
-        own |= dict(BiasSums=by_rows, SlopeSums=slope_sums, SinkSums=sink_sums)
-        run.run_tiled(
-            "dq",
-            call,
-            lambda tile: blocks.turns(call, tile.rows) * heads,
-            common | own,
-            lambda tile: blocks.walks(call, marks, grain, tile),
-        )
-        whole = None
-    for name in {"one_pass", "dkdv"}.intersection(names):
-        own = dict(GradK=_view(grad_key), GradV=_view(grad_value), GradBias=whole, BiasSums=by_keys)
-
-        def more(tile):
-            added = arguments.descriptor(sums, tile.rows) if tile.bulk else _view(sums)
-            return blocks.walks(call, marks, grain, tile, by_keys=True) | dict(GradQ=added)
-
-        def blocks_of_keys(tile):
-            return blocks.turns(call, tile.keys, by_keys=True) * call.key.shape[1]
-
-        run.run_tiled(name, call, blocks_of_keys, common | own, more)
-    if sums is not None:
-        own = dict(Sums=arguments.of(sums), GradQ=arguments.of(grad_query))
-        own |= {name: common[name] for name in ("q_len", "score", "HEADS", "D")}
-        run.run_tiled("convert", call, blocks_of_rows, own)
+        _dq(p, grad_query, of_rows)
+    if "dkdv" in names or "one_pass" in names:
+        _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
+    if query_sums is not None:
+        _postprocess(p, query_sums, grad_query)
     if "dbias" in names:
-        own_batch, own_heads = grad_bias.shape[:2]
-        met = marks & 1
-        met = met if own_batch == batch else met.amax(0, keepdim=True)
-        met = met if own_heads == heads else met.amax(1, keepdim=True)
-        met = met.expand(own_batch, own_heads, cdiv(rows, grain), cdiv(keys, grain))
-        own = dict(GradBias=arguments.of(grad_bias), marks=arguments.of(met), GRAIN=grain)
-        own |= dict(batches=batch // own_batch, BIAS_HEADS=own_heads, most_q=rows, most_k=keys)
-        run.run_tiled(
-            "dbias",
-            call,
-            lambda tile: cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * own_batch * own_heads,
-            common | own,
-            lambda tile: dict(extents=blocks.extents(call.lengths)),
-        )
-
-    # In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
-    if by_rows is not None:
-        grad_bias.copy_(_spread(by_rows.double(), call.offsets_q, rows).sum_to_size(grad_bias.shape))
-    if by_keys is not None:
-        total = _spread(by_keys.double().sum(3, keepdim=True), call.offsets_k, keys)
-        grad_bias.copy_(total.mT.sum_to_size(grad_bias.shape))
-    for each, grad in ((sink_sums, grad_sinks), (slope_sums, grad_slopes)):
-        if each is not None:
-            grad.copy_(_totals(each.double(), call.offsets_q, grad.shape[0]).sum_to_size(grad.shape))
+        _dbias(p, grad_bias)
+    _add_up(p, of_rows, grad_bias, grad_slopes, grad_sinks)
+    _add_up(p, of_keys, grad_bias, None, None)

@@ -67,10 +67,9 @@ def mark(mask, key_mask, query_mask, bias, lengths, grain):
 def turns(call, block, by_keys=False):
     """How many turns blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
     batch, _, rows, keys = arguments.sizes(call)
-    lengths = call.lengths
-    if lengths is None:
+    if call.offsets_q is None:
         return cdiv(keys if by_keys else rows, block) * batch
-    return (lengths.keys if by_keys else lengths.rows) // block + batch
+    return (call.key if by_keys else call.query).shape[2] // block + batch
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0):
@@ -101,6 +100,8 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
 
 def sequences_of(call, block, by_keys=False):
     """The Sequences of a call, with turns of blocks of so many rows, or keys; None if it is not packed."""
+    if call.offsets_q is None:
+        return None
     return packed_sequences(call.lengths, block, by_keys, turns(call, block, by_keys))
 
 
@@ -141,11 +142,13 @@ def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
 
 def marked(call):
     """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
+    if not arguments.hides(call):
+        return None, None
     size = grain(run.device_of(call.query))
     if call.marks is not None:
         return call.marks, size
     if all(x is None for x in call.hiding):
-        return None, size
+        return None, None
     return mark(*call.hiding, call.lengths, size), size
 
 

@@ -7,13 +7,10 @@ then. What was found is kept: calls of the same kind take another backend from t
 import errno
 import subprocess
 import warnings
-from typing import Any
-
-import torch
 
 # What may be otherwise the next time: a disk that is full, too many files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
-_known: dict[tuple, str] = {}
+known_kinds: dict[tuple, str] = {}  # {what calls share whose kernel fails where one does: why}
 _warned: set[str] = set()
 
 
@@ -23,23 +20,13 @@ class Unusable(Exception):
 
 def forget() -> None:
     """Try every kernel again."""
-    _known.clear()
+    known_kinds.clear()
     _warned.clear()
-
-
-def kind(name: str, device: torch.device, *rest: Any) -> tuple:
-    """What calls share whose kernel fails for all of them if it fails for one."""
-    return name, device, *rest
-
-
-def any_known() -> bool:
-    """Whether any kernel is known not to run."""
-    return bool(_known)
 
 
 def known(key: tuple) -> "Unusable | None":
     """Why a kernel is known not to run for calls of a kind; None if it is not."""
-    found = _known.get(("every kernel", key[1])) or _known.get(key) if _known else None
+    found = known_kinds.get(("every kernel", key[1])) or known_kinds.get(key) if known_kinds else None
     return None if found is None else Unusable(found)
 
 
@@ -49,7 +36,7 @@ def remember(key: tuple, error: Exception) -> "Unusable":
     whole, what, advice = _judge(name, error)
     found = f"{what} on {device} ({_cause(error)}); {advice}"
     if not (isinstance(error, OSError) and error.errno in _PASSING):
-        _known[("every kernel", device) if whole else key] = found
+        known_kinds[("every kernel", device) if whole else key] = found
     return Unusable(found)
 
 

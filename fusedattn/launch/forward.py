@@ -9,29 +9,47 @@ from . import arguments, blocks, hopper, run, tiles
 def _forward_on_hopper(out, lse, stats, call):
     """`forward` without weights, by the kernel for Hopper; it copies what the compiler passed on without asking."""
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
-    taken, device, target = hopper.pipeline(call), run.device_of(call.query), hopper.readable(out)
+    pipeline, device, target = hopper.pipeline(call), run.device_of(call.query), hopper.readable(out)
     assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
-    given = hopper.arguments(call, target, taken) | dict(Lse=lse, Stats=stats)
-    registers, *_ = tiles.REGISTERS[taken.warpgroups]
+    launched = hopper.arguments(call, target, pipeline) | dict(Lse=lse, Stats=stats)
+    registers, *_ = tiles.REGISTERS[pipeline.warpgroups]
     with run.surroundings(device):
-        programs = hopper.programs(call, taken, run.multiprocessors(device))
-        run.run_kernel("hopper", programs, given, device, num_warps=4, maxnreg=registers)
+        programs = hopper.programs(call, pipeline, run.multiprocessors(device))
+        run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
     if target is not out:
         out.copy_(target)
 
 
 def _forward(out, lse, stats, call):
     """`forward` without weights, by the kernel for every GPU."""
-    programs = call.query.shape[0] * call.key.shape[1]
-    if arguments.packs(call, out) and programs >= run.multiprocessors(run.device_of(call.query)):
+    planes = call.query.shape[0] * call.key.shape[1]
+    if arguments.packs(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
         call, out = arguments.packed(call, out)
+    batch, heads, rows, _ = call.query.shape
+    launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, lists=None)
+    if call.offsets_q is None and not arguments.hides(call):
+        run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched)
+        return
     marks = blocks.marked(call)
     run.run_tiled(
         "forward",
         call,
-        lambda tile: blocks.turns(call, tile.rows) * call.query.shape[1],
-        arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats),
+        lambda tile: blocks.turns(call, tile.rows) * heads,
+        launched,
         lambda tile: blocks.walks(call, *marks, tile),
+    )
+
+
+def _weights(weights, stats, call):
+    """Fill weights from the stats of the forward."""
+    launched, columns = arguments.common(call), weights.shape[3]
+    launched.pop("V")
+    run.run_tiled(
+        "weights",
+        call,
+        lambda tile: blocks.turns(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
+        launched | dict(Weights=arguments.of(weights), Stats=stats, columns=columns),
+        lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
     )
 
 
@@ -42,12 +60,4 @@ def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
-        common, columns = arguments.common(call), weights.shape[3]
-        common.pop("V")
-        run.run_tiled(
-            "weights",
-            call,
-            lambda tile: blocks.turns(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
-            common | dict(Weights=arguments.of(weights), Stats=stats, columns=columns),
-            lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
-        )
+        _weights(weights, stats, call)

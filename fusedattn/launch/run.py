@@ -28,7 +28,6 @@ from ..kernels import (
 )
 from ..kernels.vocabulary.tiles import width
 from . import failures, hopper, launcher, tiles as tile_table
-from .arguments import sizes
 
 
 def interpreting() -> bool:
@@ -75,8 +74,8 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
     """
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
-        kind = failures.kind(name, device) if kind is None else kind
-        if (why := failures.known(kind)) is not None:
+        kind = (name, device) if kind is None else kind
+        if failures.known_kinds and (why := failures.known(kind)) is not None:
             raise why
         options["enable_fp_fusion"] = True  # kernels are written for it, and from 3.10 on it is not the default
         try:
@@ -136,7 +135,6 @@ KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
-_too_large: dict[tuple, int] = {}  # `kind_of`: how many of its tiles the device cannot hold
 
 
 def widest(call):
@@ -144,30 +142,32 @@ def widest(call):
     return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
 
 
-def kind_of(name, call):
-    query = call.query
-    few = sizes(call)[2] <= tile_table.FEW_ROWS and name in ("forward", "dq")
-    narrow = tile_table.narrow(call.left, call.right) or few
-    return failures.kind(name, device_of(query), query.dtype, widest(call), _load(call), narrow)
-
-
 def _load(call):
     """What a call asks of each pair beyond its score and its weight, as `tiles` has it."""
-    if any(x is not None for x in (call.bias, call.alibi_slopes, call.softcap, call.seed)):
+    if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
     return "plain" if call.mask is None else "masked"
 
 
-def _tiles(kind):
-    name, device, dtype, width, *rest = kind
-    return tile_table.tiles(name, capability(device), dtype.itemsize, width, *rest)
+def kind_of(name, call):
+    """What calls share that take the same tiles of a kernel, and whose kernel fails where that of one does."""
+    query, rows = call.query, call.query.shape[2]
+    if call.offsets_q is not None and call.most_q is not None:
+        rows = call.most_q
+    small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq")
+    if not small and call.left is not None and call.right is not None:
+        small = tile_table.narrow(call.left, call.right)
+    return name, device_of(query), query.dtype, widest(call), _load(call), small
 
 
 def candidates(name, call):
     """Tiles that a kernel may take for a call, best first, less those that the device is known not to hold."""
     kind = kind_of(name, call)
-    tiles = _tiles(kind)
-    return tiles[min(_too_large.get(kind, 0), len(tiles) - 1) :]
+    fitting = tile_table.fitting.get(kind)
+    if fitting is None:
+        _, device, dtype, *rest = kind
+        fitting = tile_table.fitting[kind] = tile_table.tiles(name, capability(device), dtype.itemsize, *rest)
+    return fitting
 
 
 def surroundings(device):
@@ -183,45 +183,42 @@ def run_tiled(name, call, programs, arguments, more=None):
     Args:
         programs: of a tile, how many there are to run. more: of a tile, what arguments there are besides.
     """
-    tiles, recorder, device, kind = (
-        candidates(name, call),
-        current_recorder(),
-        device_of(call.query),
-        kind_of(name, call),
-    )
+    kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
+    tiles = candidates(name, call)
     with surroundings(device):
-        for left, tile in zip(reversed(range(len(tiles))), tiles, strict=True):
+        for tile in tiles:
             before = None if recorder is None else recorder.position()
             blocks = {"BLOCK_M": tile.rows} if tile.keys is None else {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
             if more is not None:
                 blocks |= more(tile)
+            options, last = dict(num_warps=tile.warps, num_stages=tile.stages), tile is tiles[-1]
             try:
-                options = dict(num_warps=tile.warps, num_stages=tile.stages)
-                run_kernel(name, programs(tile), arguments | blocks, device, kind, last=not left, **options)
+                run_kernel(name, programs(tile), arguments | blocks, device, kind, last=last, **options)
                 return
             except OutOfResources:
-                if not left:
+                if last:
                     raise
                 if recorder is not None:
                     recorder.back(before)  # the lists of this tile
-                # Counted from the end: another thread may have come as far meanwhile.
-                _too_large[kind] = len(_tiles(kind)) - left
+                # Another thread may have come further meanwhile.
+                smaller = tiles[tiles.index(tile) + 1 :]
+                tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)
 
 
 def failed(call: Call, names) -> "failures.Unusable | None":
     """Why one of these kernels, or of those that go before them, is known not to run for a call; None if none is."""
     device = device_of(call.query)
-    kinds = [failures.kind(name, device) if name == "hopper" else kind_of(name, call) for name in names]
+    kinds = [(name, device) if name == "hopper" else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.marks is not None or any(x is not None for x in call.hiding)):
-        kinds += [failures.kind(name, device) for name in ("mark", "list_blocks")]
+        kinds += [(name, device) for name in ("mark", "list_blocks")]
     if call.lengths is not None:
-        kinds.append(failures.kind("take_turns", device))
+        kinds.append(("take_turns", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, with the kernels of its backward."""
     names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), *backward]
-    found = {"hopper": hopper.pipeline(call)} if on_hopper else {}
-    return found | {name: candidates(name, call)[0] for name in names}
+    pipeline = {"hopper": hopper.pipeline(call)} if on_hopper else {}
+    return pipeline | {name: candidates(name, call)[0] for name in names}

@@ -222,6 +222,10 @@ RICH = {
 }
 
 
+# What kernels were given so far, less what the device was found not to hold: {kind, as `run.kind_of` has it: tiles}.
+fitting: dict[tuple, tuple[Tile, ...]] = {}
+
+
 def architecture(capability):
     """Whose rows of the table a GPU takes first: 86, 89 and 120 have little shared memory, 90 and 100 have much."""
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86

@@ -4,16 +4,18 @@ Operators are opaque to the compiler: a schema, an implementation for CUDA and f
 fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, kept_columns
+from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain
 from ..call.layout import dense
-from ..launch.failures import Unusable, any_known, take_next
+from ..launch import failures
+from ..launch.failures import Unusable, take_next
 from ..naive import formula
-from ..private import below_autograd, forward_mode, has_storage, transforms_active
+from ..private import below_autograd, forward_level, has_storage, transforms_active
 from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
 
@@ -30,39 +32,66 @@ _MASKS = 4  # how many arguments of mark come before the lengths
 _BEFORE = 6  # how many arguments of backward come before them
 
 
-def new_forward(*arguments):
-    """Uninitialised (out, lse, weights, stats) of the arguments of the forward.
+def run_operator(operator, implementation, arguments):
+    """What an operator computes: by the dispatcher, if something must see the operator, otherwise at once.
 
-    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `kept_columns`),
+    The dispatcher also materialises tensors that are not what lies in memory. What comes this way has been checked.
+    """
+    if plain(arguments):
+        return implementation(*arguments)
+    with below_autograd():
+        return operator(*arguments)
+
+
+def stats_columns(dtype: torch.dtype, width: int) -> int:
+    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` has them.
+
+    Two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
+    """
+    return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
+
+
+def _dense(like: Tensor, shape) -> Tensor:
+    """`dense`, which a contiguous tensor need not be asked for."""
+    return like.new_empty(shape) if like.is_contiguous() else dense(like, shape)
+
+
+def _new(call, need_lse, need_weights, save):
+    """Uninitialised (out, lse, weights, stats).
+
+    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `stats_columns`),
     what recomputes weights and the mean of their gradients, if nothing will.
     """
-    *fields, need_lse, need_weights, save, _ = arguments
-    call = Call(*fields)
-    rows = call.query.shape[:3]
-    wide = torch.promote_types(call.query.dtype, torch.float32)
-    lse = call.query.new_empty(rows if need_lse else (0,), dtype=wide)
+    query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_empty(rows if need_lse else (0,), dtype=wide)
     columns = call.key.shape[2] if call.offsets_q is None else call.most_k
-    weights = call.query.new_empty((*rows, columns) if need_weights else (0,))
-    out = dense(call.query, (*rows, call.value.shape[3]))
-    kept = kept_columns(out.dtype, out.shape[3])
+    weights = query.new_empty((*rows, columns) if need_weights else (0,))
+    out = _dense(query, (*rows, width))
+    kept = stats_columns(query.dtype, width)
     return out, lse, weights, lse.new_empty((*rows, kept) if save or need_weights else (0,))
+
+
+def new_forward(*arguments):
+    """`_new` of the arguments of the forward."""
+    return _new(Call(*arguments[:-_AFTER]), *arguments[-_AFTER:-1])
 
 
 def new_backward(*arguments):
     """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed."""
     inputs, need = arguments[_BEFORE : _BEFORE + DIFFERENTIABLE], arguments[-1]
-    return tuple(
-        dense(x, x.shape) if needed else inputs[0].new_empty(0) for x, needed in zip(inputs, need, strict=True)
-    )
+    pairs = zip(inputs, need, strict=True)
+    return tuple([_dense(x, x.shape) if needed else inputs[0].new_empty(0) for x, needed in pairs])
 
 
 def _forward(*arguments):
-    out, *rest = results = new_forward(*arguments)
+    call = Call(*arguments[:-_AFTER])
+    out, *rest = results = _new(call, *arguments[-_AFTER:-1])
     if out.numel():
         # The first call imports Triton, nothing before it does.
         from ..launch import forward, run as launch
 
-        filled, call = [x if x.numel() else None for x in rest], Call(*arguments[:-_AFTER])
+        filled = [x if x.numel() else None for x in rest]
         for on_hopper in (True, False) if arguments[-1] and launch.has_hopper(out) else (False,):
             try:
                 forward.forward(out, *filled, call, on_hopper)
@@ -91,7 +120,8 @@ def _backward(*arguments):
     wanted = [grad if grad.numel() else None for grad in grads]
     call = Call(*arguments[_BEFORE:-1])
     try:
-        if (why := launch.failed(call, ["forward", *["weights"] * (weights.dim() == 4)])) is not None:
+        names = ["forward", *["weights"] * (weights.dim() == 4)]
+        if failures.known_kinds and (why := launch.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
         gradients.fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
     except Unusable as why:
@@ -131,7 +161,7 @@ register(
     f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
     _backward,
     new_backward,
-    rules.check_backward,
+    functools.partial(rules.check_backward, stats_columns),
 )
 register(
     "mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
@@ -224,8 +254,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        with below_autograd():
-            return OPERATORS.backward(*arguments)
+        return run_operator(OPERATORS.backward, _backward, arguments)
 
     setup_context = staticmethod(_keep_again)
     backward = staticmethod(_differentiate_again)
@@ -257,8 +286,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        with below_autograd():
-            return OPERATORS.forward(*arguments)
+        return run_operator(OPERATORS.forward, _forward, arguments)
 
     setup_context = staticmethod(_keep)
 
@@ -282,23 +310,21 @@ def _attend(
     call: Call, need_lse: bool, need_weights: bool, on_hopper: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, lse or None, weights or None) of a checked call."""
-    inputs = [x for x in call[:DIFFERENTIABLE] if isinstance(x, Tensor)]
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
     # Neither of these shows in requires_grad.
-    transformed = transforms_active() or forward_mode()
+    transformed = transforms_active() or forward_level() >= 0
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
         out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, on_hopper)
     elif save or transformed:
-        masks = call.hiding
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
-        if call.marks is None and not transformed and any(x is not None for x in masks):
-            call = call._replace(marks=marks_or_none(masks, call.lengths))
+        if not (transformed or call.mask is call.key_mask is call.query_mask is call.bias is None):
+            call = _marked(call)
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
-        with below_autograd():
-            out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, False, on_hopper)
+        arguments = *call, need_lse, need_weights, False, on_hopper
+        out, lse, weights, _ = run_operator(OPERATORS.forward, _forward, arguments)
     return out, lse if need_lse else None, weights if need_weights else None
 
 
@@ -333,9 +359,16 @@ def marks_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None
         return None
 
 
+def _marked(call: Call) -> Call:
+    """A call with the marks of its masks."""
+    if call.marks is not None or all(x is None for x in call.hiding):
+        return call
+    return call._replace(marks=marks_or_none(call.hiding, call.lengths))
+
+
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
-    if not any_known() or torch.compiler.is_compiling():
+    if not failures.known_kinds or torch.compiler.is_compiling():
         return []
     from ..launch import backward as gradients, run as launch
 

@@ -9,62 +9,73 @@ import torch
 from torch import Tensor
 
 from ..call.cached import CacheArguments, Decode, capacity, check_gradients, stand_in
-from ..call.form import Call
+from ..call.form import Call, plain
 from ..call.layout import dense
-from ..launch.failures import Unusable, any_known
+from ..launch import failures
+from ..launch.failures import Unusable
 from ..naive import cached, formula
 from ..private import argument_names, below_autograd
 from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
 
 
-def _append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named):
-    from ..launch import cached as decode_launch
+def _append(decode: Decode) -> None:
+    """Write what is new into the caches."""
+    from ..launch import cached as launch
 
-    nothing = dict.fromkeys(Call._fields[3:]) | dict(top_left=False, scale=1.0, dropout_p=0.0, named=named)
-    call = Call(new_key, *_stand_ins(key_cache, value_cache, table), **nothing)
-    caches = key_cache, value_cache, lengths, table
-    decode = Decode(call, *caches, new_key.shape[2], new_key, new_value, cos, sin, interleaved)
     try:
-        decode_launch.append(decode)
+        launch.append(decode)
     except Unusable as why:
         fallback.append(decode, why)
+
+
+def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named):
+    call = Call(new_key, *_stand_ins(key_cache, value_cache, table), named=named)
+    caches = key_cache, value_cache, lengths, table
+    _append(Decode(call, *caches, new_key.shape[2], new_key, new_value, cos, sin, interleaved))
 
 
 def _stand_ins(key_cache, value_cache, table):
     return stand_in(key_cache, table), stand_in(value_cache, table)
 
 
-def _new(query, key_cache, value_cache, *rest):
-    """Uninitialised (out, lse) of the arguments of `decode`; lse (B, Hq, Sq) is empty unless needed."""
+def _new(query, value_cache, need_lse):
+    """Uninitialised (out, lse) of a call to a cache; lse (B, Hq, Sq) is empty unless needed."""
     rows, wide = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
-    out = dense(query, (*rows, value_cache.shape[3]))
-    return out, query.new_empty(rows if rest[-1] else (0,), dtype=wide)
+    shape = (*rows, value_cache.shape[3])
+    out = query.new_empty(shape) if query.is_contiguous() else dense(query, shape)
+    return out, query.new_empty(rows if need_lse else (0,), dtype=wide)
 
 
 def _call(query, key_cache, value_cache, lengths, table, *rest):
     """The Call of a Decode, of the arguments of `decode`."""
     *options, softcap, named, _ = rest[4:]
     bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
-    neither = dict.fromkeys(("seed", "marks", "offsets_q", "offsets_k"))
-    numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, dropout_p=0.0)
-    numbers["named"] = named
+    numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, named=named)
     keys = _stand_ins(key_cache, value_cache, table)
-    return Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **neither, **numbers)
+    return Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **numbers)
 
 
-def _decode(*arguments):
-    out, lse = _new(*arguments)
+def _attend(decode: Decode, need_lse: bool) -> tuple[Tensor, Tensor]:
+    """(output, lse) of a call to a cache, to which what is new has been appended."""
+    out, lse = _new(decode.call.query, decode.value_cache, need_lse)
     if out.numel():
-        from ..launch import cached as decode_launch
+        from ..launch import cached as launch
 
-        _, *caches, added, cos, sin, interleaved = arguments[:9]
-        decode = Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved)
         try:
-            decode_launch.attend(out, lse, decode)
+            launch.attend(out, lse, decode)
         except Unusable as why:
             fallback.decode((out, lse), decode, why)
     return out, lse
+
+
+def _decode_operator(*arguments):
+    _, *caches, added, cos, sin, interleaved = arguments[:9]
+    return _attend(Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved), arguments[-1])
+
+
+def _new_decode(query, key_cache, value_cache, *rest):
+    return _new(query, value_cache, rest[-1])
 
 
 def _check_decode(*arguments):
@@ -78,7 +89,7 @@ _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
 register(
     "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
     f"Tensor new_value, {_TURNING}, bool named) -> ()",
-    _append,
+    _append_operator,
     lambda *_: None,
     rules.check_append,
 )
@@ -87,8 +98,8 @@ register(
     f"SymInt added, {_TURNING}, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, Tensor? key_mask, "
     "Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, bool named, "
     "bool need_lse) -> (Tensor out, Tensor lse)",
-    _decode,
-    _new,
+    _decode_operator,
+    _new_decode,
     _check_decode,
 )
 
@@ -103,27 +114,37 @@ _refuse("append")
 _refuse("decode")
 
 
-def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, lse or None, weights or None) of a checked call: the backend "triton". Weights are computed naively."""
+def _run_operators(decode: Decode, need_lse: bool) -> tuple[Tensor, Tensor]:
+    """`_append` and `_attend` by torch's dispatcher, for whatever must see them."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap, call.named
-    compiling = torch.compiler.is_compiling()
-    with contextlib.nullcontext() if compiling else below_autograd():  # the call has been checked for derivatives
+    # No derivative is wanted: the call has been checked for that.
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else below_autograd():
         if decode.new_key is not None:
             OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning, call.named)
-            if not compiling:  # to a compiler the operator's schema says so
-                torch.autograd.graph.increment_version(caches[:2])
-        out, lse = OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+        return OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+
+
+def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(output, lse or None, weights or None) of a checked call: the backend "triton". Weights are computed naively."""
+    if plain((*decode.call, *decode[1:])):
+        if decode.new_key is not None:
+            _append(decode)
+        out, lse = _attend(decode, need_lse)
+    else:
+        out, lse = _run_operators(decode, need_lse)
+    if decode.new_key is not None and not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
+        torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
     weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
 def failed(decode: Decode) -> list[str]:
     """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
-    if not any_known() or torch.compiler.is_compiling():
+    if not failures.known_kinds or torch.compiler.is_compiling():
         return []
-    from ..launch import cached as decode_launch
+    from ..launch import cached as launch
 
-    return [str(why)] if (why := decode_launch.failed(decode)) is not None else []
+    return [str(why)] if (why := launch.failed(decode)) is not None else []

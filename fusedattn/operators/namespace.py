@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ..call.form import differentiated
-from ..private import any_requires_grad, forward_mode, redispatch, transforms_active
+from ..private import any_requires_grad, forward_level, redispatch, transforms_active
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
@@ -75,7 +75,7 @@ def register_derivative(name: str, differentiate: Callable) -> None:
 
     def run(keyset, *arguments):
         recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
-        if recorded or (forward_mode() and differentiated(arguments)):
+        if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
             return differentiate(*arguments)

@@ -4,6 +4,7 @@ Sizes, dtypes, devices and numbers. What offsets, lengths, pages and marks hold 
 the tensors whatever that is.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..call import cached, packed, rules
 from ..call.cached import CacheArguments
-from ..call.form import DIFFERENTIABLE, Call, Lengths, kept_columns
+from ..call.form import DIFFERENTIABLE, Call, Lengths
 from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.rules import (
@@ -68,8 +69,8 @@ NEW_KEY_CACHE = (
 
 
 def _sizes(query: Tensor, batch: int, rows: int, keys: int) -> Sizes:
-    heads = query.shape[1]
-    return Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys))
+    scores = batch, query.shape[1], rows, keys
+    return Sizes(query.device, query.dtype, 4, *scores, scores)
 
 
 def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
@@ -148,20 +149,22 @@ def check_forward(*arguments: Any) -> None:
             fail(ValueError, "on_hopper", f"False where {found[0]}", True)
 
 
-def check_backward(*arguments: Any) -> None:
-    """Those of `backward`."""
+def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments: Any) -> None:
+    """Those of `backward`; stats_columns of (dtype, Dv) is how many columns the forward's stats have, 2 will do."""
     grad_out, grad_lse, grad_weights, out, weights, stats, *fields, need = arguments
     call, needs_weights = Call(*fields), grad_weights is not None
     check_call(call, needs_weights)
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
     columns = call.key.shape[2] if call.offsets_q is None else call.most_k
+    wide, few = torch.promote_types(dtype, torch.float32), stats.dim() == 4 and stats.shape[3] == 2
+    kept = 2 if few else stats_columns(dtype, call.value.shape[3])
     results: dict[str, tuple] = {
         "grad_out": (grad_out, dtype, (*rows, call.value.shape[3])),
         "grad_lse": (grad_lse, None, rows),
         "grad_weights": (grad_weights, dtype, (*rows, columns)),
         "out": (out, dtype, (*rows, call.value.shape[3])),
         "weights": (weights if needs_weights else None, dtype, (*rows, columns)),
-        "stats": (stats, torch.promote_types(dtype, torch.float32), (*rows, _stats_columns(call, stats))),
+        "stats": (stats, wide, (*rows, kept)),
     }
     for name, (x, wanted, shape) in results.items():
         if x is None:
@@ -177,11 +180,6 @@ def check_backward(*arguments: Any) -> None:
     for name, x, needed in zip(Call._fields, call, need, strict=False):
         if needed and x is None:
             fail(ValueError, "need", f"False for {name}, which is None", True)
-
-
-def _stats_columns(call: Call, stats: Tensor) -> int:
-    """What the last dimension of stats is to be: two will do, where nobody kept more."""
-    return 2 if stats.dim() == 4 and stats.shape[3] == 2 else kept_columns(call.query.dtype, call.value.shape[3])
 
 
 def check_mark(*arguments: Any) -> None:

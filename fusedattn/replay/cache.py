@@ -13,19 +13,13 @@ from torch import Tensor, float32, strided
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..call.form import DIFFERENTIABLE, Call, asked_in_order, rank4, rows, seed_tensor
+from .. import backends
+from ..call.form import DIFFERENTIABLE, Arguments, Call, Plan, asked, rank4, results, rows, seed_tensor, watched
+from ..call.rules import check_flags, checked
+from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention
-from ..private import (
-    TensorGuards,
-    any_autocast,
-    can_replay,
-    dispatch_modes,
-    forward_mode,
-    has_storage,
-    tracing,
-    transforms_active,
-)
+from ..private import TensorGuards, any_autocast, can_replay, has_storage
 
 MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
 MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
@@ -60,14 +54,31 @@ _recent: dict[tuple, list] = {}  # {a Kind but for its facts: [(TensorGuards of 
 
 def forget() -> None:
     """Find everything out anew: for who changes what calls are made of, such as the tiles."""
+    tiles.fitting.clear()
     _known.clear()
     _met.clear()
     _recent.clear()
 
 
-def _watched() -> bool:
-    """Whether something must see what is computed as operators of torch."""
-    return is_compiling() or dispatch_modes() != 0 or transforms_active()
+def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
+    """What `attention` returns: a replay of a call like this one, or else checked, by the backend that takes it."""
+    query, key, value, mask, bias, key_mask, query_mask, *options, slopes, sinks, dropout_p, seed = arguments
+    tensors: tuple[Any, ...] = (query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, None)
+    if type(mask) is Plan and key_mask is None and query_mask is None:
+        tensors = *tensors[:6], *mask[:3], seed, mask.marks
+    named = backends.chosen.name if backend is None else backend
+    numbers = *options, dropout_p, return_lse, return_weights, named, torch.is_grad_enabled()
+    replay = find(tensors, numbers)
+    if replay is not None:
+        return replay(tensors)
+    check_flags(return_lse=return_lse, return_weights=return_weights)
+    call = checked(arguments, named is not None)
+    chosen = backends.choose(call, return_weights, named)
+    replay = learn(tensors, numbers, call, chosen.run) if chosen.run in REPEATS else None
+    if replay is not None:
+        return replay((*tensors[:9], call.seed, call.marks))
+    out, lse, weights = chosen.run(call, return_lse, return_weights)
+    return results(query.dim(), out, lse if return_lse else None, weights)
 
 
 def _usual(numbers: tuple) -> bool:
@@ -115,7 +126,7 @@ def _precision(tensor: Tensor) -> str | None:
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
     """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
-    if _watched() or tracing() or forward_mode():
+    if watched():
         return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
     given: tuple = (query, key, value)
@@ -126,7 +137,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or not _ordinary(given):
         return None
-    return given, (numbers, _precision(given[0]), asked_in_order(), there)
+    return given, (numbers, _precision(given[0]), asked.in_order, there)
 
 
 def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Kind | None:
@@ -256,7 +267,7 @@ class Repeated:
         tensors = [kept.get(number) for number in range(_MARKS)]
         tensors.append(kept.get(self.marks))
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
-        if torch.is_grad_enabled() or _watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
+        if torch.is_grad_enabled() or watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
         stats = stats.contiguous()

@@ -16,6 +16,21 @@ class Row(NamedTuple):
     dlse: tl.tensor
 
 
+class Grads(NamedTuple):
+    """Where the gradients of a pass go, each None where nobody wants it; that of q is an argument of its own.
+
+    k, v and bias are Views, bias that of the scores (B, Hq, Sq, Sk). The sums are contiguous tables: of the gradient of
+    the scores, by row or by key, and by row of those of slopes and sinks.
+    """
+
+    k: tiles.View
+    v: tiles.View
+    bias: tiles.View
+    bias_sums: tl.tensor
+    slope_sums: tl.tensor
+    sink_sums: tl.tensor
+
+
 @triton.jit
 def load(Rows, plane, rows, n):
     """The Row of each of some rows, from what `backward.prepare` wrote."""

@@ -56,7 +56,8 @@ def test_a_window_needs_fewer():
         names = arguments.keys() & set(cached.CacheArguments._fields)
         given = {name: arguments.pop(name) for name in names}
         call = cached.Arguments(None, None, None, **arguments)
-        return decode_launch._seen(cached.checked(cached.CacheArguments(**given), call))
+        decode = cached.checked(cached.CacheArguments(**given), call)
+        return decode_launch.visible_keys(decode.call, cached.room(decode))
 
     assert seen() == seen(window=(None, 5)) == seen(causal=True) == seen(window=(5000, 0)) == 4096
     assert seen(window=(100, 0)) == seen(window=(100, None)) == 103
@@ -136,7 +137,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     case, run = PACKED._replace(lengths=(0, 44)), launch.run_kernel
     want = attend(case.draw(device))
     tiles = configs.Tile(16, 32, 4, 1), configs.Tile(16, 16, 4, 1)
-    monkeypatch.setattr(launch, "_too_large", {})
+    monkeypatch.setattr(configs, "fitting", {})
     monkeypatch.setattr(configs, "INTERPRETED", {**configs.INTERPRETED, "decode_16": tiles})
     monkeypatch.setitem(configs.TABLE, ("decode_16", 80, 4, 64), tiles)
     monkeypatch.setitem(configs.TABLE, ("decode_16", 90, 4, 64), tiles)
@@ -152,7 +153,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     for first, second in ((2, 1), (1, 2)):
         # 48 keys are two blocks of the first tile, and three of the second.
         monkeypatch.setattr(configs, "splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
-        monkeypatch.setattr(launch, "_too_large", {})
+        monkeypatch.setattr(configs, "fitting", {})
         names.clear()
         for got, right in zip(attend(case.draw(device)), want, strict=True):
             torch.testing.assert_close(got, right)

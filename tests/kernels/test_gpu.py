@@ -60,7 +60,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
                 return tiles[min(place, len(tiles) - 1) :]
 
             monkeypatch.setattr(configs, "tiles", one)
-            monkeypatch.setattr(launch, "_too_large", {})
+            monkeypatch.setattr(configs, "fitting", {})
             cache.forget()
             for same_each_time in (False, True):
                 monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda same=same_each_time: same)

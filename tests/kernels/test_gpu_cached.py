@@ -74,7 +74,7 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
                 return tiles[min(place, len(tiles) - 1) :]
 
             monkeypatch.setattr(configs, "tiles", one)
-            monkeypatch.setattr(run, "_too_large", {})
+            monkeypatch.setattr(configs, "fitting", {})
             for rows in (2, 7, 16):
                 judged(*filled(cuda, rows=rows, dim=dim, dtype=dtype, page=64), causal=True)
     check(EVERYTHING._replace(D=dim, Dv=dim, dtype=dtype), cuda, "triton")  # by the last of them

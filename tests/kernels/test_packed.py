@@ -251,6 +251,7 @@ def test_in_one_pass_too_a_sequence_does_not_see_its_neighbours(bulk, device, mo
     if device == "cpu":
         tile = tiles.INTERPRETED["one_pass"][0]._replace(bulk=bulk)
         monkeypatch.setitem(tiles.INTERPRETED, "one_pass", (tile,))
+        monkeypatch.setattr(tiles, "fitting", {})
     rows = keys = (20, 33, 9)
     query, key, value, grad = draw_packed(rows, keys, device, dtype=torch.float16, dims=(16, 16))
     cu = offsets(rows, device)

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn import backends
-from fusedattn.launch import failures, forward, launcher, run, tiles as configs
+from fusedattn.launch import failures, forward, launcher, tiles as configs
 
 from ..inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
 from ..offline import absent
@@ -48,7 +48,7 @@ def test_this_file_without_the_interpreter():
 def failing(monkeypatch):
     """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
-    monkeypatch.setattr(run, "_too_large", {})
+    monkeypatch.setattr(configs, "fitting", {})
     tiles = configs.tiles
     small = configs.Tile(16, 16, 4, 1)
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 import fusedattn as fa
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.launch import hopper, launcher, run as launch, tiles as configs
+from fusedattn.launch import hopper, launcher, tiles as configs
 from fusedattn.operators import attention
 from fusedattn.replay import cache
 
@@ -261,7 +261,7 @@ def test_hooks_of_launches_are_called():
 @compiled
 @pytest.mark.parametrize("mask", [None, torch.ones(128, 128, dtype=torch.bool).tril()], ids=["no mask", "mask"])
 def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
-    monkeypatch.setattr(launch, "_too_large", {})
+    monkeypatch.setattr(configs, "fitting", {})
     seen, tried = Launches(), []
     query = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
 
@@ -276,7 +276,8 @@ def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
         for _ in range(2):
             fa.attention(query, query + 1, query + 2, mask=mask, backend="triton")
     assert len(tried) == 2 and len(seen.log) == (2 if mask is None else 6)
-    assert list(launch._too_large.values()) == [1]
+    ((_, _, dtype, width, load, _), fitting), *_ = (x for x in configs.fitting.items() if x[0][0] == "forward")
+    assert fitting == configs.tiles("forward", 90, dtype.itemsize, width, load)[1:]
 
 
 @compiled
