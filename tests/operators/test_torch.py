@@ -4,9 +4,11 @@ import io
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
+from fusedattn.operators import attention, cached
 
 from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, fields, learned, loss, same
 
@@ -262,3 +264,37 @@ def test_fake_tensors_have_the_strides_of_the_real(device, backend):
 
 def test_meta_tensors_have_a_shape():
     assert fa.attention(*draw("meta")).shape == (2, HQ, SQ, DV)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.names.add(str(operator))
+        return operator(*arguments, **(options or {}))
+
+
+def test_an_operator_is_computed_at_once_unless_something_must_see_it(device, monkeypatch):
+    """A mode sees the operators of forward, backward and decode; a view that negates is what it says."""
+    inputs = draw(device, requires_grad=True)
+    negated = [torch._neg_view(-x.detach()).requires_grad_() for x in inputs]
+    cache, lengths = torch.randn(2, 2, HQ, SK, D, device=device), torch.ones(2, dtype=torch.int32, device=device)
+    query = torch.randn(2, HQ, 1, D, device=device)
+
+    def both(inputs):
+        out = fa.attention(*inputs, causal=True, backend="triton")
+        decoded = fa.attention_decode(query, *cache, cache_seqlens=lengths, backend="triton")
+        return out, *torch.autograd.grad(out.square().sum(), inputs), decoded
+
+    with Seen() as seen:
+        want = both(inputs)
+    names = {f"fusedattn.{name}.default" for name in ("forward", "backward", "decode")}
+    assert names <= seen.names
+    same(both(negated), want)
+    for module in (attention, cached):
+        monkeypatch.setattr(module, "OPERATORS", None)
+    same(both(inputs), want)
