@@ -1,4 +1,4 @@
-"""The functions people call."""
+"""The functions that users call: attention, attention_varlen, attention_decode, plan and merge."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What can compute a call, in order of preference, and why one that cannot does not."""
+"""Chooses the backend of a call: in order of preference, with a reason for each one that cannot take it."""
 
 import functools
 import shutil

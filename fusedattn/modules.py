@@ -1,4 +1,4 @@
-"""Attention with its projections."""
+"""MultiHeadAttention and SelfAttention: attention between linear projections."""
 
 from typing import Any
 

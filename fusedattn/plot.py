@@ -1,4 +1,4 @@
-"""Pictures of attention weights and of positional encodings; they need matplotlib, and leave pyplot alone."""
+"""Draws attention weights and positional encodings with matplotlib, without touching pyplot."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Names of torch that are not public, all that this package uses, and what it does where a version has one no more.
+"""Lists every private name of torch that this package uses, and what happens where a version of torch lacks it.
 
 | name of torch | what for | where it is gone |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""The functions of the package, by the naive path alone: in any dtype that computes, and on any device."""
+"""The functions of the package by the naive path, in any floating dtype, on any device; and eager attention."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""One call of `attention_decode`: what a caller can get wrong in it, and the one form that every backend takes."""
+"""Checks a call of `attention_decode`, and brings it into the form that every backend takes: Decode."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""One call of attention: as the caller wrote it, and as every backend takes it."""
+"""The two forms of a call: Arguments, as the caller wrote it, and Call, checked, as every backend takes it."""
 
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Nested tensors of torch.jagged as packed sequences, and back."""
+"""Turns nested tensors of torch.jagged into packed sequences, and results back into nested tensors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The order in which a tensor's dimensions lie in memory, and tensors made in the order of another."""
+"""Reads the order of a tensor's dimensions in memory, and makes tensors in the order of another."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Everything a caller can get wrong about packed sequences, a Rule each, and the Call of what is right."""
+"""Checks a call of `attention_varlen`, and brings it into the form that every backend takes."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths one behind the other in one tensor, and each in a row of its own, padded."""
+"""Pads packed sequences to a batch, and unpads a batch to packed sequences."""
 
 from dataclasses import dataclass
 

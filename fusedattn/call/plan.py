@@ -1,4 +1,4 @@
-"""What can be wrong with masks before there is a call: dtypes, ranks, and shapes that do not go together."""
+"""Checks masks that `plan` gets before there is a call: dtypes, ranks, and shapes that broadcast together."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Everything a caller can get wrong in `attention`, a Rule each, and the rules that other calls share with it."""
+"""Checks the arguments of `attention`: a Rule for each mistake. Packed and cached calls share its rules."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn

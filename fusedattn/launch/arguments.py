@@ -1,4 +1,4 @@
-"""Arguments of kernels: a Call as the vocabulary has it, views of its tensors and numbers."""
+"""Makes the arguments of kernels from a Call: Views of tensors, NamedTuples of options, numbers."""
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor

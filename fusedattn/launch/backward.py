@@ -1,4 +1,4 @@
-"""Gradients, from tensors to kernels: which of these run, and what each is given."""
+"""Launches the backward: chooses its kernels, and launches each pass with what it needs."""
 
 from typing import Any, NamedTuple
 

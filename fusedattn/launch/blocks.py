@@ -1,4 +1,4 @@
-"""What the caller's masks leave of the grid of pairs, and where packed sequences begin, for each kernel's own tiles."""
+"""Launches what finds the tiles to compute: block masks, lists of tiles, and the slots of packed sequences."""
 
 import torch
 from triton import cdiv

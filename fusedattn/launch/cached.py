@@ -1,4 +1,4 @@
-"""From a call to a cache to its kernels: grids, tiles, and how many programs share the keys of a sequence."""
+"""Launches `attention_decode`: append, attention split over programs, and the kernel that combines the splits."""
 
 from typing import Any
 

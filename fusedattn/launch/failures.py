@@ -1,4 +1,4 @@
-"""Kernels that do not compile or load on this machine: which, why, and what its user can do about it.
+"""Remembers kernels that do not compile or load on this machine, why, and what the user can do about it.
 
 Triton compiles a kernel when it is first called, so a compiler that is missing, or a kernel that it rejects, shows only
 then. What was found is kept: calls of the same kind take another backend from then on.

@@ -1,4 +1,4 @@
-"""The forward: by the kernel for Hopper, or by the one for every GPU; and weights, from what it kept of each row."""
+"""Launches the forward, by the kernel for Hopper or the one for every GPU, and the kernel of weights."""
 
 from triton import cdiv
 

@@ -1,4 +1,4 @@
-"""What the kernel for Hopper takes, and what it is given: tensors as the copy engine knows them."""
+"""Says which calls the kernel for Hopper takes, and makes its arguments: descriptors for the copy engine."""
 
 from functools import cache
 

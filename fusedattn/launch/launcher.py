@@ -1,4 +1,4 @@
-"""One kernel, compiled and loaded; and the launch of it, by the shortest way that this version of Triton allows.
+"""Loads a compiled kernel, and launches it by the shortest way that this version of Triton allows.
 
 All that we know of Triton below `kernel[grid](...)` is in this file, and each piece is probed before it is used. Where
 one is not as we know it, Triton's own launch of a compiled kernel, `compiled[grid](...)`, takes its place.

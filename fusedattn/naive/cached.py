@@ -1,4 +1,4 @@
-"""Attention to a cache as one dense call: lengths, pages and positions said by what `attention` already has."""
+"""Turns a call to a cache into one dense call: lengths become a key_mask, pages are gathered, positions rotated."""
 
 import functools
 

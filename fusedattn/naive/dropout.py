@@ -1,4 +1,4 @@
-"""Dropout's random bits by torch's integer arithmetic: the same as the kernels draw.
+"""Draws dropout's random bits (Philox) with torch's integer arithmetic: the same bits as the kernels draw.
 
 Philox4x32 of seven rounds, keyed by the seed; the counter is a place in the grid of rows and keys, so that the bits
 depend on nothing else. Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.

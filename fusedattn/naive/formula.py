@@ -1,4 +1,4 @@
-"""The naive path: attention as its definition reads. Every kernel is held to it, and without a GPU it is what runs."""
+"""Attention by its definition in PyTorch, a block of rows at a time: what kernels are held to, and what a CPU runs."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Calls of packed sequences as calls of padded ones, and what comes of these as what the packed ones want."""
+"""Pads a packed call to a batch, and unpads its results."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch, in the namespace of `namespace`, and their derivatives.
+"""The operators forward, backward and mark of torch.library, and their derivatives.
 
 Operators are opaque to the compiler: a schema, an implementation for CUDA and for CPU (Triton's interpreter), and a
 fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.

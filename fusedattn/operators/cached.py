@@ -1,6 +1,6 @@
-"""The kernels of `attention_decode` as operators of torch: `append`, which writes into the caches, and `decode`.
+"""The operators append, which writes into caches, and decode, which reads them.
 
-Neither has a derivative. As in `ops`, a schema, implementations for CUDA and for Triton's interpreter, and a fake one.
+Neither has a derivative. Each has a schema, an implementation for CUDA and for CPU, and a fake one.
 """
 
 import contextlib

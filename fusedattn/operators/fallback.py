@@ -1,4 +1,4 @@
-"""What the operators compute where a kernel does not compile or load on this machine: the same, by the naive path."""
+"""Computes an operator by the naive path, where its kernel does not compile or load on this machine."""
 
 from collections.abc import Sequence
 

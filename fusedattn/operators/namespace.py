@@ -1,4 +1,4 @@
-"""The operators of this copy of the package: their namespace in torch, and how one of them is registered.
+"""Registers operators with torch, in a namespace named after the package.
 
 The namespace is the package's own name, torch.ops.fusedattn as installed. A copy in another package, such as
 mypkg._vendor.fusedattn, has torch.ops.mypkg__vendor_fusedattn: so both live in one process.

@@ -1,4 +1,4 @@
-"""What can be wrong in the arguments of an operator that is called by its name, in the rules of `call`.
+"""Checks the arguments of operators that are called by name, with the rules of `call`.
 
 Sizes, dtypes, devices and numbers. What offsets, lengths, pages and marks hold is not looked at: kernels stay inside of
 the tensors whatever that is.

@@ -1,1 +1,1 @@
-"""A call like an earlier one, launched again without being checked and prepared again."""
+"""Launches a call again that is like an earlier one, without checking and preparing it again."""

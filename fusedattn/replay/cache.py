@@ -1,7 +1,7 @@
-"""A call like an earlier one: what was checked, chosen, compiled and measured out for that one holds for it too.
+"""Finds the recording of an earlier call with the same signature, and replays it on new tensors.
 
-Calls are alike if nothing differs but where their tensors lie and what these hold. A call of which that cannot be told
-cheaply (under autocast, inside torch.compile, with tensors of other classes) is of no kind, and takes the long way.
+Two calls have the same signature if only the addresses and the contents of their tensors differ. A call whose signature
+cannot be read cheaply (under autocast, inside torch.compile, with tensor subclasses) is checked and prepared each time.
 """
 
 from collections.abc import Callable, Sequence
@@ -212,7 +212,7 @@ def _without_data(tensors) -> list:
 
 
 class Repeated:
-    """Does calls of one kind: the forward by a recipe, and by more of them the backward, whatever it is asked for."""
+    """Replays one call signature: one recording of the forward, and one of the backward for each set of gradients."""
 
     def __init__(self, call, numbers: tuple, on_hopper: bool):
         from ..launch import blocks, forward

@@ -1,8 +1,7 @@
-"""What one kind of call launches: found out once, on tensors without data, and repeated on others of the same kind.
+"""Records the kernel launches of a call once, on meta tensors, and replays them with other addresses.
 
-Of the same kind are tensors of the same shapes, strides and dtypes on the same device, at addresses that are multiples
-of 16, with the same numbers beside them. Then the kernels, the grids and all of their arguments are the same, but for
-the addresses: to repeat a call is to put these into their places.
+A call with the same shapes, strides, dtypes, device and numbers, and addresses that are multiples of 16, launches the
+same kernels on the same grids with the same arguments, except for the addresses: a replay puts the new ones in place.
 """
 
 import contextlib

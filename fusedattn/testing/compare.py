@@ -1,4 +1,4 @@
-"""An attention function beside eager PyTorch and float64: what it computes with its gradients, held to the one rule."""
+"""Runs an attention function beside eager PyTorch and float64, with gradients, and judges it by the tolerance rule."""
 
 from collections.abc import Callable, Mapping
 
