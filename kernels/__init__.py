@@ -1,1 +1,1 @@
-"""What knows Triton: a kernel a file, made of the words in `vocabulary`."""
+"""The Triton kernels: one a file, made of the words in `vocabulary`."""

@@ -1,4 +1,4 @@
-"""New keys and values at the end of their sequences: one program per block of new rows of one kv head of one batch."""
+"""Appends new keys and values to caches: one program per block of new rows of one kv head of one sequence."""
 
 import triton
 import triton.language as tl

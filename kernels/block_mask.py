@@ -1,4 +1,4 @@
-"""Which blocks of the grid of pairs the caller's masks leave: marked once, then listed for each kernel's own tiles."""
+"""Finds the blocks of pairs that the caller's masks leave: marks them once, then lists tiles for each kernel."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The parts of each row put together: one program per row of one head of one batch, always in the same order.
+"""Combines the partial results of split keys: one program per row of one head, always in the same order.
 
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 """

@@ -1,4 +1,4 @@
-"""Gradient of a bias that several planes share: one program per tile of it, so that nothing is summed by atomics."""
+"""Gradient of a bias that several planes share: one program per tile of the bias, no atomics."""
 
 import triton
 import triton.language as tl

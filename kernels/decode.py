@@ -1,4 +1,4 @@
-"""Attention of few queries to a cache: one program per share of the keys of some rows of one kv head of a batch.
+"""Attention of few queries to a cache: one program per split of the keys of one block of rows of one kv head.
 
 The rows of a block are those of all query heads that read the kv head, head by head for each query.
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.

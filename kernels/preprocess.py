@@ -1,4 +1,4 @@
-"""What comes before and after the passes of the backward, which `dq` and `dkdv` are."""
+"""Kernels before and after the passes of the backward: preprocess computes delta, postprocess casts dq."""
 
 import triton
 import triton.language as tl

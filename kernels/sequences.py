@@ -1,4 +1,4 @@
-"""Packed sequences: where each lies, and in which turn its blocks are worked on."""
+"""Lays out packed sequences: the extent of each, and the order in which programs take their blocks."""
 
 import triton
 import triton.language as tl

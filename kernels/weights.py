@@ -1,4 +1,4 @@
-"""Attention weights on demand: one program per tile, from the statistics of the rows that the forward kept."""
+"""Writes the attention weights: one program per tile, from the row statistics of the forward."""
 
 import triton
 import triton.language as tl

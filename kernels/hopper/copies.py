@@ -1,4 +1,4 @@
-"""Copies by the tensor memory accelerator, by the names that Triton 3.8 gave them; before, they had others.
+"""Copies by the tensor memory accelerator, under the names of Triton 3.8; older versions have other names.
 
 Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
 """

@@ -1,4 +1,4 @@
-"""Tiles in shared memory, used in turn: what fills them waits until one is free, what reads them until it is ready.
+"""A ring of tiles in shared memory: the producer waits until a tile is free, consumers until it is filled.
 
 A turn is a number that only grows: turn i of a ring of n tiles is use i // n of tile i % n, and the phase of its
 barriers is the parity of that.

@@ -1,4 +1,4 @@
-"""In which order programs that stay for several blocks of rows take them."""
+"""The order in which persistent programs take their blocks of rows."""
 
 from typing import NamedTuple
 

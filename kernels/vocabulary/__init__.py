@@ -1,4 +1,4 @@
-"""The words that kernels are made of.
+"""The functions that kernels share.
 
 tiles: where data lies.  span: which rows, keys and blocks.  masks: who is hidden.  walk: which blocks a loop visits.
 scores: from a product to a score.  softmax: from scores to weights.  dropout: which weights are dropped.

@@ -1,4 +1,4 @@
-"""The body of the forward's loop: one tile of keys and values folded into the running softmax of some rows."""
+"""The body of the forward's loop: folds one tile of keys and values into the running softmax of a block of rows."""
 
 import triton
 import triton.language as tl

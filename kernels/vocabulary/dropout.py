@@ -1,4 +1,4 @@
-"""Which weights dropout keeps, and what becomes of them.
+"""Drops weights: which ones (Philox), and the scale of the others.
 
 Philox4x32 of seven rounds, keyed by the seed and counted by place, so that the bits depend on nothing else.
 Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.

@@ -1,4 +1,4 @@
-"""What the backward recomputes of a tile: its weights, and the gradient of its scores."""
+"""Recomputes a tile of weights in the backward, and computes the gradient of its scores."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the forward keeps of a row for the backward: its softmax, and what rounding takes from a 16-bit output.
+"""Stores what the backward needs of a row: its softmax, and the bits that rounding to 16 bits takes from the output.
 
 From the gradient of each weight the backward subtracts the mean of its row, the product of the output and its gradient.
 An output of 16 bits has the mean wrong by as much for all keys of a row. Values that have much in common make that

@@ -1,4 +1,4 @@
-"""Who is hidden by the caller's masks."""
+"""Applies the caller's masks: which rows, keys and pairs are visible."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Where the keys of a sequence lie: in one piece, or in pages of a pool."""
+"""Finds the keys of a sequence in a cache: in one piece, or in pages of a pool."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What programs that share the keys of some rows leave of each, for another kernel to merge."""
+"""Partial results of programs that split the keys of a row, for `combine` to put together."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: pairs of columns turned by the angles of their row.
+"""Rotary embedding: rotates pairs of columns by the angles of their position.
 
 Source: RoFormer, arXiv:2104.09864, section 3.2.
 """

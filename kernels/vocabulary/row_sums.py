@@ -1,4 +1,4 @@
-"""Sums over the keys of each row that are taken on the way: the gradients of a bias by rows, of slopes and of sinks."""
+"""Sums by row in the backward: for the gradients of a bias, of slopes and of sinks."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What happens to a score between q @ k.T and the softmax."""
+"""Turns products q @ k.T into scores: scale, softcap, bias, ALiBi, sinks; and their derivative."""
 
 from typing import NamedTuple
 

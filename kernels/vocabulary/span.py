@@ -1,4 +1,4 @@
-"""Which rows, keys and blocks a program works on."""
+"""Finds the rows, keys and blocks that a program works on, and the band of pairs that it may see."""
 
 from typing import NamedTuple
 

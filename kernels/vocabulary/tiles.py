@@ -1,4 +1,4 @@
-"""Loads and stores of tiles of a strided tensor."""
+"""Loads and stores tiles of strided tensors."""
 
 from typing import NamedTuple
 

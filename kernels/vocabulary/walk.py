@@ -1,4 +1,4 @@
-"""The blocks that a kernel's loop visits: a range of them, or a list of those that the caller's masks leave."""
+"""Walks the blocks of a kernel's loop: a range of them, or a list of those that masks leave."""
 
 import triton
 import triton.language as tl
