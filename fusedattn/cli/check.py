@@ -1,15 +1,15 @@
-"""fusedattn check: the correctness grid of this machine's backends, against float64 and beside eager PyTorch."""
+"""fusedattn check: holds every backend of this machine to float64, beside eager PyTorch."""
 
 import difflib
 import time
 
 import torch
 
-from ..backends import BACKENDS, explain
+from ..backends import BACKENDS
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
-from .screen import Problem, Screen, error
+from .screen import Problem, Screen, listed
 
 
 def run(given) -> int:
@@ -17,52 +17,51 @@ def run(given) -> int:
     devices = _devices(given.device, machine.device())
     cases = _named(given.case, {case.name: case for case in CASES}, "case")
     backends = _named(given.backend, {name: name for name in BACKENDS}, "backend")
-    dtypes = given.dtype or DTYPES
-    parts: list[tuple] = []
-    left_out: list[tuple] = []
+    parts: list[tuple[str, str, str]] = []
+    left_out: list[dict] = []
     for device in devices:
         for backend in backends:
-            for dtype in dtypes:
+            for dtype in given.dtype or DTYPES:
                 reasons = _reasons(backend, device, dtype, named=bool(given.backend))
-                (left_out if reasons else parts).append((backend, device, dtype, reasons))
+                if reasons:
+                    left_out.append(dict(backend=backend, device=device, dtype=dtype, reasons=reasons))
+                else:
+                    parts.append((backend, device, dtype))
 
-    found: list[dict] = []
+    verdicts: dict[tuple, dict[str, dict[str, Verdict]]] = {part: {} for part in parts}
     with screen.progress("cases", len(parts) * len(cases)) as advance:
-        for backend, device, dtype, _ in parts:
+        for backend, device, dtype in parts:
             for case in cases:
                 advance(f"{backend} {dtype}: {case.name}")
-                found += _check(case, backend, device, dtype)
+                verdicts[backend, device, dtype][case.name] = _check(case, backend, device, dtype)
 
-    for backend, device, dtype, _ in parts:
-        of = [one for one in found if (one["backend"], one["device"], one["dtype"]) == (backend, device, dtype)]
+    for (backend, device, dtype), of_cases in verdicts.items():
         title = f"{_where(backend, device)}, {dtype}: largest error / that of eager PyTorch, against float64"
-        shown = [name for name in RESULTS.values() if any(one["result"] == name for one in of)]
-        screen.table(title, ["case", *shown, ""], [_row(case, of, shown) for case in cases], marks=True)
+        screen.verdicts(title, of_cases, [*RESULTS.values()])
     for line in _left_out(left_out):
         screen.say(line)
-    wrong = [one for one in found if not one["ok"]]
-    for one in wrong:
-        where = f"{one['backend']} on {one['device']} in {one['dtype']}, {one['case']}, {one['result']}"
-        screen.say(f"FAIL {where}: {one['why']}", style="red")
-    seconds = round(time.monotonic() - began, 1)
-    summary = (
-        f"{len(found) - len(wrong)} of {len(found)} results are as good as eager PyTorch's" if found else "nothing ran"
-    )
+    wrong, results = 0, []
+    for (backend, device, dtype), of_cases in verdicts.items():
+        wrong += screen.failures(of_cases, f"{backend} on {device} in {dtype}, ")
+        about = dict(backend=backend, device=device, dtype=dtype)
+        results += [about | row for row in listed(of_cases, "case")]
+    seconds, total = round(time.monotonic() - began, 1), len(results)
+    summary = f"{total - wrong} of {total} results are as good as eager PyTorch's" if results else "nothing ran"
     screen.say(f"{summary} ({seconds} s).", style="bold")
-    skipped = [dict(zip(("backend", "device", "dtype", "reasons"), one, strict=True)) for one in left_out]
-    ok = bool(found) and not wrong
-    screen.finish(dict(ok=ok, seconds=seconds, versions=machine.versions(), results=found, left_out=skipped))
+    ok = bool(results) and not wrong
+    screen.finish(dict(ok=ok, seconds=seconds, versions=machine.versions(), results=results, left_out=left_out))
     return 0 if ok else 1
 
 
 def _devices(named, fastest):
-    """The one named; or else the GPU, and the CPU for what runs there."""
+    """The named device; or else the GPU, and the CPU for what runs there."""
     if named == "cuda" and not torch.cuda.is_available():
         raise Problem("device: torch finds no GPU")
     return [named] if named else list(dict.fromkeys((fastest, "cpu")))
 
 
 def _named(names, known, what):
+    """What is known by these names, everything if there are none; a Problem for an unknown name."""
     for name in names or ():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -72,43 +71,28 @@ def _named(names, known, what):
 
 
 def _reasons(backend, device, dtype, named):
-    small = torch.zeros(1, 1, 16, 16, device=device, dtype=getattr(torch, dtype))
-    waits = BACKENDS[backend].waits
-    reasons = explain(small, small, small, backend=backend).reasons.get(backend, [])
+    """Why a backend is left out; one that waits to be named is not where it is named."""
+    reasons, waits = machine.explained(device, dtype, backend).reasons.get(backend, []), BACKENDS[backend].waits
     return reasons or ([] if named or waits is None else [waits])
 
 
-def _check(case: Case, backend: str, device: str, dtype: str) -> list[dict]:
-    """One entry a result, all a table or a program may want to know of it; none where the backend refuses the case."""
-    nan = float("nan")
+def _check(case: Case, backend: str, device: str, dtype: str) -> dict[str, Verdict]:
+    """{result: verdict}; nothing where the backend refuses the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError:
-        return []
+        return {}
     except Exception as raised:  # whatever a kernel raises on somebody's machine is what is wrong with it
-        why = f"{type(raised).__name__}: {raised}"
+        nan, why = float("nan"), f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}
-    about = dict(backend=backend, device=device, dtype=dtype, case=case.name)
-    return [about | dict(result=RESULTS[name]) | verdict._asdict() for name, verdict in verdicts.items()]
-
-
-def _row(case, found, shown):
-    """The row of a case in the table of one backend and dtype."""
-    results = {one["result"]: one for one in found if one["case"] == case.name}
-    cells = []
-    for name in shown:
-        one = results.get(name)
-        cell = f"{error(one['max_error'])} / {error(one['max_eager'])}" if one else ""
-        cells.append(cell if one is None or one["ok"] else f"{cell} FAIL")
-    verdict = "ok" if all(one["ok"] for one in results.values()) else "FAIL"
-    return [case.name, *cells, verdict if results else "left out"]
+    return {RESULTS[name]: verdict for name, verdict in verdicts.items()}
 
 
 def _left_out(parts):
     """One line for the dtypes that a backend leaves out for the same reasons."""
     dtypes: dict[tuple, list[str]] = {}
-    for backend, device, dtype, reasons in parts:
-        dtypes.setdefault((backend, device, "; ".join(reasons)), []).append(dtype)
+    for part in parts:
+        dtypes.setdefault((part["backend"], part["device"], "; ".join(part["reasons"])), []).append(part["dtype"])
     return [f"left out: {backend} on {device}, {', '.join(of)}: {why}" for (backend, device, why), of in dtypes.items()]
 
 

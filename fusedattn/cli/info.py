@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backends import BACKENDS, explain
+from ..backends import BACKENDS
 from . import DTYPES, machine
 from .screen import Screen
 
@@ -28,8 +28,7 @@ def _devices(gpus):
 
 def _answer(device, dtype):
     """Which backend takes a small call, and why each other one does not, nor could if it were named."""
-    small = torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype))
-    found = explain(small, small, small)
+    found = machine.explained(device, dtype)
     reasons = {name: found.reasons[name] for name in BACKENDS if name in found.reasons}
     return dict(device=device, dtype=dtype, takes=found.backend, reasons=reasons)
 

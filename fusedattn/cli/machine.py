@@ -9,6 +9,7 @@ import sys
 import torch
 
 from .. import __version__
+from ..backends import Explanation, explain
 
 
 def device() -> str:
@@ -22,6 +23,12 @@ def device() -> str:
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     return "cpu"
+
+
+def explained(device: str, dtype: str = "float32", backend: str | None = None) -> Explanation:
+    """Who takes a small call on a device, or why a backend that is named does not."""
+    small = torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype))
+    return explain(small, small, small, backend=backend)
 
 
 def versions() -> dict[str, str | None]:

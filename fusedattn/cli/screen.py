@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..testing.tolerance import Verdict
@@ -40,8 +41,9 @@ class Screen:
         elif not self.only_json:
             print(text)
 
-    def table(self, title: str, columns: list[str], rows: list[list[str]], marks: bool = False) -> None:
-        """All columns but the first are as narrow as they are. With `marks` "ok" and "FAIL" have colours."""
+    def table(self, title: str, columns: list[str], rows: list[list[Any]], marks: bool = False) -> None:
+        """Cells are text, numbers, or None for what there is none of. With `marks` "ok" and "FAIL" have colours."""
+        rows = [[_text(cell) for cell in row] for row in rows]
         if not self.console:
             self.say("\n".join(_aligned(title, columns, rows)))
             return
@@ -56,6 +58,25 @@ class Screen:
         for row in rows:
             table.add_row(*(Text(cell, style=_style(cell) if marks else "") for cell in row))
         self.console.print(table)
+
+    def verdicts(
+        self, title: str, verdicts: Mapping[str, Mapping[str, Verdict]], order: Iterable[str] | None = None
+    ) -> None:
+        """A table of {what: {result: verdict}}: a row a `what`, a column a result, at the end whether all are right."""
+        names = dict.fromkeys(name for row in verdicts.values() for name in row)
+        results, rows = [name for name in order or names if name in names], []
+        for what, row in verdicts.items():
+            right = "ok" if all(one.ok for one in row.values()) else "FAIL"
+            cells = [compared(row[name]) if name in row else "" for name in results]
+            rows.append([what, *cells, right if row else "left out"])
+        self.table(title, ["", *results, ""], rows, marks=True)
+
+    def failures(self, verdicts: Mapping[str, Mapping[str, Verdict]], where: str = "") -> int:
+        """Say of each verdict that is wrong why, and return how many these are."""
+        wrong = [(what, name, one.why) for what, row in verdicts.items() for name, one in row.items() if not one.ok]
+        for what, name, why in wrong:
+            self.say(f"FAIL {where}{what}, {name}: {why}", style="red")
+        return len(wrong)
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int, keep: bool = False):
@@ -79,6 +100,15 @@ class Screen:
             print(json.dumps(_plain(found), indent=2))
 
 
+def listed(verdicts: Mapping[str, Mapping[str, Verdict]], what: str = "what") -> list[dict]:
+    """Verdicts as a JSON object has them: {what: ..., "result": ...} with the fields of each."""
+    return [
+        {what: key, "result": name} | verdict._asdict()
+        for key, results in verdicts.items()
+        for name, verdict in results.items()
+    ]
+
+
 def error(number: float) -> str:
     """An error in few letters: 3.6e-4."""
     if not math.isfinite(number) or number == 0.0:
@@ -100,6 +130,10 @@ def tick() -> str:
     except UnicodeEncodeError:
         return "ok"
     return "\u2713"
+
+
+def _text(cell):
+    return "-" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def _style(cell):

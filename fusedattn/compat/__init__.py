@@ -1,4 +1,4 @@
-"""Drop-ins for the attention of other libraries, each one changed line away; none changes anything when imported."""
+"""Drop-ins for the attention of other libraries: one line of a program changes, and importing them changes nothing."""
 
 from . import flash_attn, torch, transformers
 

@@ -1,4 +1,4 @@
-"""What flash-attn has in flash_attn.bert_padding, between padded batches and packed sequences."""
+"""flash_attn.bert_padding: from padded batches to packed sequences, and back."""
 
 import torch
 from torch import Tensor

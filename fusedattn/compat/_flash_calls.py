@@ -1,4 +1,4 @@
-"""How flash-attn asks for attention, and how the functions of this package are asked: layouts, options, errors."""
+"""Calls of flash-attn's functions as calls of ours: layouts, options, and errors that name its arguments."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from ..naive.cached import rotated
 
 
 class Options(NamedTuple):
-    """What all functions take but the one for caches."""
+    """The options of all functions but flash_attn_with_kvcache."""
 
     dropout_p: Any
     softmax_scale: Any
@@ -39,7 +39,7 @@ def _ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, 
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
-        text = _NAMED.sub(lambda found: found[1] + names.get(found[2], found[2]), str(error))
+        text = _NAMED.sub(lambda match: match[1] + names.get(match[2], match[2]), str(error))
         if text == str(error):
             raise
         raise type(error)(text) from error
@@ -55,7 +55,7 @@ def _check_tensor(name: str, x: Any, rank: int, layout: str) -> None:
 
 
 def check_packed(name: str, x: Tensor, layout: str) -> None:
-    """Of a tensor in which queries, keys and values, or two of these, lie beside each other."""
+    """Check a tensor of queries, keys and values, or of two of these: as many as its name has letters."""
     rank = layout.count(",") + 1
     _check_tensor(name, x, rank, layout)
     if x.shape[rank - 3] != len(name):
@@ -63,7 +63,7 @@ def check_packed(name: str, x: Tensor, layout: str) -> None:
 
 
 def _check_heads(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, same_batch: bool = True) -> None:
-    """What the core would say of views by head, said of (B, S, H, D)."""
+    """Check (B, S, H, D) tensors here: errors of `attention` would show the shapes of its (B, H, S, D) views."""
     for name, x in zip(names, (q, k, v), strict=True):
         _check_tensor(name, x, 4, "(B, S, H, D)")
     for name, x in ((names[0], q), (names[2], v)):
@@ -82,7 +82,7 @@ def _check_heads(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, same_bat
 
 
 def _window(window_size: Any) -> tuple[int | None, ...]:
-    """A window_size as the core has it."""
+    """window_size as `attention` takes it: None for -1."""
     sides = window_size if isinstance(window_size, tuple | list) else ()
     if len(sides) != 2 or any(not isinstance(side, int | torch.SymInt) or isinstance(side, bool) for side in sides):
         fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))
@@ -92,22 +92,22 @@ def _window(window_size: Any) -> tuple[int | None, ...]:
 
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
-    """How scores are made, in the core's words."""
+    """The options of the scores, as `attention` takes them."""
     softcap = None if isinstance(softcap, int | float) and softcap == 0 else softcap
     named = dict(scale=softmax_scale, causal=causal, window=_window(window_size), softcap=softcap)
     return named | dict(alibi_slopes=alibi_slopes)
 
 
 def _as_they_are(q: Any) -> contextlib.AbstractContextManager[Any]:
-    """Around a call: flash-attn knows no autocast. What it does not take, float32, is cast as everywhere."""
+    """No autocast for float16 and bfloat16, which flash-attn leaves as they are; float32 is cast as elsewhere."""
     half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
     return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
 
 
 def _run(
     names: dict[str, str], function: Callable[..., Any], tensors: Sequence[Any], options: Options, **more: Any
-) -> tuple[Any, Any]:
-    """(output, log-sum-exp or None) of one of the functions of the core that have gradients."""
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """(output of `attention` or `attention_varlen`, what return_attn_probs returns behind it)."""
     query, *_ = tensors
     check_flags(deterministic=options.deterministic, return_attn_probs=options.return_attn_probs)
     with in_order(options.deterministic), _as_they_are(query):
@@ -120,16 +120,16 @@ def _run(
             dropout_p=options.dropout_p,
             return_lse=options.return_attn_probs,
         )
-    return results if options.return_attn_probs else (results, None)
+    return (results[0], (results[1], query.new_empty(0))) if options.return_attn_probs else (results, ())
 
 
 def attend(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | Any:
     """`attention` of (B, S, H, D); names are those that the caller has for q, k and v."""
     _check_heads(names, q, k, v)
     by_head = [x.transpose(1, 2) for x in (q, k, v)]
-    out, lse = _run(dict(zip(("query", "key", "value"), names, strict=True)), attention, by_head, options)
+    out, more = _run(dict(zip(("query", "key", "value"), names, strict=True)), attention, by_head, options)
     out = out.transpose(1, 2).contiguous()
-    return (out, lse, q.new_empty(0)) if options.return_attn_probs else out
+    return (out, *more) if more else out
 
 
 def attend_packed(
@@ -139,13 +139,12 @@ def attend_packed(
     # Some take the longest of the lengths, and leave it a tensor.
     most_q, most_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in offsets[2:])
     tensors = q, k, v, *offsets[:2]
-    out, lse = _run(names, attention_varlen, tensors, options, max_seqlen_q=most_q, max_seqlen_k=most_k)
-    out = out.contiguous()
-    return (out, lse, q.new_empty(0)) if options.return_attn_probs else out
+    out, more = _run(names, attention_varlen, tensors, options, max_seqlen_q=most_q, max_seqlen_k=most_k)
+    return (out.contiguous(), *more) if more else out.contiguous()
 
 
 def _check_row(name: str, x: Tensor, q: Tensor, least: int, most: int) -> None:
-    """Of an int32 tensor (B,) of numbers from least to most; those on a GPU are not looked at."""
+    """Check an int32 tensor (B,) of numbers from least to most; values on a GPU are not read."""
     _check_tensor(name, x, 1, "(B,)")
     if x.dtype != torch.int32:
         fail(TypeError, name, "an int32 tensor", x.dtype)
@@ -160,7 +159,7 @@ def _check_row(name: str, x: Tensor, q: Tensor, least: int, most: int) -> None:
 
 
 def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> None:
-    """Of what is to be written, (B, new, Hkv, D or Dv)."""
+    """Check new keys and values, (B, new, Hkv, D or Dv)."""
     for name, x, other in (("k", k, "v"), ("v", v, "k")):
         if x is None:
             fail(ValueError, name, f"a tensor beside {other}", None)
@@ -174,7 +173,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> N
 
 
 def _lengths(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Tensor:
-    """cache_seqlens as a tensor (B,), if it is none."""
+    """cache_seqlens as a tensor (B,), whatever the caller wrote."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     if cache_seqlens is None:
@@ -192,10 +191,10 @@ def _lengths(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Tens
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
-def _turned(names: dict[str, str], caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """caches with query and new_key turned as flash-attn turns them, where the core would turn the query otherwise.
+def _rotated(names: dict[str, str], caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
+    """caches whose query and new_key are rotated as flash-attn does, where `attention_decode` would do it otherwise.
 
-    A new key by its place in the cache; query i, if spread, by the length before the append and i, else by that length.
+    A new key is rotated by its slot; query i by the length before the append, plus i if spread.
     """
     # All is checked before any of it is computed with. With "top_left" nothing is said of where queries stand.
     everything = Arguments(None, None, None, align="top_left", **options)
@@ -268,7 +267,7 @@ def attend_cached(
         spread = options["causal"] or any(side is not None and side < room for side in options["window"])
         if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
             with _as_they_are(q):
-                caches = _turned(names, caches, options, spread)
+                caches = _rotated(names, caches, options, spread)
     with _as_they_are(q):
         results = _ask(names, attention_decode, **caches._asdict(), **options, return_lse=need_lse)
     if need_lse:

@@ -1,4 +1,4 @@
-"""What the code of a module does about attention: call transformers' interface, or compute it by itself."""
+"""Reads the code of a module: whether it calls transformers' attention interface, or computes attention itself."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ ATTENDS = re.compile(
 
 
 class Kind(NamedTuple):
-    """calls: it asks the interface for what its config names. attends: by itself. masked: it takes a mask."""
+    """What a module does: it calls the interface, attends (computes attention itself), is masked (takes a mask)."""
 
     calls: bool = False
     attends: bool = False
@@ -34,23 +34,23 @@ def kind(module: Module) -> Kind:
     cls: type = type(module)
     if issubclass(cls, PreTrainedModel):
         return Kind()  # models hold attention, and use softmax for a loss
-    found = _kind(cls, getattr(cls, "forward", None))
-    if not any(callable(each) and hasattr(cls, name) for name, each in vars(module).items()):
-        return found
+    of_class = _kind(cls, getattr(cls, "forward", None))
+    if not any(callable(member) and hasattr(cls, name) for name, member in vars(module).items()):
+        return of_class
     reached = list(_reached(cls, module))
     read = _read(reached)
     if {function for function, _, _ in reached}.intersection(_methods(cls, None, "forward")):
-        return Kind(*map(any, zip(found, read, strict=True)))  # a hook, say, around what the class does
-    return INSTEAD if not read.calls and (found.calls or found.attends or named(cls)) else read
+        return Kind(*map(any, zip(of_class, read, strict=True)))  # a hook, say, around what the class does
+    return INSTEAD if not read.calls and (of_class.calls or of_class.attends or named(cls)) else read
 
 
 def named(cls: type) -> bool:
-    """Whether a class that nothing else is known of says that it is attention."""
+    """Whether the name of a class says that it is attention; those of torch do not count."""
     return "Attention" in cls.__name__ and cls.__module__.partition(".")[0] != "torch"
 
 
 def stranger(cls: type) -> bool:
-    """Whether one that says so is not of transformers, whose own take the masks of "sdpa" where their models do."""
+    """Whether a class named so is not of transformers, whose classes take the masks of "sdpa" where their models do."""
     return named(cls) and cls.__module__.partition(".")[0] != "transformers"
 
 
@@ -62,23 +62,23 @@ def _kind(cls: type, forward: Callable[..., Any] | None) -> Kind:
     read = _read(_reached(cls, None))
     if read.calls or read.attends:
         return read
-    above = (_kind(each, getattr(each, "forward", None)) for each in cls.__mro__[1:])
-    return INSTEAD if any(each.calls or each.attends for each in above) else read
+    above = (_kind(base, getattr(base, "forward", None)) for base in cls.__mro__[1:])
+    return INSTEAD if any(base.calls or base.attends for base in above) else read
 
 
 def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
-    calls = masked = own = fallen = False
+    calls = masked = attends = falls_back = False
     for function, method, fallback in reached:
         code = function.__code__
         used = {name for inner in _within(code) for name in inner.co_names}
         asks = any(isinstance(function.__globals__.get(name), AttentionInterface) for name in used)
         calls |= asks and "_attn_implementation" in used
         if any(ATTENDS.search(name) for name in used):
-            own, fallen = own or not fallback, fallen or fallback
+            attends, falls_back = attends or not fallback, falls_back or fallback
         if method and function.__name__ != "__init__":
             takes = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             masked |= any("mask" in name for name in takes) or "attention_mask" in code.co_consts
-    return Kind(calls, own or fallen and not calls, masked)
+    return Kind(calls, attends or falls_back and not calls, masked)
 
 
 def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, bool, bool]]:
@@ -94,52 +94,56 @@ def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, b
         if step in seen:
             continue
         seen.add(step)
-        todo += [(found, method, fallback) for found in _kept(function, module)]
+        todo += [(kept, method, fallback) for kept in _kept(function, module)]
         if _foreign(function.__globals__.get("__name__") or ""):
             continue
         yield step
         for name in {name for code in _within(function.__code__) for name in code.co_names}:
-            todo += [(found, True, fallback) for found in _methods(cls, module, name)]
-            found = function.__globals__.get(name)
-            if isinstance(found, type) and issubclass(found, Function):
-                found = found.forward
-            if isinstance(found, FunctionType):
-                todo.append((found, False, fallback or "eager" in found.__name__))
+            todo += [(other, True, fallback) for other in _methods(cls, module, name)]
+            value = function.__globals__.get(name)
+            if isinstance(value, type) and issubclass(value, Function):
+                value = value.forward
+            if isinstance(value, FunctionType):
+                todo.append((value, False, fallback or "eager" in value.__name__))
 
 
 def _methods(cls: type, module: Module | None, name: str) -> Iterator[FunctionType]:
     """The method that has this name, and where it calls `super`, those above it."""
-    if module is not None and callable(own := vars(module).get(name)):
-        yield from _functions(own, module)
+    if module is not None and callable(override := vars(module).get(name)):
+        yield from _functions(override, module)
         return
     for above in cls.__mro__:
-        found = vars(above).get(name)
-        if found is None or _foreign(above.__module__):
+        attribute = vars(above).get(name)
+        if attribute is None or _foreign(above.__module__):
             continue
-        functions = list(_functions(found, module))
+        functions = list(_functions(attribute, module))
         yield from functions
         if functions and not any("super" in function.__code__.co_names for function in functions):
             return
 
 
-def _functions(found: Any, module: Module | None) -> Iterator[FunctionType]:
+def _functions(attribute: Any, module: Module | None) -> Iterator[FunctionType]:
     """Those of Python that are in a method, a property, a partial or what else wraps one; none in code of C.
 
     None in the method of another module either, which calls what the config of that one names.
     """
-    if isinstance(found, FunctionType):
-        yield found
-    elif isinstance(found, MethodType) and isinstance(found.__self__, Module) and found.__self__ is not module:
+    if isinstance(attribute, FunctionType):
+        yield attribute
+    elif (
+        isinstance(attribute, MethodType)
+        and isinstance(attribute.__self__, Module)
+        and attribute.__self__ is not module
+    ):
         return
-    elif isinstance(found, MethodType | classmethod | staticmethod):
-        yield from _functions(found.__func__, module)
-    elif isinstance(found, property):
-        yield from _functions(found.fget, module)
-    elif isinstance(found, functools.partial):
-        for part in (found.func, *found.args, *found.keywords.values()):
+    elif isinstance(attribute, MethodType | classmethod | staticmethod):
+        yield from _functions(attribute.__func__, module)
+    elif isinstance(attribute, property):
+        yield from _functions(attribute.fget, module)
+    elif isinstance(attribute, functools.partial):
+        for part in (attribute.func, *attribute.args, *attribute.keywords.values()):
             yield from _functions(part, module)
-    elif "__wrapped__" in getattr(found, "__dict__", {}):
-        yield from _functions(found.__wrapped__, module)
+    elif "__wrapped__" in getattr(attribute, "__dict__", {}):
+        yield from _functions(attribute.__wrapped__, module)
 
 
 def _kept(function: FunctionType, module: Module | None) -> Iterator[FunctionType]:

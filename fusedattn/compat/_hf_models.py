@@ -8,6 +8,7 @@ Which of the two is a mark on the config itself: another of the same class may s
 """
 
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -32,25 +33,33 @@ _warned: set[type] = set()
 def install(name: str, forward: Callable[..., Any]) -> None:
     """Register `forward` as `name`, with `attention_mask`, and judge every model that asks for it from now on."""
     if not NAMES:
-        for method, wrapper in (
-            ("_check_and_adjust_attn_implementation", _checking),
-            ("init_weights", _settling_when_built),
-            ("set_attn_implementation", _settling_when_set),
-        ):
-            setattr(PreTrainedModel, method, wrapper(getattr(PreTrainedModel, method)))
-        for method in ("from_pretrained", "_from_config"):
-            setattr(
-                PreTrainedModel, method, classmethod(_settling_when_made(getattr(PreTrainedModel, method).__func__))
-            )
+        _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _checked)
+        _follow(PreTrainedModel, "init_weights", _settled)
+        _follow(PreTrainedModel, "set_attn_implementation", _settled_as_set)
+        # Of transformers 4 there are classes whose `__init__` does not end in `init_weights`.
+        _follow(PreTrainedModel, "from_pretrained", _settled_as_made)
+        _follow(PreTrainedModel, "_from_config", _settled_as_made)
         for method in ("to_dict", "to_diff_dict"):  # a config with a to_dict of its own may not call ours
-            setattr(PretrainedConfig, method, _without_masks(getattr(PretrainedConfig, method)))
+            _follow(PretrainedConfig, method, _without_masks)
     NAMES.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
 
 
+def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
+    """Let a method of a class return after(self, what it returns, *its arguments)."""
+    found = inspect.getattr_static(cls, name)
+    original = found.__func__ if isinstance(found, classmethod) else found
+
+    @functools.wraps(original)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return after(self, original(self, *arguments, **options), *arguments, **options)
+
+    setattr(cls, name, method if found is original else classmethod(method))
+
+
 def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
-    """`sdpa_mask` for the configs that were found to be safe with it, `eager_mask` for all others."""
+    """`sdpa_mask` for configs that are marked as safe with it, `eager_mask` for all others."""
     masks = masks_of(config)
     if masks is None:
         return eager_mask(*sizes, config=config, **options)
@@ -78,58 +87,33 @@ def requested(config: Any) -> str | None:
     return held.name if isinstance(held, Requested) else held if held in NAMES else None
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def check(self: Any, attn_implementation: Any, is_init_check: bool = False, **options: Any) -> Any:
-        found = original(self, attn_implementation, is_init_check, **options)
-        return Requested(found) if is_init_check and found in NAMES else found
-
-    return check
+def _checked(
+    model: Any, name: Any, attn_implementation: Any, is_init_check: bool = False, *_: Any, **options: Any
+) -> Any:
+    """A name of ours as one that is requested, while the model is built."""
+    return Requested(name) if is_init_check and name in NAMES else name
 
 
-def _settling_when_built(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_weights(self: Any, *arguments: Any, **options: Any) -> Any:
-        done = original(self, *arguments, **options)
-        settle(self)
-        return done
-
-    return init_weights
+def _settled(model: Any, done: Any, *_: Any, **options: Any) -> Any:
+    settle(model)
+    return done
 
 
-def _settling_when_made(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For the classes, of transformers 4, whose `__init__` does not end in `init_weights`."""
-
-    @functools.wraps(original)
-    def make(cls: Any, *arguments: Any, **options: Any) -> Any:
-        made = original(cls, *arguments, **options)
-        settle(made[0] if isinstance(made, tuple) else made)
-        return made
-
-    return make
+def _settled_as_made(cls: Any, made: Any, *_: Any, **options: Any) -> Any:
+    settle(made[0] if isinstance(made, tuple) else made)
+    return made
 
 
-def _settling_when_set(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
-        done = original(self, attn_implementation, *arguments, **options)
-        wanted = dict(wishes(self.config, attn_implementation))
-        if NAMES.intersection(wanted.values()):
-            settle(self, wanted)
-        return done
-
-    return set_attn_implementation
+def _settled_as_set(model: Any, done: Any, attn_implementation: Any, *_: Any, **options: Any) -> Any:
+    wanted = dict(wishes(model.config, attn_implementation))
+    if NAMES.intersection(wanted.values()):
+        settle(model, wanted)
+    return done
 
 
-def _without_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is saved says nothing of what was found here."""
-
-    @functools.wraps(original)
-    def listed(self: Any, *arguments: Any, **options: Any) -> Any:
-        done = original(self, *arguments, **options)
-        done.pop(MASKS, None)
-        return done
-
+def _without_masks(config: Any, listed: Any, *_: Any, **options: Any) -> Any:
+    """What is saved of a config, without the mark that we put on it."""
+    listed.pop(MASKS, None)
     return listed
 
 
@@ -162,11 +146,11 @@ def under_construction(model: Any) -> tuple[Any, ...]:
 
 @dataclass
 class Survey:
-    """What was found beneath a config: in the modules that hold it, and all within them."""
+    """What is beneath a config: in the modules that hold it, and in all within them."""
 
     config: Any
     model: Any  # the outermost of its class of configs, to which a warning is due
-    found: bool = False  # attention of any kind
+    attends: bool = False  # attention of any kind
     used: bool = False  # some that calls the interface, under a name of ours
     unsafe: bool = False  # some that might mistake a bool mask, or None
     causal: set[bool] = field(default_factory=set)  # what those that call the interface take None for
@@ -186,19 +170,19 @@ def settle(model: Any, wanted: dict[int, str] | None = None) -> None:
     surveys = surveyed(model)
     safe = safe_masks(model, surveys)
     told: dict[type, list[Survey]] = {}
-    for each in surveys.values():
-        name = requested(each.config)
-        if name is None and wanted.get(id(each.config)) not in NAMES:
+    for one in surveys.values():
+        name = requested(one.config)
+        if name is None and wanted.get(id(one.config)) not in NAMES:
             continue
-        if any(type(outer.config) is type(each.config) for outer in around):
+        if any(type(outer.config) is type(one.config) for outer in around):
             continue
         if name is not None:
-            give(each.config, name if each.used else "eager", safe.get(type(each.config)))
-        if each.silent or each.config is model.config and not each.found and not around:
-            told.setdefault(type(each.model), []).append(each)
+            give(one.config, name if one.used else "eager", safe.get(type(one.config)))
+        if one.silent or one.config is model.config and not one.attends and not around:
+            told.setdefault(type(one.model), []).append(one)
     for cls, parts in told.items():
-        silent = {part for each in parts for part in each.silent}
-        if any(each.used for each in parts):
+        silent = {part for one in parts for part in one.silent}
+        if any(one.used for one in parts):
             strays = sorted({part.__name__ for part, does in silent if does.attends and (does.masked or named(part))})
             if strays:
                 warn(cls, f"{', '.join(strays)} of {cls.__name__}, which do")
@@ -219,20 +203,20 @@ def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
 
     Classes with attention that would mistake all but eager's masks have none.
     """
-    used = {key for key, each in surveys.items() if each.used}
-    found: dict[type, list[Survey]] = {}
-    for each in (surveys, *(surveyed(other) for other in sharing(model, used))):
-        for key in used & each.keys():
-            found.setdefault(type(each[key].config), []).append(each[key])
+    used = {key for key, one in surveys.items() if one.used}
+    by_class: dict[type, list[Survey]] = {}
+    for one in (surveys, *(surveyed(other) for other in sharing(model, used))):
+        for key in used & one.keys():
+            by_class.setdefault(type(one[key].config), []).append(one[key])
     return {
-        cls: Masks("", all(True in each.causal for each in alike), all(False in each.causal for each in alike))
-        for cls, alike in found.items()
-        if not any(each.unsafe for each in alike)
+        cls: Masks("", all(True in one.causal for one in alike), all(False in one.causal for one in alike))
+        for cls, alike in by_class.items()
+        if not any(one.unsafe for one in alike)
     }
 
 
 def sharing(model: Any, configs: set[int]) -> list[PreTrainedModel]:
-    """The models outside of one that hold one of these configs, given by id."""
+    """The models outside of a model that hold one of these configs, by their ids."""
     within = set(model.modules())
     return [other for other in list(_models) if other not in within and configs & configs_of(other).keys()]
 
@@ -244,7 +228,7 @@ def configs_of(model: Any) -> dict[int, PretrainedConfig]:
 
 
 def surveyed(model: Any) -> dict[int, Survey]:
-    """What is beneath each config that a model holds, by id."""
+    """{id of config: what is beneath it} for the configs that a model holds."""
     surveys: dict[int, Survey] = {}
     survey(model, (), (), surveys)
     return surveys
@@ -272,12 +256,12 @@ def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surve
     if does.calls or does.attends or named(cls):
         used = does.calls and requested(configs[-1]) is not None
         for known in configs:
-            found = surveys[id(known)]
-            found.found = True
-            found.used |= used
+            outer = surveys[id(known)]
+            outer.attends = True
+            outer.used |= used
             if used:
-                found.causal.add(bool(getattr(module, "is_causal", True)))
-            found.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
+                outer.causal.add(bool(getattr(module, "is_causal", True)))
+            outer.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
         if not does.calls:
             surveys[id(configs[-1])].silent.add((cls, does))
     return beneath or does.calls or does.attends
@@ -291,7 +275,7 @@ def takes_bool(module: Any, models: tuple[Any, ...]) -> bool:
 
 
 def warn(cls: type, where: str) -> None:
-    """Say once for each class of models that it, or some of it, is not ours."""
+    """Warn, once for a class of models, that its attention, or some of it, is not ours."""
     if cls not in _warned:
         _warned.add(cls)
         warnings.warn(

@@ -1,15 +1,15 @@
-"""The names that are registered with transformers, and the mark on a config whose models call us throughout."""
+"""The names registered with transformers, and the mark on a config that says which masks its models take."""
 
 from typing import Any, NamedTuple
 
 NAMES: set[str] = set()  # that were registered
-MASKS = "_fusedattn_masks"  # the attribute of a config that holds its Masks, where it was found to be safe
+MASKS = "_fusedattn_masks"  # the attribute of a config that holds its Masks, if there are safe ones
 
 
 class Masks(NamedTuple):
     """What all attention beneath a config takes: bool masks, and None for some. Copied with the config, not pickled."""
 
-    name: str  # the very object that the config was given: a name that is written into it later is another one
+    name: str  # the object that is the config's name: a name that is written into it later is another object
     causal: bool  # None for a causal mask
     unhidden: bool  # None for a mask that hides nothing
 

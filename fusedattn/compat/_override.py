@@ -1,4 +1,4 @@
-"""Operators of torch's, replaced for a while, in all threads."""
+"""Replaces operators of torch for a while, in all threads."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ class Override:
 
     Args:
         operators: {name: function of the operator's arguments}; where one returns None, torch's own kernel is called.
-        key: the dispatch key. kernel_key: where torch's own is found, if not there.
+        key: the dispatch key. kernel_key: where torch's own kernel is, if it is another.
     """
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):

@@ -43,8 +43,8 @@ def scaled_dot_product_attention(
         otherwise contiguous.
     Raises: ValueError, TypeError for arguments that do not fit.
     """
-    given = {"query": query, "key": key, "value": value}
-    for name, tensor in given.items():
+    inputs = {"query": query, "key": key, "value": value}
+    for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
         if tensor.is_nested or tensor.layout != torch.strided:
@@ -65,13 +65,13 @@ def scaled_dot_product_attention(
             attn_mask, causal, align = None, True, variant
 
     if enable_gqa:
-        heads = _check_heads(given)
-        batch = _common({name: x.shape[:-3] for name, x in given.items()})
+        heads = _check_heads(inputs)
+        batch = _common({name: x.shape[:-3] for name, x in inputs.items()})
         leading = (*batch, heads)
     else:
-        leading = _common({name: x.shape[:-2] for name, x in given.items()})
+        leading = _common({name: x.shape[:-2] for name, x in inputs.items()})
         batch, heads = leading[:-1], leading[-1] if leading else 1
-    q, k, v = (_rank4(x, batch) for x in given.values())
+    q, k, v = (_rank4(x, batch) for x in inputs.values())
     if not enable_gqa:
         q = q.expand(-1, heads, -1, -1)
     if k.shape[1] != v.shape[1]:  # what differs between the two, the kernels cannot share
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         if mask.dtype != torch.bool:
             mask, bias = None, mask
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
-    kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in given.values())
+    kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
     if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
         return out
     return out.contiguous().view(*leading, *out.shape[2:])
@@ -112,14 +112,14 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _check_heads(given: Mapping[str, Tensor]) -> int:
+def _check_heads(inputs: Mapping[str, Tensor]) -> int:
     """The number of query heads, of which those of key and value must be divisors."""
-    for name, tensor in given.items():
+    for name, tensor in inputs.items():
         if tensor.dim() < 3:
             fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
-    heads = given["query"].shape[-3]
+    heads = inputs["query"].shape[-3]
     for name in ("key", "value"):
-        fewer = given[name].shape[-3]
+        fewer = inputs[name].shape[-3]
         if fewer != heads and (fewer == 0 or heads % fewer):
             fail(ValueError, name, f"a number of heads that divides the {heads} of query", f"{fewer} heads")
     return heads

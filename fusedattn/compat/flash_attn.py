@@ -268,12 +268,12 @@ def install() -> None:
 
 
 def _module(name: str, members: Iterable[Callable[..., Any]], **more: Any) -> types.ModuleType:
-    made = types.ModuleType(name, f"{name}, as fusedattn.compat.flash_attn has it.")
+    module = types.ModuleType(name, f"{name}, as fusedattn.compat.flash_attn has it.")
     package = "." not in name
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package=package)
-    made.__package__ = made.__spec__.parent
-    made.__dict__.update({member.__name__: member for member in members}, **more)
-    return made
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package=package)
+    module.__package__ = module.__spec__.parent
+    module.__dict__.update({member.__name__: member for member in members}, **more)
+    return module
 
 
 def _modules() -> dict[str, types.ModuleType]:

@@ -29,18 +29,18 @@ _log = logging.getLogger("fusedattn")
 
 
 def _stay(module: nn.Module, inputs: Any) -> None:
-    """A hook that does nothing: torch.nn.TransformerEncoderLayer computes attention itself where there is none."""
+    """A forward pre-hook that does nothing: without one torch.nn.TransformerEncoderLayer computes attention itself."""
 
 
 def _check_flags(**flags: Any) -> None:
-    """`check_flags` of what torch.nn.MultiheadAttention takes: 0 and 1 too."""
+    """`check_flags`, which also takes 0 and 1, as torch.nn.MultiheadAttention does."""
     check_flags(**{name: bool(flag) if isinstance(flag, int) else flag for name, flag in flags.items()})
 
 
 def _check_inputs(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
-    given = {"query": query, "key": key, "value": value}
+    inputs = {"query": query, "key": key, "value": value}
     widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
-    for name, x in given.items():
+    for name, x in inputs.items():
         if not isinstance(x, Tensor):
             fail(TypeError, name, "a tensor", type(x).__name__)
         if x.is_nested:
@@ -78,7 +78,7 @@ def _sum(mask: Tensor, padding: Tensor) -> Tensor:
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """The masks of a call of `attention` from torch's, in which True hides, and no more than the keys are known.
+    """{name: mask of `attention`} from torch's masks, in which True hides; the extra keys are visible.
 
     Args:
         attn_mask: (L, S), (N, heads, L, S) or None. padding: (N, S) or None. extra: how many keys come after S.
@@ -100,10 +100,10 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
     return masks
 
 
-def _each(
+def _all_three(
     function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """function of all three; one tensor stays one."""
+    """function(query), function(key), function(value): computed once for a tensor that is passed twice."""
     k = function(key)
     return k if query is key else function(query), k, k if value is key else function(value)
 
@@ -151,7 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._leave_fast_path()
 
     def _leave_fast_path(self) -> None:
-        # Not by register_forward_pre_hook: a number that a pickle brings along may be given to another hook later.
+        # Not by register_forward_pre_hook: a number that a pickle brings along may belong to another hook later.
         hooks: Any = self._forward_pre_hooks
         hooks.setdefault("fusedattn", _stay)
 
@@ -189,7 +189,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             fail(ValueError, "is_causal", "False without an attn_mask, for which it is a hint", True)
         batched = query.dim() == 3
         if not batched:
-            query, key, value = _each(lambda x: x.unsqueeze(0), query, key, value)
+            query, key, value = _all_three(lambda x: x.unsqueeze(0), query, key, value)
         along = 1 if self.batch_first or not batched else 0
         batch, rows, keys = query.shape[1 - along], query.shape[along], key.shape[along]
         if attn_mask is not None:
@@ -250,7 +250,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return q, linear(key, weights[1], biases[1]), linear(value, weights[2], biases[2])
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor]:
-        """k and v with what every query sees after the keys."""
+        """k and v with what is behind the keys: bias_k and bias_v, and the zeros of add_zero_attn."""
         shape = list(k.shape)
         shape[along] = 1
         if self.bias_k is not None and self.bias_v is not None:
@@ -289,18 +289,18 @@ def convert(model: nn.Module) -> nn.Module:
         _report(model, 1, 0)
         return _converted(model)
     there = sum(isinstance(x, MultiheadAttention) for x in model.modules())
-    made: dict[nn.Module, nn.Module] = {}
+    fused: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if type(child) is nn.MultiheadAttention:
-                if child not in made:
-                    made[child] = _converted(child)
-                parent._modules[name] = made[child]
+                if child not in fused:
+                    fused[child] = _converted(child)
+                parent._modules[name] = fused[child]
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder):
             if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
                 encoder.use_nested_tensor = False
-    _report(model, len(made), there)
+    _report(model, len(fused), there)
     return model
 
 

@@ -56,8 +56,8 @@ def register(name: str = "fusedattn") -> None:
         from ._hf_models import install
     except ImportError as error:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
-    taken = AttentionInterface().get(name)
-    if name == "eager" or taken not in (None, fusedattn_forward):
+    registered = AttentionInterface().get(name)
+    if name == "eager" or registered not in (None, fusedattn_forward):
         fail(ValueError, "name", "a name of its own", f"{name!r}, which transformers has")
     install(name, fusedattn_forward)
 
@@ -133,13 +133,13 @@ def fusedattn_forward(
 
 
 def _eager_masks(module: nn.Module) -> bool:
-    """Whether its masks are made as for "eager", where None hides nothing."""
+    """Whether a module gets the masks of "eager", where None hides nothing."""
     config = getattr(module, "config", None)
     return getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
 
 
 def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries learned for all samples come as a batch of one."""
+    """Tensors of one batch size: queries that are learned for all samples come as a batch of one."""
     batch = max(x.shape[0] for x in tensors)
     return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in tensors)
 

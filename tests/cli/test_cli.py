@@ -201,13 +201,13 @@ def test_demo_learns_checks_times_and_draws(demo, tmp_path, capsys):
     assert {one["provider"] for one in found["times"]} == {"fused", "naive", "torch SDPA"}
     assert [one["what"] for one in found["converted"]] == ["inference", "training"]
     assert all(one["before"] > 0 and one["after"] > 0 for one in found["converted"])
+    assert len(found["continuation"]) > 28 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     generated = {one["result"]: one["ok"] for one in found["checks"] if one["what"] == "generated with a cache"}
     assert generated == dict(logits=True, bytes=True)
     assert list(found["tokens_a_second"]) == ["without a cache", "with a cache"]
     assert all(speed > 1 for speed in found["tokens_a_second"].values())
     converted = [(one["what"].rpartition(", ")[2], one["result"]) for one in found["checks"][-3:]]
     assert converted == [("eval", "outputs"), ("training", "outputs"), ("training", "gradients")]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert found["left_out"] or any(one["what"] == "layer 2, float32" for one in found["checks"])
 
 
@@ -261,7 +261,7 @@ def test_what_is_held_out_is_in_no_window_to_learn_from(tmp_path):
 )
 def test_a_sentence_to_draw(content, expected):
     empty = torch.empty(0)
-    assert texts.sentence(texts.Text("", content, empty, empty)) == expected
+    assert texts.sentence(texts.Text("", content, empty, empty, empty)) == expected
 
 
 def test_rich_is_not_needed_to_import_the_command_line():

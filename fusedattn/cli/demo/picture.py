@@ -1,28 +1,26 @@
-"""The picture: how the losses fell, and what each head attends to in one sentence."""
+"""The picture: the losses during training, and the attention of each head to one sentence."""
 
-from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...plot import attention_map
-from .training import Point, bits
+from ...plot import INK, attention_map
+from .text import Text
+from .training import Point, bits, byte_frequencies
 
-INK, TRAIN, HELD_OUT = "#333333", "#4878b6", "#d1603d"
-LINES = 28  # of a label, that the height of the axes has room for
+TOP, LINES = 8.4, 28  # bits a byte, above those of an untrained model; lines of text in the height of the axes
 
 
-def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, maps: Tensor, title: str) -> None:
-    """Save a PNG. frequencies: nats a byte of their entropy. maps: (H, S, S) weights of one layer over the sentence."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def draw(path: str, points: list[Point], text: Text, sentence: str, maps: Tensor) -> None:
+    """Save a PNG. maps (H, S, S): the weights of the last layer, to the bytes of the sentence."""
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(13.2, 7.0), dpi=150, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)  # no window, whatever the machine has
+    figure = Figure(figsize=(13.2, 7.0), dpi=150, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 2.2), squeeze=False)[0]
-    _losses(left.subplots(), points, frequencies, title)
+    title = f"A byte-level language model learns {Path(text.name).name}"
+    _losses(left.subplots(), points, byte_frequencies(text), title)
     attention_map(
         maps,
         sentence,
@@ -36,48 +34,25 @@ def draw(path: str, points: Sequence[Point], frequencies: float, sentence: str, 
 
 
 def _losses(axes, points, frequencies, title):
-    from matplotlib.ticker import MaxNLocator
-
-    steps, floor = [point.step for point in points], bits(frequencies)
-    train, held_out = [bits(point.train) for point in points], [bits(point.held_out) for point in points]
-    axes.axhline(floor, color="#999999", linewidth=1.0, linestyle="--")
-    axes.plot(steps, train, color=TRAIN, linewidth=2.2)
-    axes.plot(steps, held_out, color=HELD_OUT, linewidth=2.2)
-    bottom, top = max(0.0, (min(*train, *held_out, floor) - 0.4) // 1), 8.4
-    axes.set_xlim(0, steps[-1])
-    axes.set_ylim(bottom, top)
-    ends = {
-        f"train {train[-1]:.2f}": (train[-1], TRAIN),
-        f"held out {held_out[-1]:.2f}": (held_out[-1], HELD_OUT),
-        "byte\nfrequencies": (floor, "#777777"),
-    }
-    # Each stands beside the end of its line, past the axes, as near to its height as the others let it.
-    places = _apart([(y, 1 + text.count("\n")) for text, (y, _) in ends.items()], bottom, top, (top - bottom) / LINES)
-    for (text, (_, color)), place in zip(ends.items(), places, strict=True):
-        axes.annotate(
-            text, (steps[-1], place), (6, 0), textcoords="offset points", color=color, fontsize=10, va="center"
-        )
-    axes.set_title(title, fontsize=12, color=INK)
-    axes.set_xlabel("step", color=INK, fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.set_ylabel("bits per byte", color=INK, fontsize=10)
+    steps, lowest = [point.step for point in points], bits(frequencies)
+    axes.axhline(lowest, color="#999999", linewidth=1.0, linestyle="--")
+    labels = [(lowest, "byte\nfrequencies", "#777777")]
+    for name, color in (("train", "#4878b6"), ("held_out", "#d1603d")):
+        heights = [bits(getattr(point, name)) for point in points]
+        axes.plot(steps, heights, color=color, linewidth=2.2)
+        labels.append((heights[-1], f"{name.replace('_', ' ')} {heights[-1]:.2f}", color))
+        lowest = min(lowest, *heights)
+    # A label stands beside the end of its line, outside of the axes; or higher, where the one below takes its place.
+    free = bottom = max(0.0, (lowest - 0.4) // 1)
+    for height, text, color in sorted(labels):
+        half = (1 + text.count("\n")) * (TOP - bottom) / LINES / 2
+        place = (steps[-1], max(height, free + half))
+        axes.annotate(text, place, (6, 0), textcoords="offset points", color=color, fontsize=10, va="center")
+        free = place[1] + half
+    axes.set(xlim=(0, steps[-1]), ylim=(bottom, max(TOP, free)), xlabel="step", ylabel="bits per byte", title=title)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_color(INK)
+    axes.locator_params("x", integer=True)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _apart(wanted, bottom, top, line):
-    """Heights for labels of (height, lines) each: between bottom and top, none over another, in the order wanted."""
-    found, free = dict.fromkeys(range(len(wanted)), 0.0), bottom
-    upwards = sorted(range(len(wanted)), key=lambda index: wanted[index][0])
-    for index in upwards:
-        height, lines = wanted[index]
-        found[index] = max(height, free + lines * line / 2)
-        free = found[index] + lines * line / 2
-    free = top
-    for index in reversed(upwards):
-        half = wanted[index][1] * line / 2
-        found[index] = min(found[index], free - half)
-        free = found[index] - half
-    return list(found.values())

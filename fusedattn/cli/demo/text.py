@@ -1,7 +1,7 @@
 """The text to learn: where it comes from, what of it is held out, and a sentence of it to look at."""
 
-import importlib.metadata
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,64 +10,43 @@ from torch import Tensor
 
 from ..screen import Problem
 
-CONTEXT = 64  # bytes a model sees at once
+CONTEXT = 64  # bytes that the model sees at once
+WINDOW = CONTEXT + 1  # and the one to predict
 LEAST = 1000  # bytes of text; less teaches nothing
 
 
 class Text(NamedTuple):
-    """starts (m,): where windows to learn from begin; held_out (k, CONTEXT + 1): windows disjoint from those."""
+    """windows (n, WINDOW): one from each byte on; starts (m,): those to learn; held_out (k, WINDOW): clear of those."""
 
     name: str
     content: bytes
+    windows: Tensor
     starts: Tensor
     held_out: Tensor
 
-    def windows(self, count: int, dice: torch.Generator) -> Tensor:
-        """(count, CONTEXT + 1) windows to learn from, at random."""
-        first = self.starts[torch.randint(len(self.starts), (count,), generator=dice)]
-        return _numbers(self.content)[first[:, None] + torch.arange(CONTEXT + 1)]
-
 
 def load(path: str | None) -> Text:
-    """The text of a file; without one that of README.md here, or else of the package's description."""
-    name, content = _read(path)
-    if len(content) < LEAST:
-        raise Problem(
-            f"text: expected at least {LEAST} bytes, got {len(content)} in {name}; name another with --text FILE"
-        )
-    width = CONTEXT + 1
-    parts = max(2, len(content) // (10 * width))  # about a tenth, from all over the text: its parts differ
-    step = len(content) // parts
-    first = [part * step + (step - width) // 2 for part in range(parts)]
-    free = torch.ones(len(content), dtype=torch.bool)
-    for start in first:
-        free[start : start + width] = False
-    starts = free.unfold(0, width, 1).all(-1).nonzero().squeeze(1)
-    held_out = torch.stack([_numbers(content)[start : start + width] for start in first])
-    return Text(name, content, starts, held_out)
-
-
-def _read(path):
-    if path is None and not Path("README.md").is_file():
-        try:
-            described = importlib.metadata.metadata("fusedattn")
-        except importlib.metadata.PackageNotFoundError:
-            raise Problem("text: there is no README.md here; name a file with --text FILE") from None
-        payload = described.get("Description") or described.get_payload()
-        return "the description of fusedattn", str(payload).encode()
+    """The text of a file; without a path that of README.md in this folder, or else the description of the package."""
+    name = path or "README.md"
     try:
-        return path or "README.md", Path(path or "README.md").read_bytes()
-    except OSError as error:
-        raise Problem(f"text: cannot read {path}: {error.strerror}") from None
-
-
-def _numbers(content):
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+        if path is None and not Path(name).is_file():
+            name, content = "the description of fusedattn", metadata.metadata("fusedattn")["Description"].encode()
+        else:
+            content = Path(name).read_bytes()
+    except (OSError, metadata.PackageNotFoundError) as error:
+        raise Problem(f"text: cannot read {name}: {error}; try --text FILE") from None
+    if len(content) < LEAST:
+        raise Problem(f"text: expected at least {LEAST} bytes, got {len(content)} in {name}; try --text FILE")
+    windows = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().unfold(0, WINDOW, 1)
+    length = len(content) // max(2, len(content) // (10 * WINDOW))  # of a part, with a window to hold out
+    place = (torch.arange(len(windows)) - (length - WINDOW) // 2) % length  # 0: in the middle of a part
+    clear = (place >= WINDOW) & (place <= length - WINDOW)
+    return Text(name, content, windows, clear.nonzero().squeeze(1), windows[place == 0])
 
 
 def sentence(text: Text, longest: int = 28) -> str:
-    """A sentence, or as many first words of one as fit; the longest of plain prose there is."""
+    """The longest sentence of plain prose, or as many of its first words as fit."""
     plain = text.content.decode("ascii", errors="replace")
-    found = [" ".join(words.split()) for words in re.findall(r"[A-Z][a-z]*(?:\s[A-Za-z,'-]+){3,}[.:]?", plain)]
-    cut = [one if len(one) <= longest else one[: longest + 1].rpartition(" ")[0].rstrip(",-") for one in found]
+    sentences = [" ".join(words.split()) for words in re.findall(r"[A-Z][a-z]*(?:\s[A-Za-z,'-]+){3,}[.:]?", plain)]
+    cut = [one if len(one) <= longest else one[: longest + 1].rpartition(" ")[0].rstrip(",-") for one in sentences]
     return max(cut, key=len, default="") or plain[:longest].replace("\ufffd", "?")

@@ -1,4 +1,4 @@
-"""Training: the losses fall."""
+"""Trains the model, and says what a byte of the text costs it."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,11 @@ import torch
 from .model import LanguageModel
 from .text import Text
 
-BATCH, RATE = 12, 4e-3
+BATCH, RATE = 12, 1.5e-3
 
 
 class Point(NamedTuple):
-    """Losses in nats a byte: train is the mean since the point before."""
+    """Losses at a step, in nats a byte: train is the mean since the point before."""
 
     step: int
     train: float
@@ -25,43 +25,30 @@ def bits(nats: float) -> float:
 
 
 def byte_frequencies(text: Text) -> float:
-    """What a byte costs, in nats, if one knows how often each occurs and nothing else: their entropy."""
-    share = torch.tensor(list(text.content)).bincount() / len(text.content)
-    return torch.special.entr(share).sum().item()
+    """The loss, in nats, of a model that knows how often each byte occurs and nothing else: their entropy."""
+    return torch.special.entr(torch.tensor(list(text.content)).bincount() / len(text.content)).sum().item()
 
 
-@torch.no_grad()
-def held_out(model: LanguageModel, text: Text, device: str) -> float:
-    was_training = model.training
-    loss = model.eval().loss(text.held_out.to(device)).item()
-    model.train(was_training)
-    return loss
-
-
-def train(model: LanguageModel, text: Text, steps: int, device: str, seed: int, advance: Callable) -> list[Point]:
-    """Train a model; advance(note) is called at each step."""
-    dice = torch.Generator().manual_seed(seed)
+def train(model: LanguageModel, text: Text, steps: int, seed: int, advance: Callable) -> list[Point]:
+    """The losses before training, at about 30 of its steps, and after it; advance(note) is called after each step."""
+    device, dice = model.positions.weight.device, torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
-    warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-    )
-    every = max(1, steps // 30)
-    points, losses = [Point(0, held_out(model, text, device), held_out(model, text, device))], []
-    model.train()
+
+    @torch.no_grad()
+    def held_out():
+        return model.eval().loss(text.held_out.to(device)).item()
+
+    before, losses = held_out(), []
+    points = [Point(0, before, before)]
     for step in range(1, steps + 1):
-        loss = model.loss(text.windows(BATCH, dice).to(device))
+        batch = text.windows[text.starts[torch.randint(len(text.starts), (BATCH,), generator=dice)]]
+        loss = model.train().loss(batch.to(device))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         losses.append(loss.detach())
-        if step % every == 0 or step == steps:
-            mean = torch.stack(losses).mean().item()
-            points.append(Point(step, mean, held_out(model, text, device)))
+        if step % max(1, steps // 30) == 0 or step == steps:
+            points.append(Point(step, torch.stack(losses).mean().item(), held_out()))
             losses = []
-        now = points[-1]
-        advance(f"loss {now.train:.2f}, {bits(now.train):.2f} bits a byte; held out {bits(now.held_out):.2f}")
-    model.eval()
+        advance(f"{bits(points[-1].train):.2f} bits a byte, held out {bits(points[-1].held_out):.2f}")
     return points
