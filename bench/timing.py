@@ -108,7 +108,7 @@ def peak(step, device):
     return result, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def interleaved(steps, repeats, calls=1):
+def interleaved(steps, repeats=2000, calls=1):
     """Times of {name: step} on the host. Steps take turns, many calls a turn: other work slows all of them alike."""
     samples = {name: [] for name in steps}
     for turn in range(repeats + repeats // 10):

@@ -110,7 +110,7 @@ def results(model, windows):
         return {"logits": model(windows[:, :-1]), "gradient": torch.cat([grad.flatten() for grad in gradients])}
 
 
-def measure_demo(case, device, machine, budget_ms):
+def measure_demo(machine, case, device, budget_ms):
     """Yield (row, what is wrong or "") of each provider and mode: a forward by its logits, a step by its gradient."""
     model, windows = draw(case, device)
     judged = windows[:BATCH]
@@ -169,7 +169,7 @@ def embeddings(model, inputs):
     return (model(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
-def measure_bert(case, device, machine, budget_ms):
+def measure_bert(machine, case, device, budget_ms):
     """Yield (row, what is wrong or "") of each provider: one is held to sdpa's distance from eager in float32."""
     model, exact, inputs = load(case.dtype, device), load("float32", device), batch(case, device)
     exact.load_state_dict(model.state_dict())
@@ -196,23 +196,12 @@ def told(written):
         yield f"{case.B} x {case.Sq} tokens, {case.dtype}, {mode}, tokens a second: {speeds}"
 
 
-def _main(name, chosen, measure, arguments):
-    options = questions.parser(name, questions.OTHERS[name]).parse_args(arguments)
-    writer, machine = questions.opened(options)
-    for case in chosen[torch.device(options.device).type]:
-        for row, why in measure(case, options.device, machine, options.repeat_ms):
-            writer.write(row)
-            questions.say(questions.told(row, why))
-    print(report.text(writer.rows, more=list(told(writer.rows))))
-    return 0
-
-
 def end_to_end(arguments):
-    return _main("end_to_end", DEMO, measure_demo, arguments)
+    return questions.measure_each("end_to_end", DEMO, measure_demo, arguments, told)
 
 
 def minilm(arguments):
     if not has_transformers():
         questions.say("minilm: transformers 5 is not installed: pip install 'fusedattn[hf]'")
         return 2
-    return _main("minilm", BERT, measure_bert, arguments)
+    return questions.measure_each("minilm", BERT, measure_bert, arguments, told)

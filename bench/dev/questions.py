@@ -291,9 +291,7 @@ def ask(name, arguments):
     )
     words.add_argument("--providers", type=lambda text: text.split(","), help=f"some of {known}")
     words.add_argument("--modes", type=lambda text: text.split(","), default=question.modes, help=",".join(every))
-    words.add_argument(
-        "--tests", help="a file of pytest's --junitxml: only forms that passed every test there are timed"
-    )
+    words.add_argument("--tests", help="of pytest's --junitxml: time only the forms that passed every test there")
     options = words.parse_args(arguments)
     names = options.providers or question.providers(options.device)
     for name in names:
@@ -313,16 +311,26 @@ def ask(name, arguments):
     return BROKEN if done is None else 0
 
 
-def time_modules(arguments):
-    options = parser("module", OTHERS["module"]).parse_args(arguments)
+def measure_each(name, chosen, measure, arguments, more=lambda written: ()):
+    """Answer a question whose measure(machine, case, device, budget in ms) yields (row, what is wrong or "").
+
+    chosen: {"cuda" or "cpu": cases}. more: of rows, lines at the end of the report.
+    """
+    options = parser(name, OTHERS[name]).parse_args(arguments)
     writer, machine = opened(options)
-    on_gpu = torch.device(options.device).type == "cuda"
-    for case in cases.TABLES["module" if on_gpu else "tiny-module"]:
-        for row, why in module.measure_all(machine, case, module.MODES, options.device, options.repeat_ms):
+    for case in chosen[torch.device(options.device).type]:
+        for row, why in measure(machine, case, options.device, options.repeat_ms):
             writer.write(row)
             say(told(row, why))
-    print(report.text(writer.rows))
+    print(report.text(writer.rows, more=more(writer.rows)))
     return 0
+
+
+def time_modules(arguments):
+    def measure(machine, case, device, budget_ms):
+        return module.measure_all(machine, case, module.MODES, device, budget_ms)
+
+    return measure_each("module", {"cuda": cases.MODULE, "cpu": cases.TABLES["tiny-module"]}, measure, arguments)
 
 
 def print_ceilings(arguments):

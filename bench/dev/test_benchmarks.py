@@ -101,23 +101,21 @@ def test_end_to_end(benchmark, case, mode, number):
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("implementation", models.IMPLEMENTATIONS.values())
-def test_minilm(benchmark, implementation):
+@pytest.mark.parametrize("provider, implementation", models.IMPLEMENTATIONS.items())
+def test_minilm(benchmark, provider, implementation):
     if not models.has_transformers():
         pytest.skip("transformers 5 is not installed")
     case = models.BERT[DEVICE][0]
-    if TINY:
-        case = case._replace(B=2, Sq=16, Sk=16)
+    case = case._replace(B=2, Sq=16, Sk=16) if TINY else case
     model = models.load("float32", DEVICE)
     model.set_attn_implementation(implementation)
-    benchmark.group = f"minilm {case.B} x {case.Sq}"
+    _describe(benchmark, "forward", provider, case)
     assert benchmark(models.embeddings, model, models.batch(case, DEVICE)).isfinite().all()
 
 
 @pytest.mark.parametrize("case", [c for c in cases.TABLES[f"{TINY}skipping"] if c.masks("cpu")], ids=lambda c: c.name)
 def test_plan(benchmark, case):
     masks = case.masks(DEVICE)
-    benchmark.group = "plan"
     assert benchmark(lambda: fa.plan(**masks)) is not None
 
 
