@@ -174,7 +174,7 @@ def test_a_tile_that_spills_much_is_left_out_and_one_that_spills_little_says_so(
     def load(kernel, *_):
         mine = kernel is run.KERNELS["dq"]
         return types.SimpleNamespace(
-            n_spills=spills if mine else 999, metadata=types.SimpleNamespace(shared=5000 * mine)
+            n_spills=spills[0] if mine else 999, metadata=types.SimpleNamespace(shared=5000 * mine)
         )
 
     monkeypatch.setattr(launcher, "load", load)
