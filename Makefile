@@ -50,8 +50,8 @@ gpu: ## all that wants a GPU machine, from a bare clone and without a network (O
 bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
 	$(PY) -m fusedattn.bench $(ARGS)
 
-tune: $(READY) ## tiles for fusedattn/launch/tiles.py: timed on a GPU, without one ranked by compiled code (ARGS=--help)
-	$(PY) -m fusedattn.bench.tune $(ARGS)
+tune: $(READY) ## time tiles for fusedattn/launch/tiles.py on a GPU (ARGS=--help)
+	$(PY) -m fusedattn.bench tune $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf .venv .triton-* .torch-* build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache

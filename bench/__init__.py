@@ -1,1 +1,1 @@
-"""Benchmarks: one question a file, rows of one CSV format, tables made from the CSV alone."""
+"""Benchmarks: rows of one CSV format, and tables, sentences and pictures of the rows alone. dev/ is not installed."""

@@ -1,7 +1,6 @@
-"""Whether what was timed is right: one head of the result against float64, beside the error of eager PyTorch there.
+"""Whether a timed result is right: one head of it against float64, by the tolerance of the tests.
 
-One kv head and the query heads that read it, of one batch, is cheap at any length: the last, where a wrong stride shows
-most. The rule is the one of the tests.
+One kv head and its query heads, of one batch, is cheap at any length: the last, where a wrong stride shows most.
 """
 
 from typing import NamedTuple
@@ -16,17 +15,17 @@ GRADIENTS = ("query", "key", "value", "bias")
 
 
 class Truth(NamedTuple):
-    """The slice of a case as it should be, and as eager PyTorch computes it: {"out", "weights", a gradient: tensor}."""
+    """{"out", "weights" or the name of an input: the result or gradient} by float64, and by eager PyTorch."""
 
     oracle: dict
     eager: dict
 
 
 def _slice(case, tensor):
-    """Of a tensor (B or 1, heads, ...) or its gradient: what belongs to the head that is looked at."""
+    """The part of a tensor (B or 1, heads, ...), or of its gradient, that belongs to the head that is compared."""
     group, words = case.Hq // case.Hkv, case.words
     count = group if tensor.shape[1] == case.Hq else 1
-    if "dropout" in words:  # its bits depend on where a head stands, and in a slice the first stands where it did
+    if "dropout" in words:  # its bits depend on the number of a head, which only the first keeps in a slice
         if "bias" in words and case.B > 1:
             raise NotImplementedError("the gradient of a bias is a sum over batches, whose bits a slice does not have")
         return tensor[:1, :count]
@@ -40,33 +39,30 @@ def truth(case, tensors):
         name: _slice(case, mask[:, None])[:, 0] if mask.dim() == 2 else _slice(case, mask)
         for name, mask in tensors.masks.items()
     }
-    options, given = case.arguments(masks), dict(zip(GRADIENTS, inputs, strict=False)) | {"out": grad_out}
+    options, sliced = case.arguments(masks), dict(zip(GRADIENTS, inputs, strict=False)) | {"out": grad_out}
 
     def compute(function, tensors):
-        added = {name: tensors[name] for name in GRADIENTS[3:] if name in tensors}
-        found = with_gradients(function, tensors, options | added, grads="out")
+        bias = {"bias": tensors["bias"]} if "bias" in tensors else {}
+        results = with_gradients(function, tensors, options | bias, grads="out")
         if "weights" in case.words:
             with torch.no_grad():
-                found["weights"] = function(
-                    *(tensors[name] for name in GRADIENTS[:3]), **options, **added, return_weights=True
-                )[1]
-        return found
+                query, key, value = (tensors[name] for name in GRADIENTS[:3])
+                results["weights"] = function(query, key, value, **options, **bias, return_weights=True)[1]
+        return results
 
-    return Truth(oracle=compute(fa.reference.attention, in_float64(given)), eager=compute(fa.reference.eager, given))
+    return Truth(oracle=compute(fa.reference.attention, in_float64(sliced)), eager=compute(fa.reference.eager, sliced))
 
 
 def judge(case, mode, result, truth):
-    """(error, eager PyTorch's error, what is wrong or "") of what a step returned; of gradients, of the worst one."""
-    if mode == "forward":
-        results = result if isinstance(result, tuple) else (result,)
-        got = {name: _slice(case, each) for name, each in zip(("out", "weights"), results, strict=False)}
-    else:
-        got = {name: _slice(case, grad) for name, grad in zip(GRADIENTS, result, strict=False)}
-    return worst(verdicts(got, truth.eager, {name: truth.oracle[name] for name in got}))
+    """(error, eager PyTorch's error, what is wrong or "") of a step's result: an output, or a tuple of gradients."""
+    names = ("out", "weights") if mode == "forward" else GRADIENTS
+    results = result if isinstance(result, tuple) else (result,)
+    return compare({name: _slice(case, tensor) for name, tensor in zip(names, results, strict=False)}, truth)
 
 
-def worst(found):
-    """(error, eager PyTorch's error, what is wrong or "") of {name: Verdict}: those of the one that is furthest off."""
-    last = max(found.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
-    why = "; ".join(f"{name}: {one.why}" for name, one in found.items() if not one.ok)
+def compare(results, truth):
+    """(error, eager PyTorch's error, what is wrong or "") of {name: tensor}: the errors of the worst one."""
+    judged = verdicts(results, truth.eager, {name: truth.oracle[name] for name in results})
+    last = max(judged.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
+    why = "; ".join(f"{name}: {one.why}" for name, one in judged.items() if not one.ok)
     return last.max_error, last.max_eager, why

@@ -1,15 +1,15 @@
-"""What is measured: named cases, the most important first."""
+"""Cases that benchmarks measure: sizes and options, by tables, the most important first."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SEED = 0  # of everything that is drawn, and of dropout where it is ours
+SEED = 0  # of inputs, and of our dropout
 
 
 class Tensors(NamedTuple):
-    """The input of one case, and the gradient of its output; masks as keyword arguments of `fusedattn.attention`."""
+    """The inputs of one case, and the gradient of its output; masks are keyword arguments of `fusedattn.attention`."""
 
     query: Tensor
     key: Tensor
@@ -20,7 +20,7 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """What has a gradient."""
+        """Query, key, value, and the bias if there is one: the tensors that have a gradient."""
         return self[:3] if self.bias is None else (*self[:3], self.bias)
 
 
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
     @property
     def words(self) -> dict:
-        """{name: what stands behind its =} of the options."""
+        """{name: value, "" if it has none} of the options."""
         return dict(word.partition("=")[::2] for word in self.options.split())
 
     @property
@@ -71,7 +71,7 @@ class Case(NamedTuple):
         return left, 0 if self.causal else right
 
     def draw(self, device) -> Tensors:
-        """Normal numbers, the same ones every time; never zeros, on which a GPU is faster than on anything real."""
+        """Tensors of normal numbers, the same for each call: on zeros a GPU would be faster than on real inputs."""
         generator = torch.Generator(device).manual_seed(SEED)
         shapes = (
             (self.B, self.Hq, self.Sq, self.D),
@@ -85,13 +85,13 @@ class Case(NamedTuple):
         return drawn._replace(masks=self.masks(device))
 
     def documents(self, device) -> Tensor:
-        """(S,): which document each token belongs to."""
+        """(S,): the number of the document that a token belongs to."""
         generator = torch.Generator().manual_seed(SEED)
         ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.words["documents"]) - 1] + 1
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """(B,): how many tokens of each sequence are real, the first ones: of padding the share is right on average."""
+        """(B,): how many of the first tokens of a sequence are real; with padding=SHARE the mean is that share."""
         if "padding" not in self.words:
             return LENGTHS[self.words.get("lengths", "equal")](self.B, self.Sk).to(device)
         half = torch.rand(self.B // 2, generator=torch.Generator().manual_seed(SEED))
@@ -100,25 +100,25 @@ class Case(NamedTuple):
 
     def masks(self, device) -> dict:
         """The masks among the options, as keyword arguments of `fusedattn.attention`."""
-        found = {}
+        masks = {}
         if "documents" in self.words:
             owner = self.documents(device)
-            found["mask"] = (owner[:, None] == owner[None, :])[None, None]
+            masks["mask"] = (owner[:, None] == owner[None, :])[None, None]
         if self.padded:
             real = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
-            found |= dict(key_mask=real, query_mask=real)
-        return found
+            masks |= dict(key_mask=real, query_mask=real)
+        return masks
 
     def arguments(self, masks) -> dict:
         """Keyword arguments of `fusedattn.attention`, all but the bias and what is returned."""
-        found, words = dict(causal=self.causal) | masks, self.words
+        options, words = dict(causal=self.causal) | masks, self.words
         if "window" in words:
-            found["window"] = self.sides
+            options["window"] = self.sides
         if "softcap" in words:
-            found["softcap"] = float(words["softcap"])
+            options["softcap"] = float(words["softcap"])
         if "dropout" in words:
-            found |= dict(dropout_p=float(words["dropout"]), seed=SEED)
-        return found
+            options |= dict(dropout_p=float(words["dropout"]), seed=SEED)
+        return options
 
 
 def _shuffled(lengths):
@@ -126,24 +126,24 @@ def _shuffled(lengths):
 
 
 def _uniform(count, longest):
-    """Anything up to the longest, which is one of them, and half of it on average."""
+    """Uniform random lengths up to the longest, whose mean is half of it; one is the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
-    found = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest).round().long().clamp(min=1)
-    found[found.argmax()] = longest
-    return _shuffled(found)
+    lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest).round().long().clamp(min=1)
+    lengths[lengths.argmax()] = longest
+    return _shuffled(lengths)
 
 
 def _one_long(count, longest):
-    """One, and all others a sixteenth of it."""
+    """One sequence of the longest length, and all others a sixteenth of it."""
     return _shuffled(torch.tensor([longest] + [max(1, longest // 16)] * (count - 1)))
 
 
 def _zipf(count, longest):
-    """The nth an nth of the longest."""
+    """The nth sequence has an nth of the longest length."""
     return _shuffled((longest / torch.arange(1, count + 1)).round().long().clamp(min=1))
 
 
-# {kind: lengths (count,) of so many sequences, the longest of so many tokens}, in no order.
+# {kind: function(count, longest) -> (count,) lengths in random order}
 LENGTHS = {
     "equal": lambda count, longest: torch.full((count,), longest),
     "uniform": _uniform,
@@ -154,14 +154,14 @@ LENGTHS = {
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D: the convention of the FlashAttention papers
 
 
-def _long(length, dim, causal, dtype):
+def _paper(length, dim, causal, dtype="bfloat16", options=""):
     heads = WIDTH // dim
-    return Case(TOKENS // length, heads, heads, length, length, dim, dim, causal, dtype)
+    return Case(TOKENS // length, heads, heads, length, length, dim, dim, causal, dtype, options)
 
 
-# Prompts that training and prefill see. Those that the goals speak of (S >= 2048) come first.
+# Prompts of training and prefill. The goals are of S >= 2048, so those come first.
 LONG = [
-    _long(length, dim, causal, dtype)
+    _paper(length, dim, causal, dtype)
     for lengths in ((2048, 4096, 8192, 16384), (512, 1024))
     for dtype in ("bfloat16", "float16")
     for length in lengths
@@ -169,44 +169,28 @@ LONG = [
     for causal in (True, False)
 ]
 
-# One step off the main road each.
+# Each differs from LONG in one thing.
 MORE = [
-    *(_long(length, 256, causal, "bfloat16") for length in (2048, 8192) for causal in (True, False)),
+    *(_paper(length, 256, causal) for length in (2048, 8192) for causal in (True, False)),
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
     Case(4, 32, 4, 4096, 4096, 64, 64, True, "bfloat16"),
     Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),  # Dv is not D
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),  # an odd length
-    *(_long(4096, dim, False, "float32") for dim in (64, 128)),
+    *(_paper(4096, dim, False, "float32") for dim in (64, 128)),
 ]
 
-# What the goals of the forward for Hopper speak of, the most telling first.
+# The goals of the forward for Hopper, the most telling first; those of the backward are of the long ones.
 HOPPER = [
-    _long(length, dim, causal, "bfloat16")
+    _paper(length, dim, causal)
     for lengths in ((4096, 16384), (2048, 8192, 1024, 512))
     for dim in (128, 64, 256)
     for length in lengths
     for causal in (False, True)
 ]
+BACKWARD = [case for case in HOPPER if case.Sq >= 2048]
 
-# What those of the backward speak of.
-BACKWARD = [
-    _long(length, dim, causal, "bfloat16")
-    for lengths in ((4096, 16384), (2048, 8192))
-    for dim in (128, 64, 256)
-    for length in lengths
-    for causal in (False, True)
-]
-
-# For a CPU, and to see that the benchmark itself works.
-TINY = [
-    Case(1, 2, 2, 64, 64, 16, 16, False, "float32"),
-    Case(2, 2, 2, 64, 64, 16, 16, True, "float32"),
-    Case(1, 4, 2, 48, 80, 16, 16, False, "float32"),
-    Case(1, 2, 2, 64, 64, 16, 8, True, "bfloat16"),
-]
-
-# What an option costs, and who else has it.
+# The cost of an option, and which peer has it.
 OPTIONS = [
     Case(4, 16, 16, 4096, 4096, dim, dim, causal, "bfloat16", options)
     for options, dim, causal in (
@@ -222,7 +206,7 @@ OPTIONS = [
     )
 ]
 
-# So little work that what is measured is how it is asked for.
+# So little work that the host's part shows.
 _little = Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
 SMALL = [
     _little,
@@ -249,31 +233,28 @@ DECODE = [
     if batch * (_HEADS // group) * keys * 128 * 2 * 2 <= _MOST
 ]
 
-# Of these, for `pytest bench`.
+# Attention inside a module: with projections of its width, 2048.
+MODULE = [
+    *(_paper(length, 128, causal) for length in (2048, 512, 8192) for causal in (True, False)),
+    _paper(2048, 64, True),
+    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16") for causal in (False, True)),  # of width 1024
+    _paper(512, 128, False, options="weights"),
+]
+
+# For `pytest bench` on a GPU: cases that a change of a kernel shows in.
+FEW = [
+    *(_paper(4096, dim, causal) for dim in (128, 64) for causal in (True, False)),
+    _paper(16384, 128, True),
+    _paper(512, 128, True),
+]
 FEW_DECODE = [
     case for case in DECODE if case.Hq == 4 * case.Hkv and (case.B, case.Sk) in ((1, 1024), (16, 8192), (1, 131072))
 ]
 
-# Attention inside a module: with projections of its width, 2048.
-MODULE = [
-    *(_long(length, 128, causal, "bfloat16") for length in (2048, 512, 8192) for causal in (True, False)),
-    _long(2048, 64, True, "bfloat16"),
-    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16") for causal in (False, True)),  # of width 1024
-    _long(512, 128, False, "bfloat16")._replace(options="weights"),
-]
-
-# For `pytest bench` on a GPU: what a change to a kernel shows in.
-FEW = [
-    *(_long(4096, dim, causal, "bfloat16") for dim in (128, 64) for causal in (True, False)),
-    _long(16384, 128, True, "bfloat16"),
-    _long(512, 128, True, "bfloat16"),
-]
-
 # Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
 SKIPPING = [
-    Case(4, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "padding=0.5"),
-    Case(1, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "documents=8"),
-    Case(1, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", "window=1024,0"),
+    Case(batch, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", options)
+    for batch, options in ((4, "padding=0.5"), (1, "documents=8"), (1, "window=1024,0"))
 ]
 
 # About 32k tokens in sequences of unequal lengths, and of equal ones, which need no option.
@@ -285,6 +266,13 @@ VARLEN = [
     for causal in (True, False)
 ]
 
+# For a CPU, and to see that the benchmark itself works.
+TINY = [
+    Case(1, 2, 2, 64, 64, 16, 16, False, "float32"),
+    Case(2, 2, 2, 64, 64, 16, 16, True, "float32"),
+    Case(1, 4, 2, 48, 80, 16, 16, False, "float32"),
+    Case(1, 2, 2, 64, 64, 16, 8, True, "bfloat16"),
+]
 _SHAPE = (2, 2, 2, 64, 64, 16, 16)
 TINY_OPTIONS = [
     Case(*_SHAPE, False, "float32", "bias"),
@@ -295,9 +283,7 @@ TINY_OPTIONS = [
     Case(*_SHAPE, False, "float32", "padding=0.5"),
     Case(*_SHAPE, True, "float32", "weights"),
 ]
-TINY_HOPPER = [
-    Case(1, 1, 1, 16, 16, dim, dim, causal, "bfloat16") for dim in (128, 64, 256) for causal in (False, True)
-]
+TINY_HOPPER = [Case(1, 1, 1, 16, 16, d, d, causal, "bfloat16") for d in (128, 64, 256) for causal in (False, True)]
 TINY_BACKWARD = [Case(1, 2, 1, 40, 40, dim, dim, dim == 64, "bfloat16") for dim in (64, 128, 256)]
 TINY_SKIPPING = [
     Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
@@ -311,33 +297,9 @@ TINY_VARLEN = [
 ]
 TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
 TINY_DECODE = [Case(2, 4, heads, 1, 256, 16, 16, False, "float32") for heads in (4, 1)]
-TINY_MODULE = [
-    Case(2, 4, 4, 24, 24, 8, 8, True, "float32"),
-    Case(2, 4, 4, 24, 24, 8, 8, False, "bfloat16"),
-    Case(2, 4, 4, 24, 24, 8, 8, False, "float32", "weights"),
-]
+_MODULE = Case(2, 4, 4, 24, 24, 8, 8, False, "float32")
+TINY_MODULE = [_MODULE._replace(causal=True), _MODULE._replace(dtype="bfloat16"), _MODULE._replace(options="weights")]
 
-TABLES = {
-    "long": LONG,
-    "more": MORE,
-    "all": LONG + MORE,
-    "options": OPTIONS,
-    "hopper": HOPPER,
-    "backward": BACKWARD,
-    "skipping": SKIPPING,
-    "varlen": VARLEN,
-    "small": SMALL,
-    "module": MODULE,
-    "decode": DECODE,
-    "few-decode": FEW_DECODE,
-    "few": FEW,
-    "tiny": TINY,
-    "tiny-options": TINY_OPTIONS,
-    "tiny-hopper": TINY_HOPPER,
-    "tiny-backward": TINY_BACKWARD,
-    "tiny-skipping": TINY_SKIPPING,
-    "tiny-varlen": TINY_VARLEN,
-    "tiny-small": TINY_SMALL,
-    "tiny-module": TINY_MODULE,
-    "tiny-decode": TINY_DECODE,
-}
+# By name: "all", and those above, as "tiny-options".
+TABLES = {name.lower().replace("_", "-"): table for name, table in list(vars().items()) if isinstance(table, list)}
+TABLES["all"] = LONG + MORE

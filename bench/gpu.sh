@@ -38,7 +38,7 @@ hopper=$("$python" -c 'import torch; print("yes" * (torch.cuda.is_available() an
 nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu --format=csv 2>/dev/null
 
 say "tests (commit $commit); meanwhile what comes after them compiles"
-nice -n 5 timeout -k 5 150 "$python" -m fusedattn.bench.warm --jobs 8 >"$OUT/warm.log" 2>&1 &
+nice -n 5 timeout -k 5 150 "$python" -m fusedattn.bench warm --jobs 8 >"$OUT/warm.log" 2>&1 &
 warm=$!
 for dtype in bfloat16 float16 float32; do
     nice -n 5 timeout -k 5 150 "$python" -m fusedattn check --json --device cuda --dtype $dtype >/dev/null 2>&1 &
@@ -83,12 +83,12 @@ elif [ $status != 0 ]; then
 fi
 
 # Each has a time by which it ends, so that the next begins; what one leaves of its time is the next one's.
-timings() { # NAME END MARGIN MODULE ARGUMENT...: the last unit begins MARGIN seconds before END
-    local name=$1 end=$2 margin=$3 module=$4 resume="" status=124 left
-    shift 4
+timings() { # NAME END MARGIN ARGUMENT...: the last unit begins MARGIN seconds before END
+    local name=$1 end=$2 margin=$3 resume="" status=124 left
+    shift 3
     say "timings: $name"
     while left=$((end - SECONDS)) && [ $left -gt $((margin + 5)) ]; do
-        timeout -k 5 $left "$python" -m "fusedattn.bench.$module" "$@" --csv "$OUT/$name.csv" --commit "$commit" \
+        timeout -k 5 $left "$python" -m fusedattn.bench "$name" "$@" --csv "$OUT/$name.csv" --commit "$commit" \
             --budget $((left - margin)) --repeat-ms 60 $resume >"$OUT/$name.txt" 2>>"$OUT/$name.log"
         status=$?
         resume=--resume
@@ -101,30 +101,28 @@ timings() { # NAME END MARGIN MODULE ARGUMENT...: the last unit begins MARGIN se
 once() { # NAME SECONDS: one that is short, and has no budget
     local name=$1 seconds=$2
     say "timings: $name"
-    timeout -k 5 "$seconds" "$python" -m "fusedattn.bench.$name" --csv "$OUT/$name.csv" --commit "$commit" --repeat-ms 60 \
+    timeout -k 5 "$seconds" "$python" -m fusedattn.bench "$name" --csv "$OUT/$name.csv" --commit "$commit" --repeat-ms 60 \
         >"$OUT/$name.txt" 2>"$OUT/$name.log" || say "$name ended with status $?: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
 }
 
 small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "tiny-")')
 # What failed or waited for ever in this very run is not timed.
-timings hopper 315 12 hopper ${hopper:+--tests "$OUT/hopper-tests.xml"}
-timings passes 368 12 passes
-timings attention 412 18 attention
-timings options 430 10 options
-timings skipping 444 8 skipping --cases "${small}skipping"
-timings varlen 456 6 varlen
-timings decode 471 6 decode
-timings small 482 5 small
+timings hopper 315 12 ${hopper:+--tests "$OUT/hopper-tests.xml"}
+timings backward_forms 368 12
+timings attention 412 18
+timings options 430 10
+timings skipping 444 8 --cases "${small}skipping"
+timings varlen 456 6
+timings decode 471 6
+timings small 482 5
 once minilm 19
 once module 15
 once end_to_end 14
 
 say "results"
-for name in attention options; do
-    [ -f "$OUT/$name.csv" ] && timeout 10 "$python" -m fusedattn.bench.table "$OUT/$name.csv" | cut -c 1-200
-done
-for name in skipping varlen decode small minilm module end_to_end hopper passes; do
-    [ -f "$OUT/$name.txt" ] && cut -c 1-200 "$OUT/$name.txt"
+# Of each the end, ratios and goals; the rows before it are in the files.
+for name in attention options skipping varlen decode small minilm module end_to_end hopper backward_forms; do
+    [ -f "$OUT/$name.txt" ] && echo "-- $name" && sed -n '/^Cases are/,$p' "$OUT/$name.txt" | cut -c 1-200
 done
 for name in tests hopper-tests; do
     grep -E '(passed|failed|error|skipped|no tests ran).* in ' "$OUT/$name.log" | tail -n 1

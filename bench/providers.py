@@ -1,10 +1,8 @@
-"""Who computes attention, by name: ours, the eager formula, and others.
+"""Providers of attention, by name: ours, forms of one of our kernels, the eager formula, and the peers."""
 
-A provider is setup(case, tensors) -> call, where call(query, key, value), or call(query, key, value, bias) of a case
-that has one, is the output, or output and weights; it raises Unsupported(why) if it cannot.
-"""
-
+import contextlib
 import functools
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -12,18 +10,15 @@ from torch.nn.attention import SDPBackend
 import fusedattn as fa
 from fusedattn import backends
 from fusedattn.call.packed import Packed, checked_packed
+from fusedattn.launch import tiles as tile_table
 
-from . import cases, peers, variants
-from .calls import Call, Unsupported, offsets_of, packing_of, taken
+from . import calls, cases, peers
+from .calls import Call, Unsupported, offsets_of, packing_of
 
 
 def _with_bias(function, options):
-    """call(query, key, value[, bias]) of one that takes the arguments of `fusedattn.attention`."""
-
-    def call(query, key, value, bias=None):
-        return function(query, key, value, bias=bias, **options)
-
-    return call
+    """call(query, key, value[, bias]) of a function with the arguments of `fusedattn.attention`."""
+    return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
 
 def _explain(case, tensors, backend=None):
@@ -31,7 +26,7 @@ def _explain(case, tensors, backend=None):
 
 
 def _arguments(case, masks):
-    """Those of `fusedattn.attention`, all but the bias."""
+    """Arguments of `fusedattn.attention`, all but the bias."""
     return case.arguments(masks) | dict(return_weights="weights" in case.words)
 
 
@@ -42,16 +37,8 @@ def fusedattn(case, tensors, backend=None):
     return _with_bias(fa.attention, _arguments(case, tensors.masks) | dict(backend=backend))
 
 
-def by_variant(name, case, tensors):
-    """Ours, by one form of one of its kernels."""
-    if not variants.concerns(name, case):
-        raise Unsupported("it is for another width")
-    call = fusedattn(case, tensors, backend=variants.backend(name))
-    return Call(call, inside=variants.inside(name))
-
-
 def cached(page, case, tensors):
-    """Ours, of a cache that is full: in one piece, or in shuffled pages of so many keys."""
+    """Ours, of a full cache: in one piece, or in shuffled pages of so many keys."""
     if case.words:
         raise Unsupported("it is timed without options")
     device, kernel = tensors.query.device, "triton" if tensors.query.is_cuda else None
@@ -72,37 +59,37 @@ def cached(page, case, tensors):
 
 
 def planned(case, tensors):
-    """Ours, with a plan of the masks that was made before."""
+    """Ours, with a plan of the masks made before."""
     if not tensors.masks:
         raise Unsupported("there is no mask to plan")
     return _with_bias(fa.attention, _arguments(case, {"mask": fa.plan(**tensors.masks)}))
 
 
 def _by_sequence(case, masks):
-    """Arguments of `fusedattn.attention_varlen` that are not offsets: what pads a sequence is not there."""
+    """Arguments of `fusedattn.attention_varlen` that are not offsets: packed sequences need no mask of padding."""
     return case.arguments({name: mask for name, mask in masks.items() if name == "mask"})
 
 
 def packed(case, tensors):
     """Ours, on packed sequences."""
     if "weights" in case.words:
-        raise Unsupported("its weights are packed, those that they are held to are not")
-    found = packing_of(case, tensors)
-    cu_q, cu_k, most_q, most_k = offsets_of(found)
-    options = _by_sequence(case, tensors.masks) | dict(max_seqlen_q=most_q, max_seqlen_k=most_k)
+        raise Unsupported("its weights are packed, and the reference's are not")
+    packing = packing_of(case, tensors)
+    cu_q, cu_k, longest_q, longest_k = offsets_of(packing)
+    options = _by_sequence(case, tensors.masks) | dict(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
 
-    def call(query, key, value, bias=None):
+    def attend(query, key, value, bias=None):
         return fa.attention_varlen(query, key, value, cu_q, cu_k, bias=bias, **options)
 
-    return Call(call, by_token=True, packing=found)
+    return Call(attend, by_token=True, packing=packing)
 
 
 def _packed_backend(case, tensors):
     """The backend that takes packed sequences of a case."""
-    found = packing_of(case, tensors)
-    inputs = taken(Call(None, by_token=True, packing=found), tensors[:3])
+    packing = packing_of(case, tensors)
+    inputs = calls.packed(Call(None, by_token=True, packing=packing), tensors[:3])
     options = _by_sequence(case, tensors.masks) | dict(bias=tensors.bias)
-    return backends.choose(checked_packed(Packed(*inputs, *offsets_of(found)), options, False), False).name
+    return backends.choose(checked_packed(Packed(*inputs, *offsets_of(packing)), options, False), False).name
 
 
 def naive(case, tensors):
@@ -124,30 +111,31 @@ PROVIDERS = {
     "fusedattn:naive": functools.partial(fusedattn, backend="naive"),
 }
 ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Only where they are named: "sdpa" takes the backend that torch chooses, which is one of those above.
+# Only where they are named: "sdpa" runs the backend that torch chooses, which is one of those above.
 ASIDE = {
     "fusedattn+plan": planned,
     "sdpa": functools.partial(peers.sdpa, ANY),
     "fusedattn:cache": functools.partial(cached, None),
+    "fusedattn:pages=256": functools.partial(cached, 256),
+    "fusedattn:pages=16": functools.partial(cached, 16),
     "fusedattn+packed": packed,
     "torch:varlen": peers.torch_varlen,
     "flash-attn+packed": peers.flash_packed,
     "sdpa+packed": peers.jagged,
     "flex+packed": peers.flex_packed,
 }
-ASIDE |= {f"fusedattn:pages={page}": functools.partial(cached, page) for page in (256, 16)}
-OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed")  # whose rows say which of our backends took the case
+OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed")  # a row names the backend as well
 
 
 def usual(device):
-    """The names of those that are compared where none is named: on a GPU all that are installed."""
+    """The names of the providers that are compared where none is named: on a GPU all that are installed."""
     if torch.device(device).type != "cuda":
         return ["fusedattn", "naive", "sdpa:math"]
     return list(filter(peers.is_installed, PROVIDERS))
 
 
 def usual_packed(device):
-    """The same of packed sequences, ours with padding beside them."""
+    """The names of those that take packed sequences, and ours with padding."""
     if torch.device(device).type != "cuda":
         return ["fusedattn+packed", "fusedattn", "naive", "sdpa+packed"]
     others = ("torch:varlen", "flash-attn+packed", "sdpa+packed", "flex+packed")
@@ -155,25 +143,118 @@ def usual_packed(device):
 
 
 def unchecked(case, name):
-    """Why a provider's answer cannot be held to the rule, or ""."""
+    """Why the rule does not apply to a provider's answer, or ""."""
     ours = name == "naive" or name.startswith("fusedattn")
     return "" if ours or "dropout" not in case.words else "its dropout has bits of its own"
 
 
 def find(name):
-    """The provider of a name: one of PROVIDERS or ASIDE, ours by fusedattn:BACKEND, or a variant."""
+    """The provider of a name: one of PROVIDERS or ASIDE, fusedattn:BACKEND, or a form of one of our kernels."""
     if name in PROVIDERS | ASIDE:
         return (PROVIDERS | ASIDE)[name]
-    if variants.known(name):
-        return functools.partial(by_variant, name)
+    if (parts := _form(name)) is not None:
+        prefix, form = parts
+        if form not in FORMS[prefix]():
+            raise ValueError(f"provider: expected one of {', '.join(FORMS[prefix]())} after {prefix}, got {form}")
+        return functools.partial(by_form, name)
     if name.startswith("fusedattn:"):
         return functools.partial(fusedattn, backend=name.removeprefix("fusedattn:"))
     raise ValueError(f"provider: expected one of {', '.join(PROVIDERS | ASIDE)} or fusedattn:BACKEND, got {name}")
 
 
 def label(name, case, tensors):
-    """A name as it stands in the CSV: our own says which of our backends took the case."""
+    """The provider of a row: of OURS with the backend that takes the case."""
     if name not in OURS:
         return name
-    taken_by = _packed_backend(case, tensors) if name == "fusedattn+packed" else _explain(case, tensors).backend
-    return f"{name}:{taken_by}"
+    backend = _packed_backend(case, tensors) if name == "fusedattn+packed" else _explain(case, tensors).backend
+    return f"{name}:{backend}"
+
+
+# Forms of our kernels: the forward for Hopper by one pipeline, the backward in two passes, or in one by one tile.
+PIPELINE, BACKWARD, TWO_PASSES = "fusedattn:hopper/", "fusedattn:backward/", "two-passes"
+
+
+def pipeline_name(pipeline):
+    """A Pipeline, as 128x64s4+pingpong: rows x keys of a block, stages; +grid is one block of rows a program."""
+    words = ("" if pipeline.persistent else "+grid") + ("+pingpong" if pipeline.ping_pong else "")
+    return f"{pipeline.rows}x{pipeline.keys}s{pipeline.stages}{words}"
+
+
+def tile_name(tile):
+    """A Tile, as 64x128w8s2+bulk: rows x keys, warps, stages; +bulk is dq by the copy engine."""
+    return f"{tile.rows}x{tile.keys}w{tile.warps}s{tile.stages}" + "+bulk" * tile.bulk
+
+
+def _widths(widths, case):
+    """The width of a table that a case takes, or all of them."""
+    return [width for width in widths if case is None or max(case.D, case.Dv) <= width][: None if case is None else 1]
+
+
+def pipelines(case=None):
+    """{name: Pipeline} of the table for the width of a case, or for all."""
+    widths = _widths(sorted(tile_table.HOPPER), case)
+    return {pipeline_name(pipeline): pipeline for width in widths for pipeline in tile_table.HOPPER[width]}
+
+
+def backward_forms(case=None):
+    """{name: Tile} of the backward in one pass at the width of a case, or at all; None is two passes.
+
+    They are the tiles of Hopper, with dq added by the copy engine and by the threads.
+    """
+    tiles = [tile for width in _widths((64, 128), case) for tile in tile_table.tiles("one_pass", 90, 2, width)]
+    both = [tile._replace(spills=0, bulk=bulk) for bulk in (True, False) for tile in tiles]
+    return {TWO_PASSES: None} | {tile_name(tile): tile for tile in both}
+
+
+FORMS = {PIPELINE: pipelines, BACKWARD: backward_forms}
+
+
+def _form(name):
+    """(prefix, form) of the name of a provider; None where it names no form."""
+    return next(((prefix, name.removeprefix(prefix)) for prefix in FORMS if name.startswith(prefix)), None)
+
+
+def concerns(name, case):
+    """Whether a provider is measured on a case: a form is not, if it is for another width."""
+    parts = _form(name)
+    return parts is None or parts[1] in FORMS[parts[0]](case)
+
+
+def by_form(name, case, tensors):
+    """Ours, by one form of one of its kernels."""
+    if not concerns(name, case):
+        raise Unsupported("it is for another width")
+    prefix, form = _form(name)
+    if prefix == PIPELINE:
+        pipeline = pipelines()[form]
+        every = dict.fromkeys(tile_table.HOPPER, (pipeline,))
+        inside = functools.partial(_patched, tile_table, "HOPPER", every)
+        return Call(fusedattn(case, tensors, backend="hopper"), inside=inside)
+    inside = in_two_passes if form == TWO_PASSES else functools.partial(only, "one_pass", backward_forms()[form])
+    return Call(fusedattn(case, tensors, backend="triton"), inside=inside)
+
+
+@contextlib.contextmanager
+def _patched(module, name, value):
+    """Inside, a name of a module has another value, and no call replays launches of before."""
+    from fusedattn.replay import cache  # imports Triton
+
+    cache.forget()
+    try:
+        with mock.patch.object(module, name, value):
+            yield
+    finally:
+        cache.forget()
+
+
+def only(kernel, tile):
+    """The context in which a kernel has this tile alone, and the others have theirs."""
+    from fusedattn.launch import run
+
+    every = run.candidates
+    return _patched(run, "candidates", lambda name, call: (tile,) if name == kernel else every(name, call))
+
+
+def in_two_passes():
+    """The context in which the backward gives the same bits each time; the rest of torch need not."""
+    return _patched(torch, "are_deterministic_algorithms_enabled", lambda: True)

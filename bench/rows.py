@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 
+from .cases import Case
+
 
 class Row(NamedTuple):
     """The columns, in their order. peak_mib is what a step adds to memory at its peak; "" is what was not measured."""
 
     commit: str
-    date: str
+    date: str  # when the run began
     gpu: str
     driver: str
     cuda: str
@@ -45,16 +47,21 @@ class Row(NamedTuple):
     peak_mib: float
     err_max: float
     err_eager: float
-    matmul_tflops: float  # what the machine was measured to reach, in the dtype of the row
+    matmul_tflops: float  # what this machine reached in the same run, in the dtype of the row
     copy_gbps: float
     status: str  # ok, oom, wrong, unchecked: WHY, unsupported: WHY
     ms_min: float | str = ""
+
+    @property
+    def case(self) -> Case:
+        """The Case that the row is of."""
+        return Case(**{name: getattr(self, name) for name in Case._fields})._replace(causal=bool(self.causal))
 
 
 COLUMNS = Row._fields
 _COUNTS = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
 _MEASURED = (*COLUMNS[COLUMNS.index("ms_p20") : COLUMNS.index("status")], "ms_min")
-_LATER = 1  # of the columns, that files from before lack
+_NEW = 1  # how many of the last columns older files lack
 
 
 def _output(*command):
@@ -96,11 +103,12 @@ def machine(device, commit_name=None):
 
 
 def row(machine, mode, provider, case, *, options=None, status="ok", **measured):
-    """A Row of a case, with its options if no others are named; what is not in `measured` was not measured."""
+    """A Row of a case. options replaces the case's own; columns that are not in `measured` are "" in the row."""
     sizes = case._asdict() | {"causal": int(case.causal)} | ({} if options is None else {"options": options})
-    numbers = dict.fromkeys(_MEASURED, "") | measured
     status = " ".join(str(status).split())  # one line, whatever an error said
-    return Row(**machine, mode=mode, provider=provider, **sizes, **numbers, status=status)
+    return Row(
+        **machine, mode=mode, provider=provider, **sizes, **dict.fromkeys(_MEASURED, "") | measured, status=status
+    )
 
 
 def _text(value):
@@ -133,12 +141,17 @@ def read(path):
     return _read(path)[1]
 
 
+def last_run(rows):
+    """The rows of the last run in a file: ratios are of one run alone."""
+    return [row for row in rows if row.date == rows[-1].date] if rows else []
+
+
 def _read(path):
     """(its columns, its rows)"""
     with open(path, newline="") as file:
         reader = csv.reader(file)
         header = tuple(next(reader, ()))
-        if header not in (COLUMNS, COLUMNS[:-_LATER]):
+        if header not in (COLUMNS, COLUMNS[:-_NEW]):
             raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
         absent = dict.fromkeys(COLUMNS, "")
         lines = [line for line in reader if len(line) == len(header)]

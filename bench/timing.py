@@ -1,17 +1,20 @@
-"""How long a step takes, and how much memory: the one timer of every benchmark."""
+"""How long a step takes, and how much memory: the one timer of every benchmark; and the machine's ceilings by it."""
 
+import functools
 import time
 from typing import NamedTuple
 
 import torch
 
+from .cases import SEED
+
 FEWEST, MOST = 20, 200  # repeats whose quantiles are taken
-SLOW_MS = 40.0  # a step this slow is nobody's peer: five repeats will do
+SLOW_MS = 40.0  # five repeats are enough for a step this slow
 FLUSH_BYTES = 2**30
 
 
 class Times(NamedTuple):
-    """Milliseconds of one step: median, the quantiles around it, and the least, "" where it is not known."""
+    """Milliseconds of one step: the 20%, 50% and 80% quantiles, and the least, "" where it is not known."""
 
     p20: float
     p50: float
@@ -19,20 +22,21 @@ class Times(NamedTuple):
     least: float | str = ""
 
     def columns(self):
-        """As a row of a CSV has them."""
+        """The columns of a row."""
         return dict(ms_p20=self.p20, ms_p50=self.p50, ms_p80=self.p80, ms_min=self.least)
 
 
-def _quantiles(milliseconds):
-    quantiles = torch.tensor([0.2, 0.5, 0.8, 0.0], dtype=torch.float64)
-    return Times(*torch.tensor(milliseconds, dtype=torch.float64).quantile(quantiles).tolist())
+def quantiles(milliseconds):
+    """Times of a list of milliseconds."""
+    shares = torch.tensor([0.2, 0.5, 0.8, 0.0], dtype=torch.float64)
+    return Times(*torch.tensor(milliseconds, dtype=torch.float64).quantile(shares).tolist())
 
 
 def measure(step, device, budget_ms=100.0):
-    """Times of step() on a device, each repeat with cold caches on a GPU; warm-up is not counted.
+    """Times of step() on a device, after a warm-up; on a GPU each repeat starts with cold caches.
 
     On a GPU it is the device's time: before each repeat it overwrites a buffer far larger than its cache, long enough
-    for the host to launch the whole step meanwhile. The host's own time has a benchmark of its own (host.py).
+    for the host to launch the whole step meanwhile. `wall` times the host as well.
     """
     return (_on_gpu if torch.device(device).type == "cuda" else _on_cpu)(step, budget_ms)
 
@@ -54,9 +58,9 @@ def _on_gpu(step, budget_ms):
     repeat(1)
     (estimate,) = repeat(1)
     if estimate > SLOW_MS:
-        return _quantiles(repeat(5))
+        return quantiles(repeat(5))
     repeat(5)
-    return _quantiles(repeat(max(FEWEST, min(MOST, int(budget_ms / max(estimate, 1e-3))))))
+    return quantiles(repeat(max(FEWEST, min(MOST, int(budget_ms / max(estimate, 1e-3))))))
 
 
 def _on_cpu(step, budget_ms):
@@ -64,14 +68,14 @@ def _on_cpu(step, budget_ms):
 
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     step()
-    return _quantiles([1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=budget_ms / 1e3).times])
+    return quantiles([1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=budget_ms / 1e3).times])
 
 
 def wall(step, device, budget_ms=100.0):
-    """Times of step() as its caller sees them: the host's with warm caches, many calls in a row, then one wait."""
+    """Times of step() for its caller: the host's with warm caches, many calls in a row, then one wait."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
 
-    def row(calls):
+    def mean_of(calls):
         wait()
         start = time.perf_counter_ns()
         for _ in range(calls):
@@ -79,20 +83,20 @@ def wall(step, device, budget_ms=100.0):
         wait()
         return (time.perf_counter_ns() - start) / 1e6 / calls
 
-    row(3)
-    calls = int(budget_ms / FEWEST / max(row(3), 1e-3))
-    return _quantiles([row(max(1, min(calls, 100))) for _ in range(FEWEST)])
+    mean_of(3)
+    calls = int(budget_ms / FEWEST / max(mean_of(3), 1e-3))
+    return quantiles([mean_of(max(1, min(calls, 100))) for _ in range(FEWEST)])
 
 
 def graph(step, device, budget_ms=100.0):
-    """Times of step() in a CUDA graph that holds it many times over, caches warm: the device's, without the host."""
+    """Times of step() in a CUDA graph of many, with warm caches: the device's, without the host."""
     from triton.testing import do_bench_cudagraph
 
     return Times(*do_bench_cudagraph(step, rep=max(1, int(budget_ms) // 10), quantiles=[0.2, 0.5, 0.8]))
 
 
 def peak(step, device):
-    """(what step() returns, the MiB it holds at its peak above what was held before); "" without a GPU."""
+    """(the result of step(), the MiB that it adds to memory at its peak); "" for the MiB without a GPU."""
     if torch.device(device).type != "cuda":
         return step(), ""
     step()  # whatever it allocates or compiles once is no part of the peak
@@ -104,21 +108,42 @@ def peak(step, device):
     return result, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def synchronised():
-    """Seconds, when all that was launched is done: the clock of pytest-benchmark."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def interleaved(steps, repeats=2000):
-    """Times of each of {name: step} on the host, in turns, so that what else the machine does hits all alike."""
-    taken = {name: [] for name in steps}
+def interleaved(steps, repeats=2000, calls=1):
+    """Times of {name: step} on the host. Steps take turns, many calls a turn: other work slows all of them alike."""
+    samples = {name: [] for name in steps}
     for turn in range(repeats + repeats // 10):
         for name, step in steps.items():
+            for _ in range(calls // 4):  # the steps before it have displaced it from the caches
+                step()
             start = time.perf_counter_ns()
-            step()
+            for _ in range(calls):
+                step()
             end = time.perf_counter_ns()
             if turn >= repeats // 10:
-                taken[name].append((end - start) / 1e6)
-    return {name: _quantiles(each) for name, each in taken.items()}
+                samples[name].append((end - start) / 1e6 / calls)
+    return {name: quantiles(each) for name, each in samples.items()}
+
+
+class Ceilings(NamedTuple):
+    """The columns of a row that say what this machine reached."""
+
+    matmul_tflops: float
+    copy_gbps: float
+
+
+@functools.cache
+def ceilings(dtype, device, budget_ms=60.0):
+    """The Ceilings of a device in a dtype, measured once in a process: a data sheet knows no clock or power limit.
+
+    A product of two large square matrices, and a copy of more bytes than a cache holds, read once and written once.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    side, size = (8192, 2**30) if on_gpu else (256, 2**25)
+    generator = torch.Generator(device).manual_seed(SEED)
+    left, right = torch.randn(2, side, side, device=device, generator=generator).to(getattr(torch, dtype))
+    product = torch.empty_like(left)
+    multiply = measure(lambda: torch.mm(left, right, out=product), device, budget_ms)
+    source = torch.randint(2**31, (size // 4,), device=device, generator=generator, dtype=torch.int32)
+    target = torch.empty_like(source)
+    copy = measure(lambda: target.copy_(source), device, budget_ms)
+    return Ceilings(2 * side**3 / multiply.p50 / 1e9, 2 * size / copy.p50 / 1e6)

@@ -40,6 +40,9 @@ LAUNCHES = {
 KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
 ASKS_FOR_TRITON = {"backends", "cli.machine"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}
+# What `fusedattn bench` needs, and __main__, which says where the questions of developers are; they are not installed.
+BENCH = {"__init__", "__main__", "accuracy", "attention", "calls", "cases", "cost", "module", "peers", "plots"}
+BENCH |= {"providers", "report", "rows", "timing"}
 
 
 def sources(folder):
@@ -214,10 +217,10 @@ def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
     assert {name.split("/")[0] for name in names} == {"fusedattn", info}
     modules = {
         ("" if folder == "fusedattn" else "fusedattn/") + path.relative_to(ROOT).as_posix()
-        for folder in ("fusedattn", "kernels", "bench")
+        for folder in ("fusedattn", "kernels")
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert {name for name in names if name.endswith(".py")} == modules
+    assert {name for name in names if name.endswith(".py")} == modules | {f"fusedattn/bench/{x}.py" for x in BENCH}
     assert "fusedattn/py.typed" in names, "without it a type checker takes the package for untyped"
     assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
 
@@ -229,10 +232,25 @@ def test_the_wheel_asks_for_torch_and_triton_alone(wheel):
     assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
 
 
+# Runs a module, without what an editable installation would find.
+ALONE = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
 def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     where = run("import fusedattn as a, fusedattn.kernels as k; print(*a.__path__, *k.__path__, sep='\\n')", tmp_path)
     assert where.splitlines() == [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
+    (tmp_path / "needs.py").write_text("import fusedattn.cli.bench as b; print(b.__file__)")
+    assert run(ALONE, tmp_path, "needs").strip() == str(tmp_path / "fusedattn" / "cli" / "bench" / "__init__.py")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "fusedattn.bench"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "`fusedattn bench`" in done.stderr
 
 
 def test_launching_kernels_needs_no_numpy():

@@ -2,23 +2,23 @@
 
 import pytest
 import torch
-from fusedattn.bench import attention, calls, cases, cost, decode, providers, rows
+from fusedattn.bench import calls, cases, cost, providers
+from fusedattn.bench.dev import questions
+from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
 
 from .test_bench import made
+from .test_questions import ask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_run_without_a_gpu(at_once, tmp_path, capsys):
-    path = tmp_path / "a.csv"
-    arguments = ["--device", "cpu", "--csv", str(path), "--repeat-ms", "1", "--commit", "abc"]
-    assert attention.main(arguments, question=decode.QUESTION) == 0
-    found = {(row.mode, row.provider): row.status for row in rows.read(path)}
-    assert {found["forward", name] for name in (decode.OURS, *decode.PAGED)} == {"ok"}
+    found = {(row.mode, row.provider): row.status for row in ask("decode", tmp_path / "a.csv")}
+    assert {found["forward", f"fusedattn:{name}"] for name in ("cache", "pages=16", "pages=256")} == {"ok"}
     assert found["graph", "fusedattn:cache"] == "unsupported: a CUDA graph needs a GPU"
-    assert capsys.readouterr().out.strip() == decode.text(rows.read(path))
+    assert "us for one sequence of 1024 keys in a graph <= 8: not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", [None, 16])
@@ -37,8 +37,8 @@ def test_a_cache_and_pages_hold_the_same_keys(page):
 def test_the_table_is_what_the_goals_speak_of():
     assert {case.B for case in cases.DECODE} >= {1, 256} and {case.Hq // case.Hkv for case in cases.DECODE} == {1, 4, 8}
     assert {case.Sk for case in cases.DECODE} >= {1024, 131072} and all(case.Sq == 1 for case in cases.DECODE)
-    assert len(set(cases.DECODE)) == len(cases.DECODE) and max(map(cost.given, cases.DECODE)) < 9e9
-    assert any(cost.given(case) >= decode.LARGE for case in cases.DECODE)
+    assert len(set(cases.DECODE)) == len(cases.DECODE) and max(map(cost.held, cases.DECODE)) < 9e9
+    assert any(cost.held(case) >= questions.LARGE for case in cases.DECODE)
 
 
 def test_what_it_says():
@@ -53,12 +53,10 @@ def test_what_it_says():
         made(small, "fusedattn:cache", "forward", ms=0.01, gbps=400.0, copy_gbps=4000.0),
         made(small, "fusedattn:cache", "graph", ms=0.009),
     ]
-    shown = decode.text(some)
-    assert f"{large.name} forward, us: fusedattn:cache 600.0 (90%)  sdpa:flash 720.0 (75%)" in shown
-    assert "pages" not in shown
-    assert f"goal 85% of a copy's speed from 256 MB on: met in 1 of 1 cases, worst 0.9 ({large.name})" in shown
-    assert f"goal 1.1 times sdpa:flash from 256 MB on: met in 1 of 1 cases, worst 1.2 ({large.name})" in shown
-    assert f"in a graph: met in 0 of 1 cases, worst 9 ({small.name})" in shown
-    assert decode.text([]).count("not measured") == 3
-    last = decode.text([row._replace(gbps=3000.0) for row in some[:1]])
-    assert f"met in 0 of 1 cases, worst 0.75 ({large.name})" in last
+    shown = QUESTIONS["decode"].text(some)
+    assert f"a copy's speed from 256 MB on >= 0.85: met in 1 of 1 case, median 0.90, worst 0.90 ({large.name})" in shown
+    assert f"sdpa:flash from 256 MB on >= 1.1: met in 1 of 1 case, median 1.20, worst 1.20 ({large.name})" in shown
+    assert f"in a graph <= 8: met in 0 of 1 case, median 9.00, worst 9.00 ({small.name})" in shown
+    assert [goal.line([]).endswith(": not measured") for goal in questions.DECODE] == [True] * 3
+    last = QUESTIONS["decode"].text([row._replace(gbps=3000.0) for row in some[:1]])
+    assert f"met in 0 of 1 case, median 0.75, worst 0.75 ({large.name})" in last

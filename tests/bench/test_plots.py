@@ -1,12 +1,12 @@
 """The pictures of benchmarks: which lines stand in which panel, at which numbers, under which labels."""
 
 import io
-import subprocess
 import sys
 
 import pytest
 from fusedattn.bench import cases, cost, plots, rows
 from fusedattn.bench.cases import Case
+from fusedattn.bench.dev import questions
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -106,7 +106,7 @@ def test_the_roofline_has_the_ceilings_that_were_measured():
         assert ceiling[1] == pytest.approx((640 / 2.9, 640))
         for name, points in drawn.items():
             own = [row for row in some if row.provider == name and row.mode == mode]
-            ratio = {row: cost.flops(case_of(row), mode) / cost.moved(case_of(row), mode) for row in own}
+            ratio = {row: cost.flops(row.case, mode) / cost.moved(row.case, mode) for row in own}
             assert points == [(pytest.approx(ratio[row]), row.tflops) for row in own]
             (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
             assert all(left < x < right and low < y < high for x, y in points)
@@ -115,10 +115,6 @@ def test_the_roofline_has_the_ceilings_that_were_measured():
         assert axes.get_xlabel() == "operations a byte" and axes.get_ylabel() == "TFLOP/s"
     for axes in plots.roofline(some_rows()).axes:
         assert set(lines(axes)) == set(SPEEDS) and not axes.texts
-
-
-def case_of(row):
-    return plots.table.case_of(row)
 
 
 def test_both_are_in_one_picture_that_can_be_saved():
@@ -188,13 +184,12 @@ def test_from_a_file(tmp_path, capsys):
     writer = rows.Writer(tmp_path / "a.csv")
     for row in some_rows(**CEILINGS):
         writer.write(row)
-    command = [sys.executable, "-m", "fusedattn.bench.plots"]
-    subprocess.run([*command, str(writer.path), "--out", str(tmp_path / "a.png")], check=True)
+    assert questions.main(["plots", str(writer.path), "--out", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "b.csv").write_text("a,b\n")
     for name, why in (("b.csv", "expected the columns"), ("none.csv", "No such file")):
         with pytest.raises(SystemExit) as ended:
-            plots.main([str(tmp_path / name), "--out", str(tmp_path / "b.png")])
+            questions.main(["plots", str(tmp_path / name), "--out", str(tmp_path / "b.png")])
         assert ended.value.code == 2 and why in capsys.readouterr().err
 
 

@@ -5,9 +5,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from fusedattn.bench import accuracy, attention, calls, cases, peers, providers, rows, timing
+from fusedattn.bench import accuracy, attention, calls, cases, peers, providers, timing
 
 import fusedattn as fa
+
+from .test_bench import COLUMNS
+from .test_questions import ask
 
 NAMES = ("flash-attn", "fa4", "xformers")
 
@@ -109,16 +112,16 @@ def test_each_gets_the_case_as_it_wants_it(case, installed, monkeypatch):
     tensors = case.draw("cpu")
     truth = accuracy.truth(case, tensors)
     for name in NAMES:
-        units = attention.unit(case, name, tensors, truth, ("forward", "forward_backward"), "cpu", 0.1)
-        found = {mode: columns for mode, _, columns, _ in units}
+        unit = case, name, tensors, truth, ("forward", "forward_backward"), "cpu", 0.1
+        found = {row.mode: row for row, _ in attention.measure_all(dict.fromkeys(COLUMNS[:8], "x"), *unit)}
         lacking = LACKING[name] & set(case.words)
         if name == "xformers" and "bias" in case.words and case.causal:
             lacking |= {"bias"}
         if name == "flash-attn" and case.D != case.Dv:
             lacking |= {"Dv"}
         expected = "unsupported: it " if lacking else "unchecked: " if "dropout" in case.words else "ok"
-        assert all(columns["status"].startswith(expected) for columns in found.values()), (name, found)
-        assert ("ms_p50" in found["forward"]) == (not lacking)
+        assert all(row.status.startswith(expected) for row in found.values()), (name, found)
+        assert (found["forward"].ms_p50 != "") == (not lacking)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,17 +164,17 @@ def test_a_layout_of_its_own_is_made_before_anything_is_timed(monkeypatch):
     tensors = case.draw("cpu")
     call = calls.Call(attend, by_token=True)
     with calls.around("forward_backward", call):
-        step = calls.step("forward_backward", call, tensors, bare=True)
+        step = calls.step("forward_backward", call, tensors)
         first, again = step(), step()
     assert seen[-1] == seen[-2] or all(a is b for a, b in zip(seen[-1], seen[-2], strict=True))
     assert [tuple(x.shape) for x in seen[-1]] == [(2, 48, 4, 16), (2, 80, 2, 16), (2, 80, 2, 16)]
-    back = calls.given_back(call, first)
+    back = calls.unpacked(call, first)
     assert [x.shape for x in back] == [x.shape for x in tensors[:3]]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_torchs_own_backend_is_chosen_where_a_step_is_run():
-    """A bare step runs inside `around`, any other enters it itself: the backend is the one that was named."""
+    """A step runs inside `around`: the backend is the one that was named."""
     from torch.nn.attention import SDPBackend
 
     case = cases.TINY[0]
@@ -183,11 +186,10 @@ def test_torchs_own_backend_is_chosen_where_a_step_is_run():
 
     call = providers.find("sdpa:math")(case, tensors)._replace(attend=attend)
     assert call.inside.args == (SDPBackend.MATH,)
-    calls.step("forward", call, tensors)()
     with calls.around("forward", call):
-        calls.step("forward", call, tensors, bare=True)()
-    calls.step("forward", call, tensors, bare=True)()  # outside of it: as torch comes
-    assert called == [(False, False), (False, False), (True, True)]
+        calls.step("forward", call, tensors)()
+    calls.step("forward", call, tensors)()  # outside of it: as torch comes
+    assert called == [(False, False), (True, True)]
 
 
 def test_weights_are_held_to_the_rule_too(tmp_path, monkeypatch):
@@ -200,9 +202,7 @@ def test_weights_are_held_to_the_rule_too(tmp_path, monkeypatch):
 
     monkeypatch.setitem(providers.PROVIDERS, "weights", of_wrong_weights)
     monkeypatch.setitem(cases.TABLES, "some", [case for case in cases.TINY_OPTIONS if "weights" in case.words])
-    path = tmp_path / "a.csv"
-    command = ["--device", "cpu", "--cases", "some", "--providers", "weights,fusedattn", "--repeat-ms", "1"]
-    assert attention.main([*command, "--csv", str(path)]) == 0
-    statuses = {(row.provider, row.mode): row.status for row in rows.read(path)}
+    found = ask("attention", tmp_path / "a.csv", "--cases", "some", "--providers", "weights,fusedattn")
+    statuses = {(row.provider, row.mode): row.status for row in found}
     assert statuses["weights", "forward"] == "wrong" and statuses["weights", "backward"] == "ok"
     assert {status for (name, _), status in statuses.items() if name == "fusedattn:naive"} == {"ok"}

@@ -1,17 +1,18 @@
 """What skipping computes, beside the dense grid of pairs, and the benchmark that says so."""
 
+import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
-from fusedattn.bench import cases, rows, skipping
+from fusedattn.bench import cases, rows
+from fusedattn.bench.dev import questions, skipping
 
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.launch import tiles as configs
 from fusedattn.naive import formula
-
-from .test_bench import module
 
 
 def test_documents_and_lengths_are_what_a_case_says():
@@ -65,7 +66,7 @@ def test_what_is_counted_is_what_the_grid_of_pairs_says(case):
         ("dq", configs.Tile(32, 64, 4, 1)),
         ("dkdv", configs.Tile(16, 32, 4, 1)),
     ]
-    for (kernel, tile), one in zip(tiles, skipping.count(case, tiles, grain=16), strict=True):
+    for (kernel, tile), one in zip(tiles, skipping.count(case, tiles, 16), strict=True):
         assert (one.tiles, one.masked) == brute_force(case, tile, 16), kernel
         assert one.computed == one.tiles * tile.rows * tile.keys >= one.visible
         assert one.dense == case.B * 256 * 256
@@ -79,7 +80,7 @@ def test_marking_each_different_block_once_marks_them_all(options):
     case = cases.Case(2, 1, 1, 192, 192, 16, 16, False, "float32", options)
     masks = case.masks("cpu")
     whole = blocks.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
-    assert torch.equal(skipping.marks(masks, 16), whole)
+    assert torch.equal(skipping.block_mask(masks, 16), whole)
 
 
 @interpreted
@@ -87,37 +88,55 @@ def test_padding_and_documents_compute_little_more_than_is_visible():
     """At the size of the question it is the benchmark that says so; here with tiles as much smaller as the grid is."""
     for options in ("padding=0.5", "documents=8"):
         case = cases.Case(2, 1, 1, 1024, 1024, 16, 16, False, "float32", options)
-        (one,) = skipping.count(case, [("dq", configs.Tile(16, 16, 4, 1))], grain=16)
+        (one,) = skipping.count(case, [("dq", configs.Tile(16, 16, 4, 1))], 16)
         assert 1 < one.ratio < skipping.GOAL, options
 
 
-@pytest.mark.parametrize("sides", [(1024, 0), (0, 1024), (8, 8), (None, 0), (1024, 1024), (None, None)])
-@pytest.mark.parametrize("key", configs.TABLE, ids=lambda key: "-".join(map(str, key)))
-def test_tiles_are_small_beside_a_narrow_band(key, sides):
+def test_tiles_are_small_beside_a_narrow_band():
     """Every kernel has tiles for it, whatever else a call asks for: a row of the table ends with them."""
-    for load in ("plain", "masked", "rich"):
+    every_side = ((1024, 0), (0, 1024), (8, 8), (None, 0), (1024, 1024), (None, None))
+    for key, load, sides in itertools.product(configs.TABLE, ("plain", "masked", "rich"), every_side):
         every = configs.tiles(*key, load)
         found = configs.tiles(*key, load, configs.narrow(*sides))
         if None in sides or sum(sides) > 2000:
-            assert found == every
+            assert found == every, (key, load, sides)
         else:
-            assert found and found == every[-len(found) :]
-            assert all(tile.rows <= 64 and (tile.keys is None or tile.keys <= 64) for tile in found)
+            assert found and found == every[-len(found) :], (key, load, sides)
+            assert all(tile.rows <= 64 and (tile.keys is None or tile.keys <= 64) for tile in found), (key, load, sides)
 
 
-def test_counting_starts_an_interpreter_of_its_own():
-    text = module("skipping", "--device", "cpu", "--cases", "tiny-skipping")
-    assert text.count("of all pairs are visible") == 3 and text.count("    forward ") == 3
+def test_counting_starts_an_interpreter_of_its_own(monkeypatch):
+    started = []
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(
+        skipping.subprocess,
+        "run",
+        lambda *command, env: started.append((*command, env)) or SimpleNamespace(returncode=7),
+    )
+    asked = ["skipping", "--device", "cpu", "--cases", "tiny-skipping"]
+    assert questions.main(asked) == 7
+    ((command, environment),) = started
+    assert command[1:] == ["-m", "fusedattn.bench", *asked] and environment["TRITON_INTERPRET"] == "1"
 
 
-def test_what_skipping_saves_is_written_as_rows(tmp_path):
+@interpreted
+def test_counts_are_printed(monkeypatch, capsys):
+    monkeypatch.setitem(cases.TABLES, "tiny-skipping", [COUNTED[1]._replace(Sq=512, Sk=512)])
+    assert questions.main(["skipping", "--device", "cpu", "--cases", "tiny-skipping"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("of all pairs are visible") == 1 and text.count("    forward ") == 1
+
+
+def test_the_time_of_masks_is_written_as_rows(tmp_path, at_once):
     writer, machine = rows.Writer(tmp_path / "a.csv"), rows.machine("cpu", "abc")
     chosen = [case._replace(Sq=64, Sk=64) for case in cases.TINY_SKIPPING[1:]]
-    assert skipping.time_all(chosen, "cpu", writer, machine, budget_ms=1.0)
+    options = questions.engine_parser("skipping", "").parse_args(["--device", "cpu", "--repeat-ms", "1"])
+    assert skipping.time_all(chosen, writer, machine, options)
     found = {(row.options, row.mode, row.provider): row.status for row in rows.read(tmp_path / "a.csv")}
     for mode in ("forward", "backward"):
         assert found["documents=3", mode, "fusedattn:naive"] == found["", mode, "fusedattn:naive"] == "ok"
         assert found["documents=3", mode, "fusedattn+plan:naive"] == "ok"
     assert found["documents=3", "plan", "fusedattn+plan"] == found["window=64,0", "plan", "flex"] == "ok"
     assert ("window=64,0", "plan", "fusedattn+plan") not in found
-    assert "of dense" in skipping.compared(writer.rows)
+    over = list(skipping.over_dense(writer.rows))
+    assert len(over) == 6 and all(line.endswith(": 1.00 of dense") for line in over)  # all take 2 ms here

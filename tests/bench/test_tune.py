@@ -1,6 +1,5 @@
-"""The search for tiles: what is tried, how it is ranked, and that what it prints is a row of the table."""
+"""The search for tiles: what is tried, how it is timed, and that what it prints is a row of the table."""
 
-import contextlib
 import csv
 import itertools
 import types
@@ -10,15 +9,14 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import cost, rows, tune, variants
+from fusedattn.bench import cost, providers, rows
 from fusedattn.bench.cases import Case
+from fusedattn.bench.dev import tune
 from triton.runtime.errors import OutOfResources
 
-from fusedattn.launch import run, tiles as configs
+from fusedattn.launch import launcher, run, tiles as configs
 from fusedattn.launch.tiles import Tile
 from fusedattn.replay import cache
-
-from ..offline import compiled
 
 KEYS = [
     (kernel, *key)
@@ -28,22 +26,20 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("kernel, itemsize, width, capability", KEYS)
-def test_what_is_tried_is_sensible(kernel, itemsize, width, capability):
-    most = compiled.SHARED[capability]
-    tiles, own = (
-        tune.grid(kernel, capability, itemsize, width, most),
-        configs.tiles(kernel, capability, itemsize, width),
-    )
-    assert tuple(tiles[: len(own)]) == own
-    assert len({tile[:4] for tile in tiles}) == len(tiles) > len(own) + 5
-    for tile in tiles[len(own) :]:
-        assert {tile.rows, tile.keys} <= {16, 32, 64, 128, 256} and tile.warps in (4, 8) and tile.stages in (1, 2, 3, 4)
-        turned = tile.rows if kernel in ("dkdv", "one_pass") else tile.keys
-        assert tile.bulk == own[0].bulk
-        assert tile.stages == 1 or tile.stages * turned * 2 * width * itemsize <= most
-    steps = [min(tune._apart(tile, each) for each in own) for tile in tiles]
-    assert steps == sorted(steps) and 0 < steps[len(own)] <= 1  # a short sweep looks near what is known
+def test_what_is_tried_is_sensible():
+    for key in KEYS:
+        kernel, itemsize, width, capability = key
+        most = 232448 if capability == 90 else 166912
+        tiles, known = tune.grid(kernel, capability, itemsize, width, most), configs.tiles(kernel, *key[3:], *key[1:3])
+        assert tuple(tiles[: len(known)]) == known
+        assert len({tile[:4] for tile in tiles}) == len(tiles) > len(known) + 5, key
+        for tile in tiles[len(known) :]:
+            assert {tile.rows, tile.keys} <= {16, 32, 64, 128, 256} and tile.warps in (4, 8), key
+            walked = tile.rows if kernel in ("dkdv", "one_pass") else tile.keys
+            assert tile.stages in (1, 2, 3, 4) and tile.bulk == known[0].bulk, key
+            assert tile.stages == 1 or tile.stages * walked * 2 * width * itemsize <= most, key
+        steps = [min(tune._apart(tile, one) for one in known) for tile in tiles]
+        assert steps == sorted(steps) and 0 < steps[len(known)] <= 1, key  # a short sweep looks near what is known
 
 
 def test_nothing_is_tried_whose_results_fill_the_registers():
@@ -61,81 +57,25 @@ def test_typical_cases_are_those_of_the_benchmark():
         assert (full.D, full.Dv, full.Sq, full.dtype, full.options) == (dim, dim, 2048, dtype, "")
 
 
-PRODUCT, EXP2 = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24", "MUFU.EX2 R24, R24"
-REPORT = compiled.Report(
-    registers=128, spills=0, shared=65536, serialized=False, counts={}, loop=(PRODUCT,) * 8 + (EXP2,) * 32,
-    seconds=1.0, asm={},
-)  # fmt: skip
-
-
-def row(tile=Tile(128, 128, 8, 2)):  # noqa: B008
-    return compiled.Row("forward", 90, "bf16", 128, "full", tile, (0, 1))
-
-
-def test_two_blocks_overlap_and_one_does_not():
-    # 8 products of 64 clocks for each of two warpgroups, and 32 exp2 of 8 warps, 16 lanes in a clock
-    peak, tensor, exp2 = 4096 * 132 * 1.83 / 1e3, 8 * 64 * 2, 32 * 8 * 2
-    serial = peak * tensor / (tensor + exp2)
-    assert tune.ranked(row(), REPORT._replace(registers=255)).tflops == pytest.approx(serial)
-    assert tune.ranked(row(), REPORT._replace(shared=131072)).tflops == pytest.approx(serial)
-    assert tune.ranked(row(), REPORT).tflops == pytest.approx((peak + serial) / 2)
-    assert tune.ranked(row(), REPORT).ms is None
-
-
-@pytest.mark.parametrize(
-    "report, why",
-    [
-        (REPORT._replace(spills=4), "spills 4 bytes"),
-        (REPORT._replace(shared=232449), "232449 bytes of shared memory"),
-        (REPORT._replace(serialized=True), "wgmma in turn"),
-        ("does not compile: RuntimeError: no", "does not compile"),
-    ],
-)
-def test_what_is_against_a_tile_is_said(report, why):
-    found = tune.ranked(row(), report)
-    assert why in found.why and found.tflops == 0
-
-
-def test_what_loads_nothing_ahead_is_for_a_gpu_to_judge():
-    assert "ahead" in tune.ranked(row(Tile(128, 128, 8, 1)), REPORT).why
-
-
-def test_a_tile_may_spill_what_its_row_allows():
-    found = tune.ranked(row(Tile(128, 128, 8, 2, spills=8)), REPORT._replace(spills=8))
-    assert not found.why and found.tile.spills == 8
-
-
 TILES = [Tile(16, 16, 4, stages) for stages in (1, 2, 3, 4)]
 
 
 def test_a_sweep_puts_the_best_first_and_keeps_what_failed(capsys):
     results = {1: dict(tflops=100.0), 2: dict(why="spills"), 3: dict(tflops=300.0), 4: dict(tflops=200.0)}
-    reports = (f"report {tile.stages}" for tile in TILES)
-
-    def judge(tile, report):
-        assert report == f"report {tile.stages}"
-        return tune.Found(tile, **results[tile.stages])
-
-    found = tune.sweep(TILES, reports, judge, float("inf"))
-    assert [each.tile.stages for each in found] == [3, 4, 1, 2]
+    found = tune.sweep(TILES, lambda tile: tune.Found(tile, **results[tile.stages]), float("inf"))
+    assert [one.tile.stages for one in found] == [3, 4, 1, 2]
     assert "[2/4] Tile(16, 16, 4, 2): spills" in capsys.readouterr().err
 
 
 def test_a_sweep_ends_in_time(capsys):
-    now, closed = [0.0], []
+    now = [0.0]
 
-    def compile():
-        try:
-            yield from TILES
-        finally:
-            closed.append(True)
-
-    def judge(tile, report):
+    def judge(tile):
         now[0] += 10
         return tune.Found(tile, tflops=1.0)
 
-    found = tune.sweep(TILES, compile(), judge, 15.0, clock=lambda: now[0])
-    assert [each.tile for each in found] == TILES[:2] and closed == [True]
+    found = tune.sweep(TILES, judge, 15.0, clock=lambda: now[0])
+    assert [one.tile for one in found] == TILES[:2]
     assert "2 of 4 tiles were not tried" in capsys.readouterr().err
 
 
@@ -175,7 +115,7 @@ def test_an_override_is_of_one_kernel_and_ends(monkeypatch):
     forgotten = []
     monkeypatch.setattr(cache, "forget", lambda: forgotten.append(run.candidates))
     monkeypatch.setattr(run, "candidates", given := lambda name, call: f"tiles of {name}")
-    with pytest.raises(ZeroDivisionError), variants.only("dq", TILES[0]):
+    with pytest.raises(ZeroDivisionError), providers.only("dq", TILES[0]):
         assert run.candidates("dq", None) == (TILES[0],) and run.candidates("dkdv", None) == "tiles of dkdv"
         raise ZeroDivisionError
     assert run.candidates is given and len(forgotten) == 2
@@ -206,9 +146,7 @@ def test_a_tile_is_timed_on_all_cases_and_each_is_a_row(tmp_path):
     def write(case, tile, columns):
         writer.write(tune.csv_row(machine, "dq", case, tile, columns))
 
-    ok, slower, large, wrong = (
-        tune.timed(row(tile)._replace(kernel="dq"), REPORT, benches, 232448, write) for tile in TILES
-    )
+    ok, slower, large, wrong = (tune.timed("dq", tile, benches, write) for tile in TILES)
     assert (ok.ms, slower.ms) == (2.0, 4.0) and ok.tflops == pytest.approx(2 * slower.tflops)
     assert ok.tflops == pytest.approx(cost.flops(CASE, "forward") * 1.5 / 1e9)
     assert "shared memory" in large.why and wrong.why == "query: 3 times too far"
@@ -222,8 +160,29 @@ def test_a_tile_is_timed_on_all_cases_and_each_is_a_row(tmp_path):
     assert [line["status"].split(":")[0] for line in written] == ["ok"] * 4 + ["unsupported", "wrong"]
     assert {line["provider"] for line in written} == {"fusedattn:triton"}
     rows.read(path)
-    spilling = REPORT._replace(spills=tune.MOST_SPILLS + 4)
-    assert "spills" in tune.timed(row(), spilling, benches, 232448, write).why and len(rows.read(path)) == 6
+
+
+def test_a_tile_that_spills_much_is_left_out_and_one_that_spills_little_says_so(monkeypatch):
+    """What a launch loads is asked for its spills and its shared memory; other kernels are not."""
+
+    class Launching(Bench):
+        def measure(self):
+            for kernel in ("dq", "dkdv"):
+                launcher.load(run.KERNELS[kernel], 1, {}, {})
+            return super().measure()
+
+    def load(kernel, *_):
+        mine = kernel is run.KERNELS["dq"]
+        return types.SimpleNamespace(
+            n_spills=spills[0] if mine else 999, metadata=types.SimpleNamespace(shared=5000 * mine)
+        )
+
+    monkeypatch.setattr(launcher, "load", load)
+    for many, why in ((4, ""), (tune.MOST_SPILLS // 4 + 1, f"spills {tune.MOST_SPILLS + 4} bytes")):
+        spills = [many]
+        found = tune.timed("dq", TILES[0], [Launching(CASE)], lambda *_: None)
+        assert found.why == why and (why or (found.tile.spills, found.shared) == (16, 5000))
+    assert launcher.load is load
 
 
 @pytest.mark.skipif(not run.interpreting(), reason="kernels run on CPU tensors in the interpreter alone")
@@ -232,7 +191,7 @@ def test_a_kernel_is_held_to_the_rule_and_timed_with_a_tile(kernel, monkeypatch)
     bench = tune.Bench(kernel, Case(1, 2, 2, 40, 40, 16, 16, True, "float32"), "cpu")
     asked = []
     monkeypatch.setattr(configs, "tiles", lambda name, *_: asked.append(name) or configs.INTERPRETED[name])
-    with variants.only(kernel, Tile(16, 16, 4, 1)):
+    with providers.only(kernel, Tile(16, 16, 4, 1)):
         columns, wrong = bench.measure(budget_ms=1.0)
     assert kernel not in asked and not wrong and columns["status"] == "ok" and columns["err_max"] > 0
     flops = 2 * 1 * 2 * 40 * 40 * 16 * tune.PRODUCTS[kernel] / 2
@@ -243,99 +202,56 @@ def test_a_kernel_is_held_to_the_rule_and_timed_with_a_tile(kernel, monkeypatch)
     assert wrong and columns["status"] == "wrong" and "ms_p50" not in columns
 
 
-ERRORS = [
-    (["--csv", "a.csv"], "--csv: "),
-    (["--dtype", "float32"], "--dtype float32: "),
-    (["--capability", "70"], "--capability"),
-    (["--kernel", "prepare"], "--kernel"),
-    (["--dim", "96"], "--dim"),
-]
+@pytest.mark.parametrize("arguments", [["--kernel", "prepare"], ["--dim", "96"], ["--dtype", "int8"]])
+def test_what_there_is_not_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(arguments)
+    assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_gpu_it_says_in_a_line_that_it_needs_one(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main([]) == 2
+    shown = capsys.readouterr()
+    assert "needs an NVIDIA GPU" in shown.err and shown.err.count("\n") == 1 and not shown.out
 
 
 @pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(run, "interpreting", lambda: False)
-
-
-@pytest.mark.parametrize("arguments, said", ERRORS)
-def test_what_it_cannot_do_is_refused(arguments, said, no_gpu, capsys):
-    with pytest.raises(SystemExit):
-        tune.main(arguments)
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_it_compiles_nothing_in_the_interpreter(monkeypatch, capsys):
-    monkeypatch.setattr(run, "interpreting", lambda: True)
-    with pytest.raises(SystemExit):
-        tune.main([])
-    assert "TRITON_INTERPRET" in capsys.readouterr().err
-
-
-class Pool(contextlib.nullcontext):
-    """Does not leave the process."""
-
-    def __enter__(self):
-        return self
-
-    def map(self, function, rows):
-        return (function(row) for row in rows)
-
-
-def test_without_a_gpu_it_ranks_and_says_so(no_gpu, monkeypatch, capsys):
-    def compile(row, heads):
-        assert heads is None and row.dtype == "fp16" and row.capability == 90
-        return REPORT._replace(serialized=row.tile.stages != 2, shared=65536 if row.tile.rows == 64 else 131072)
-
-    monkeypatch.setattr(tune, "compile_tile", compile)
-    monkeypatch.setattr(compiled, "pool", Pool)
-    assert tune.main(["--kernel", "forward", "dq", "--dim", "64", "128", "--dtype", "float16"]) is None
-    printed = capsys.readouterr().out
-    table = parsed(printed.splitlines())
-    assert list(table) == [(kernel, 90, 2, dim) for kernel in ("forward", "dq") for dim in (64, 128)]
-    assert all(tiles[0].rows == 64 and tiles[0].stages == 2 for tiles in table.values())
-    assert printed.count("nothing was timed") == 4
-
-
-def test_the_time_is_shared_out(no_gpu, monkeypatch, capsys):
-    given = []
-    monkeypatch.setattr(tune, "tune", lambda *task: given.append(task) or ["#"])
-    monkeypatch.setattr(compiled, "pool", Pool)
-    monkeypatch.setattr(tune.time, "monotonic", lambda: 1000.0)
-    tune.main(["--dim", "64", "--seconds", "60"])
-    assert [(task[0], task[5]) for task in given] == [
-        *(("forward", 1015.0), ("dq", 1020.0), ("dkdv", 1030.0), ("one_pass", 1060.0))
-    ]
-
-
-def test_with_a_gpu_it_times_and_says_which(monkeypatch, tmp_path, capsys):
-    class Timed(Bench):
-        def __init__(self, kernel, case, device):
-            assert kernel == "dq" and device == torch.device("cuda", 0)
-            super().__init__(case)
-
-    def compile(row, heads):
-        assert heads == 16 and row.capability == 90
-        return REPORT._replace(shared=200000 if max(row.tile[:2]) > 64 else 90000, spills=8 * row.tile.stages)
-
-    machine = rows.machine("cpu", "none") | dict(gpu="NVIDIA H200")
+def gpu(monkeypatch):
+    """What `tune` asks of a GPU, and of Triton."""
+    found = types.SimpleNamespace(shared_memory_per_block_optin=232448)
     for name, value in dict(
-        is_available=lambda: True,
-        current_device=lambda: 0,
-        get_device_properties=lambda device: types.SimpleNamespace(shared_memory_per_block_optin=232448),
+        is_available=lambda: True, current_device=lambda: 0, get_device_properties=lambda device: found
     ).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(run, "interpreting", lambda: False)
     monkeypatch.setattr(run, "capability", lambda device: 90)
+    machine = rows.machine("cpu", "none") | dict(gpu="NVIDIA H200")
     monkeypatch.setattr(rows, "machine", lambda device, commit: machine)
-    monkeypatch.setattr(compiled, "pool", Pool)
-    monkeypatch.setattr(tune, "compile_tile", compile)
+
+
+def test_the_time_is_shared_out(gpu, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(tune, "tune", lambda *task: given.append(task) or ["#"])
+    monkeypatch.setattr(tune.time, "monotonic", lambda: 1000.0)
+    tune.main(["--dim", "64", "--seconds", "60"])
+    assert [(task[0], task[-1]) for task in given] == [
+        *(("forward", 1015.0), ("dq", 1020.0), ("dkdv", 1030.0), ("one_pass", 1060.0))
+    ]
+
+
+def test_with_a_gpu_it_times_and_says_which(gpu, monkeypatch, tmp_path, capsys):
+    class Timed(Bench):
+        def __init__(self, kernel, case, device):
+            assert kernel == "dq" and device == torch.device("cuda", 0) and case.Hq == 16
+            super().__init__(case)
+
     monkeypatch.setattr(tune, "Bench", Timed)
     path = tmp_path / "tune.csv"
-    tune.main(["--kernel", "dq", "--dim", "128", "--csv", str(path)])
+    assert tune.main(["--kernel", "dq", "--dim", "128", "--csv", str(path)]) == 0
     printed = capsys.readouterr().out
     (tiles,) = parsed(printed.splitlines()).values()
-    assert tiles[0].stages == 1 and tiles[0].spills == 8 and max(tiles[-1][:2]) <= 64
-    assert "NVIDIA H200, torch" in printed and "nothing was timed" not in printed and " ms" in printed
+    assert tiles[0].stages == 1 and max(tiles[-1][:2]) <= 64
+    assert "NVIDIA H200, torch" in printed and " ms" in printed
     written = rows.read(path)
     assert {row.gpu for row in written} == {"NVIDIA H200"} and {row.causal for row in written} == {0, 1}

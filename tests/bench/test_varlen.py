@@ -7,13 +7,16 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from fusedattn.bench import accuracy, attention, calls, cases, cost, peers, providers, rows, varlen
+from fusedattn.bench import accuracy, attention, calls, cases, cost, peers, providers
+from fusedattn.bench.dev import questions
 
 import fusedattn as fa
 
-from .test_bench import made
+from .test_bench import COLUMNS, made
+from .test_questions import ask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MACHINE = dict.fromkeys(COLUMNS[:8], "x")
 PACKED = [name for name in providers.ASIDE if name.endswith("+packed") or name == "torch:varlen"]
 MIXED = cases.Case(5, 2, 2, 40, 40, 16, 16, False, "float32", "lengths=uniform")
 
@@ -63,7 +66,7 @@ def test_what_is_counted_is_what_the_masks_say():
     assert real.sum(1).tolist() == lengths and torch.equal(real, masks["query_mask"])
     pairs = int((real[:, :, None] & real[:, None, :]).sum())
     tiles = sum((-(-n // 128) * 128) ** 2 for n in lengths)
-    said = varlen.waste(case)
+    said = questions.waste(case)
     assert f"zipf: 5 sequences of 140 to 700, {sum(lengths)} tokens; padded {3500 / sum(lengths):.2f} x" in said
     assert f"{5 * 700**2 / pairs:.2f} x the pairs; tiles of 128 x 128, packed, {tiles / pairs:.3f} x" in said
 
@@ -140,10 +143,9 @@ def test_each_gets_packed_sequences_as_it_wants_them(case, installed):
             continue  # not on a CPU
         modes = ("forward",) if name == "flex+packed" else ("forward", "backward")
         refused = LACKS[name](case) or case.Sq != case.Sk
-        for mode, label, found, why in attention.unit(case, name, tensors, truth, modes, "cpu", 0.1):
-            assert label == (f"{name}:naive" if name in providers.OURS and case.Sq == case.Sk else name)
-            expected = "unsupported: " if refused else "ok"
-            assert found["status"].startswith(expected), (name, mode, found["status"], why)
+        for row, why in attention.measure_all(MACHINE, case, name, tensors, truth, modes, "cpu", 0.1):
+            assert row.provider == (f"{name}:naive" if name in providers.OURS and case.Sq == case.Sk else name)
+            assert row.status.startswith("unsupported: " if refused else "ok"), (name, row.mode, row.status, why)
 
 
 def test_flex_attention_is_for_a_gpu_and_jagged_tensors_are_not_causal_on_a_cpu():
@@ -173,10 +175,10 @@ def test_a_call_gets_real_tokens_alone_and_gives_them_back():
     tensors, lengths = case.draw("cpu"), case.lengths("cpu").tolist()
     for by_token in (True, False):
         call = calls.Call(None, by_token=by_token, packing=providers.find("fusedattn+packed")(case, tensors).packing)
-        query, key, value = calls.taken(call, tensors.inputs)
+        query, key, value = calls.packed(call, tensors.inputs)
         each = torch.cat([tensors.query[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
         assert torch.equal(query, each if by_token else each.transpose(0, 1)[None]) and query.is_contiguous()
-        back = calls.given_back(call, (query, key, value))
+        back = calls.unpacked(call, (query, key, value))
         real = case.masks("cpu")["key_mask"][:, None, :, None]
         assert all(torch.equal(x, y * real) for x, y in zip(back, tensors.inputs, strict=True))
 
@@ -188,12 +190,13 @@ def test_the_kernels_are_timed_on_packed_sequences(tmp_path, at_once):
     tensors = case.draw("cpu")
     truth = accuracy.truth(case, tensors)
     with fa.use_backend("triton"):
-        found = list(attention.unit(case, "fusedattn+packed", tensors, truth, varlen.QUESTION.modes, "cpu", 1.0))
-    assert [(mode, label, columns["status"]) for mode, label, columns, _ in found] == [
+        unit = case, "fusedattn+packed", tensors, truth, attention.MODES[:2], "cpu", 1.0
+        found = [row for row, _ in attention.measure_all(MACHINE, *unit)]
+    assert [(row.mode, row.provider, row.status) for row in found] == [
         ("forward", "fusedattn+packed:triton", "ok"),
         ("backward", "fusedattn+packed:triton", "ok"),
     ]
-    assert found[0][2]["tflops"] == pytest.approx(cost.flops(case, "forward") / 2.0 / 1e9)
+    assert found[0].tflops == pytest.approx(cost.flops(case, "forward") / 2.0 / 1e9)
 
 
 def test_offsets_that_are_wrong_are_found(monkeypatch):
@@ -209,18 +212,17 @@ def test_offsets_that_are_wrong_are_found(monkeypatch):
         return cu_q, cu_k, longest[0], longest[1] + 1
 
     monkeypatch.setattr(providers, "offsets_of", off_by_one)
-    found = attention.unit(case, "fusedattn+packed", tensors, truth, ("forward", "backward"), "cpu", 0.1)
-    assert [columns["status"] for _, _, columns, _ in found] == ["wrong", "wrong"]
+    unit = case, "fusedattn+packed", tensors, truth, ("forward", "backward"), "cpu", 0.1
+    assert [row.status for row, _ in attention.measure_all(MACHINE, *unit)] == ["wrong", "wrong"]
 
 
 def test_a_run_goes_on_behind_what_was_packed(tmp_path, at_once, monkeypatch, capsys):
     monkeypatch.setitem(cases.TABLES, "tiny-varlen", cases.TINY_VARLEN[:1])
-    command = ["--device", "cpu", "--csv", str(tmp_path / "a.csv"), "--commit", "abc"]
-    assert varlen.main(command) == varlen.main([*command, "--resume"]) == 0
-    found = rows.read(tmp_path / "a.csv")
+    ask("varlen", tmp_path / "a.csv")
+    found = ask("varlen", tmp_path / "a.csv", "--resume")
     assert len(found) == len(providers.usual_packed("cpu")) * 2
     assert [row.provider for row in found][:2] == ["fusedattn+packed:naive"] * 2
-    work = attention.units(cases.VARLEN, ["flex+packed", "fusedattn+packed"], varlen.QUESTION.tier)
+    work = questions.units(cases.VARLEN, ["flex+packed", "fusedattn+packed"], questions.flex_last)
     assert [name for _, name in work] == ["fusedattn+packed"] * 16 + ["flex+packed"] * 16
     assert capsys.readouterr().out.count("x the pairs") >= 8
 
@@ -240,15 +242,11 @@ def test_packed_is_compared_with_padded_and_where_lengths_are_equal_with_the_den
         made(zipf, "fusedattn+packed:triton", "backward", ms=0.1, status="wrong"),  # fast and wrong is no ratio
         made(zipf, "fusedattn:triton", "backward", ms=7.0),
     ]
-    assert varlen.over(some) == {"forward": {equal: 0.98, zipf: 7.0}, "backward": {equal: 0.75}}
-    shown = varlen.text(some).splitlines()
-    assert f"{equal.name} forward: 1 ms 500 TFLOP/s; theirs over it: fusedattn:triton 0.98  torch:varlen 1.50" in shown
-    assert f"{zipf.name} backward: fusedattn:triton 7 ms 1 TFLOP/s" in shown
-    met, missed = shown[-2:]
-    assert met.startswith("goal forward, equal lengths, >= 0.95 of the dense kernel: met in 1 of 1 cells, worst 0.98")
-    assert missed.startswith(
-        "goal backward, equal lengths, >= 0.95 of the dense kernel: met in 0 of 1 cells, worst 0.75"
-    )
+    shown = questions.QUESTIONS["varlen"].text(some).splitlines()
+    goals = [line for line in shown if line.startswith("goal")]
+    number = "met in 1 of 1 case, median 0.98, worst 0.98", "met in 0 of 1 case, median 0.75, worst 0.75"
+    for line, mode, met in zip(goals, ("forward", "backward"), number, strict=True):
+        assert line == f"goal {mode}, equal lengths, speed over the dense kernel's, >= 0.95: {met} ({equal.name})"
     assert sum("x the tokens" in line for line in shown) == len(cases.LENGTHS)
     tiny = [made(cases.TINY_VARLEN[0], name) for name in ("fusedattn:naive", "fusedattn+packed:naive")]
-    assert varlen.text(tiny).count("not measured") == 2  # a goal is of long ones
+    assert questions.QUESTIONS["varlen"].text(tiny).count("not measured") == 2  # a goal is of long ones

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, cost, providers, rows, table, timing
+from fusedattn.bench import attention, cases, cost, providers, report, rows, timing
 
 import fusedattn as fa
 from fusedattn import cli
 from fusedattn.cli import machine, screen
-from fusedattn.cli.bench import measuring, presets, report, verdict
+from fusedattn.cli.bench import measuring, presets
 
 TINY = ["bench", "--shape", "1,2,1,24,40,16", "--providers", "fusedattn,naive,sdpa:math"]
 SQUARE = ["bench", "--shape", "1,2,2,32,32,16", "--providers", "fusedattn,naive"]
@@ -312,7 +312,7 @@ def made(provider, ms, case=cases.LONG[0], mode="forward", **columns):
 
 
 def sentences(some, busy=False):
-    return verdict.sentences(verdict.judged(some, busy))
+    return report.sentences(report.judged(some, busy))
 
 
 def test_the_verdict_is_the_median_over_cases():
@@ -321,7 +321,7 @@ def test_the_verdict_is_the_median_over_cases():
     for case, ours, flash, cudnn in ((first, 2.0, 4.0, 3.0), (second, 2.0, 1.0, 5.0), (third, 1.0, 1.2, 9.0)):
         some += [made("fusedattn:triton", ours, case), made("sdpa:flash", flash, case), made("sdpa:cudnn", cudnn, case)]
     some.append(made("naive", "", first, status="oom"))
-    (best,), each = verdict.standings(some)
+    (best,), each = report.standings(some)
     assert best.ratios == [1.5, 0.5, 1.2] and best.median == 1.2 and best.faster == 2
     assert best.other == "sdpa:flash, sdpa:cudnn"  # the fastest other of two cases, and of one
     assert {one.other: one.median for one in each} == {"sdpa:flash": 1.2, "sdpa:cudnn": 2.5}
@@ -345,7 +345,7 @@ def test_the_verdict_where_there_is_little_to_compare():
     alone = sentences([other, made("naive", 9.0)])
     assert alone == ["forward: the fastest of each case: sdpa:flash."]
     both = [ours, made("fusedattn:naive", 5.0), other]  # the faster of ours is what counts
-    assert verdict.standings(both)[0][0].ratios == [2.0]
+    assert report.standings(both)[0][0].ratios == [2.0]
 
 
 SAMPLES = {  # of a quiet machine, and of one where threads wait for each other: milliseconds
@@ -355,7 +355,7 @@ SAMPLES = {  # of a quiet machine, and of one where threads wait for each other:
 
 
 def drawn(provider, samples, **columns):
-    times = timing._quantiles(samples)
+    times = timing.quantiles(samples)
     return made(provider, times.p50, **times.columns(), gbps=1.0, **columns)
 
 
@@ -364,27 +364,26 @@ def test_a_machine_that_is_disturbed_is_judged_by_the_least():
     noisy = drawn("fusedattn:triton", SAMPLES["ours"][1]), drawn("sdpa:flash", SAMPLES["theirs"][1])
     assert noisy[0].ms_p50 == 0.9 and noisy[0].ms_min == 0.05 and sentences(quiet)[0].split()[3] == "2.04x"
     for some, busy in ((noisy, False), (noisy, True), (quiet, True)):
-        found = verdict.judged(some, busy)
+        found = report.judged(some, busy)
         assert [row.ms_p50 for row in found.rows] == [0.05, 0.024]
         assert [row.tflops * row.ms_p50 for row in found.rows] == pytest.approx([r.tflops * r.ms_p50 for r in some])
-        assert "2.08x slower" in verdict.sentences(found)[0]
-        assert verdict.sentences(found)[-1].endswith("Each is judged by the least of its repeats.")
-    assert verdict.judged(quiet).rows == list(quiet) and not verdict.judged(quiet).why
-    assert "1 of 2 times vary by more than half" in verdict.judged(noisy).why
+        assert "2.08x slower" in report.sentences(found)[0]
+        assert report.sentences(found)[-1].endswith("Each is judged by the least of its repeats.")
+    assert report.judged(quiet).rows == list(quiet) and not report.judged(quiet).why
+    assert "1 of 2 times vary by more than half" in report.judged(noisy).why
     absent = made("naive", "", status="oom"), made("naive", 1.0)  # not timed; timed before there was a least
-    assert verdict.judged(absent, busy=True).rows == list(absent)
+    assert report.judged(absent, busy=True).rows == list(absent)
 
 
-def test_noise_is_no_verdict(capsys):
+def test_noise_is_no_verdict():
     ours = drawn("fusedattn:triton", [0.05, 40.0, 100.0, 119.0, 150.0])  # by the median 2000 times slower
     other, slower = drawn("sdpa:flash", [0.049, 0.051, 0.051, 0.052, 0.06]), drawn("naive", [200.0, 210.0, 300.0])
     some = [ours, other, slower]
-    best, each = verdict.standings(verdict.judged(some).rows)
+    best, each = report.standings(report.judged(some).rows)
     assert [one.clear for one in each] == [False, True] and best[0].faster == 0
     first = sentences(some)[0]
     assert first == "forward: fusedattn:triton and the fastest other, sdpa:flash, differ by no more than noise."
-    report.show(screen.Screen(only_json=False), verdict.judged(some), [""] * 3)
-    shown = capsys.readouterr().out
+    shown = "\n".join(text for text, _ in report.lines(report.judged(some), [""] * 3))
     assert shown.count("within noise") == 2 and "2000" not in shown and "ms is the least" in shown
     (line,) = (line for line in shown.splitlines() if line.startswith("  sdpa:flash"))
     assert "within noise" in line
@@ -415,17 +414,17 @@ def test_a_busy_cpu_is_timed_by_one_thread(capsys, monkeypatch):
 
 @pytest.mark.parametrize("ratio, expected", [(1.8, "1.80x faster"), (0.5, "2.00x slower"), (1.004, "as fast")])
 def test_words(ratio, expected):
-    assert verdict.words(ratio) == expected
+    assert report.words(ratio) == expected
 
 
 def test_rows_are_shown_mode_by_mode_and_short_to_long():
     long, short = cases.LONG[0]._replace(Sq=4096, Sk=4096), cases.LONG[0]
     other = short._replace(causal=False)
     some = [made("naive", 1.0, case, mode) for case in (long, other, short) for mode in ("forward", "backward")]
-    assert list(verdict.groups(some)) == [
+    assert list(report.groups(some)) == [
         (mode, case) for mode in ("forward", "backward") for case in (short, long, other)
     ]
-    assert {table.case_of(row) for group in verdict.groups(some).values() for row in group} == {short, long, other}
+    assert {row.case for group in report.groups(some).values() for row in group} == {short, long, other}
 
 
 def test_sdpa_as_torch_chooses_is_a_provider():

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import cases as timed
-from fusedattn.bench.variants import pipeline_name
+from fusedattn.bench.providers import pipeline_name
 
 import fusedattn as fa
 from fusedattn.launch import hopper, run, tiles

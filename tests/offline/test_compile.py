@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import tune
 
 from fusedattn.launch import tiles as configs
 
@@ -66,15 +65,6 @@ def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
     monkeypatch.setitem(configs.TABLE, ("dq", 80, 2, 64), tiles)
     assert offline.main(["--capability", "80", "--filter", "dq          sm_80   bf16  d64  full"]) == 1
     assert "128x128 w4 s1" in capsys.readouterr().out.splitlines()[-1]
-
-
-@compiled
-def test_tiles_are_compiled_to_be_ranked_and_one_that_cannot_be_is_no_error():
-    row = first("dq")
-    found = tune.ranked(row, tune.compile_tile(row, heads=None))
-    assert not found.why and 300 < found.tflops < 990
-    refused = tune.compile_tile(row._replace(tile=configs.Tile(64, 48, 4, 2)), heads=None)
-    assert refused.startswith("does not compile: ") and "\n" not in refused
 
 
 GOOD = compiling.Report(

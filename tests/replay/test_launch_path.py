@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import launch_path, rows
+from fusedattn.bench import rows, timing
+from fusedattn.bench.dev import launch_path
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -299,7 +300,7 @@ def test_the_host_takes_little_time():
 
 @compiled
 def test_times_are_written_as_rows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch_path, "measure", lambda each, calls=1: dict.fromkeys(each, launch_path.Times(1, 2, 3)))
+    monkeypatch.setattr(launch_path, "interleaved", lambda each, *_, **__: dict.fromkeys(each, timing.Times(1, 2, 3)))
     assert launch_path.main(["--csv", str(tmp_path / "a.csv"), "--commit", "abc"]) == 0
     written = rows.read(tmp_path / "a.csv")
     assert {(row.mode, row.commit, row.status, row.ms_p50) for row in written} == {("host", "abc", "ok", 2.0)}

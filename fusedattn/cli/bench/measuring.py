@@ -15,7 +15,7 @@ BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}
 
 def measure(preset: Preset, device: str) -> Iterator[tuple[rows.Row, str]]:
     """(row, what is wrong with its result or "") of each case, provider and mode. A case too large is rows as well."""
-    machine = rows.machine(device)
+    machine, budget = rows.machine(device), BUDGET_MS[device]
     for case in preset.cases:
         tensors = truth = None  # free the last ones first
         try:
@@ -29,13 +29,10 @@ def measure(preset: Preset, device: str) -> Iterator[tuple[rows.Row, str]]:
                     yield rows.row(machine, mode, name, case, status="oom"), ""
             continue
         for name in preset.providers:
-            for mode, label, columns, why in attention.unit(
-                case, name, tensors, truth, preset.modes, device, BUDGET_MS[device]
-            ):
-                yield rows.row(machine, mode, label, case, **columns), why
+            yield from attention.measure_all(machine, case, name, tensors, truth, preset.modes, device, budget)
             _recover(device)
     for case in preset.modules:
-        yield from module.measured(case, module_modes(preset), device, machine, BUDGET_MS[device])
+        yield from module.measure_all(machine, case, module_modes(preset), device, budget)
         _recover(device)
 
 

@@ -1,17 +1,13 @@
-"""Compiles, many at a time, what the benchmark of attention will need.    python -m fusedattn.bench.warm --jobs 8
+"""Compiles, many at a time, what the questions on a GPU will need: Triton and torch keep on disk what they compile."""
 
-Triton and torch keep what they compile on disk; the timed run then finds it there.
-"""
-
-import argparse
 import concurrent.futures
 import multiprocessing
-import sys
 import time
 
 import torch
+from fusedattn.bench import calls, cases, providers
 
-from . import calls, cases, end_to_end, providers
+from . import models, questions
 
 NAMES = "fusedattn", "flex"
 PACKED = "fusedattn", "fusedattn+packed", "flex+packed"
@@ -24,11 +20,11 @@ def tasks(chosen, names=NAMES):
 
 
 def everything(on_gpu):
-    """What `tasks` there are of all questions; FlexAttention is in none where calls are small, or in a model."""
+    """The `tasks` of all questions; FlexAttention is in none where calls are small, or in a model."""
     if not on_gpu:
         return tasks(cases.TINY + cases.TINY_OPTIONS, NAMES[:1])
     chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
-    inner = cases.SMALL + cases.MODULE + end_to_end.CASES["cuda"]
+    inner = cases.SMALL + cases.MODULE + models.DEMO["cuda"]
     return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1]) + tasks(cases.VARLEN, PACKED)))
 
 
@@ -39,7 +35,8 @@ def compile_one(case, name, device):
         tensors = case.draw(device)
         call = providers.find(name)(case, tensors)
         for mode in ("forward", "forward_backward"):
-            calls.step(mode, call, tensors)()
+            with calls.around(mode, call):
+                calls.step(mode, call, tensors)()
         if tensors.query.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -48,12 +45,11 @@ def compile_one(case, name, device):
     return ""
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m fusedattn.bench.warm", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", choices=cases.TABLES, help="default: all that is asked on a GPU, tiny without")
-    parser.add_argument("--jobs", type=int, default=8)
-    options = parser.parse_args(arguments)
+def main(arguments):
+    words = questions.parser("warm", questions.OTHERS["warm"], csv=False)
+    words.add_argument("--cases", choices=cases.TABLES, help="default: those of all questions on a GPU, tiny without")
+    words.add_argument("--jobs", type=int, default=8)
+    options = words.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
     work = everything(on_gpu)
     if options.cases:
@@ -65,7 +61,4 @@ def main(arguments=None):
         for job in concurrent.futures.as_completed(jobs):
             case, name = jobs[job]
             print(f"{time.monotonic() - start:6.1f} s  {case.name} {name} {job.result()}".rstrip(), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 0

@@ -1,4 +1,4 @@
-"""What pytest-benchmark's files say of the machine: as the rows of the CSV."""
+"""The machine in pytest-benchmark's files, as in the rows of the CSV."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from fusedattn.bench import rows
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(machine_info):
-    found = rows.machine("cuda" if torch.cuda.is_available() else "cpu")
-    machine_info |= {name: value for name, value in found.items() if name != "date"}
+    machine = rows.machine("cuda" if torch.cuda.is_available() else "cpu")
+    machine_info |= {name: value for name, value in machine.items() if name != "date"}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,22 +1,21 @@
-"""What does the host do in one call of the kernels, step by step?    python -m fusedattn.bench.launch_path
+"""What does the host do in one call of the kernels, step by step, without a GPU?
 
-fa.attention for a GPU that is not there (absent.py): kernels are compiled, and launching one does nothing. What is left
-is the host's part of an eager call, but for Triton's launcher in C and the driver behind it. Beside it
-F.scaled_dot_product_attention on the CPU, of so few numbers that what it takes is the host's part as well.
+fa.attention for a stand-in GPU (tests/offline/absent.py): kernels are compiled, and launching one does nothing. The
+rest is the host's part of an eager call, but for Triton's launcher in C and the driver behind it. Beside it
+F.scaled_dot_product_attention on the CPU, of so few numbers that its time is the host's part as well.
 
-A call that was met before is found by what its tensors are, and its launches are repeated. What remains is of torch and
-of Python: reading properties of tensors, 0.15 us to 0.4 us each, 1.7 us for each tensor that is made, 5 us for autograd
-to record a function, and some 30 calls of Python functions.
+A call like an earlier one replays its launches. That takes torch and Python: 0.15 us to 0.4 us to read a property of a
+tensor, 1.7 us to make a tensor, 5 us for autograd to record a function, and some 30 calls of Python functions.
 """
 
 import functools
-import statistics
 import sys
-import time
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from fusedattn.bench import cases, rows
+from fusedattn.bench.timing import interleaved
 
 import fusedattn as fa
 from fusedattn.launch import run
@@ -24,8 +23,7 @@ from fusedattn.replay import cache
 from fusedattn.replay.cache import TENSORS
 from tests.offline import absent
 
-from . import cases, command, rows
-from .timing import Times
+from . import questions
 
 CASE = cases.Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
 TINY = cases.Case(1, 1, 1, 8, 8, 8, 8, False, "float32")
@@ -75,31 +73,16 @@ def steps():
     return found | {"backward, and autograd's engine": backward}
 
 
-def measure(each, blocks=40, calls=100):
-    """Times of each of {name: step}: by turns blocks of many calls, so that a busy machine slows all alike."""
-    taken = {name: [] for name in each}
-    for _ in range(blocks):
-        for name, step in each.items():
-            for _ in range(calls // 4):  # what ran between has taken its place in the caches
-                step()
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                step()
-            taken[name].append((time.perf_counter_ns() - start) / 1e6 / calls)
-    cuts = {name: statistics.quantiles(each, n=10) for name, each in taken.items()}
-    return {name: Times(cut[1], cut[4], cut[7]) for name, cut in cuts.items()}
-
-
-def measured():
-    """What `measure` finds of `steps`, on one thread."""
+def measured(blocks=40):
+    """{name of a step: Times}, on one thread; the calls of a block follow each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with absent.gpu():
-            each = steps()
-            times = measure(each)
-            new = {NEW: lambda: (cache.forget(), [each[PLAIN]() for _ in range(cache.MEETINGS)])}
-            return times | measure(new, calls=10)
+            every = steps()
+            times = interleaved(every, blocks, calls=100)
+            new = {NEW: lambda: (cache.forget(), [every[PLAIN]() for _ in range(cache.MEETINGS)])}
+            return times | interleaved(new, blocks, calls=10)
     finally:
         torch.set_num_threads(threads)
 
@@ -128,8 +111,8 @@ def report(times):
     return "\n".join([*lines, *(f"{name}: {us[name]:.1f} us" for name in alone)])
 
 
-def main(arguments=None):
-    options = command.parser(__doc__).parse_args(arguments)
+def main(arguments):
+    options = questions.parser("launch_path", questions.OTHERS["launch_path"]).parse_args(arguments)
     if run.interpreting():
         sys.exit("launch_path: TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     writer, machine = rows.Writer(options.csv), rows.machine("cpu", options.commit)
@@ -139,11 +122,6 @@ def main(arguments=None):
         backend = "hopper" if "Hopper" in name else "triton"
         provider, case = (f"fusedattn:{backend}", CASE) if ours else ("sdpa", TINY)
         said = "threads=1 " + ("absent " if ours else "") + name.replace(",", "").replace(":", "").replace(" ", "-")
-        columns = each.columns()
-        writer.write(rows.row(machine, "host", provider, case, options=said, **columns))
+        writer.write(rows.row(machine, "host", provider, case, options=said, **each.columns()))
     print(report(times))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

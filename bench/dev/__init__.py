@@ -1,0 +1,1 @@
+"""Questions that only developers ask: run from the repository, not installed."""
