@@ -16,6 +16,11 @@ def run(case, device):
     assert_close(got, tensors, options, case.grads)
 
 
+@pytest.mark.parametrize("group", [cases.SINGLE, cases.COVERING, cases.PAIRS], ids=["alone", "covering", "pairs"])
+def test_half_of_the_calls_are_a_users_first_and_half_are_replayed(group):
+    assert 0.4 <= sum(map(cases.replayed, group)) / len(group) <= 0.6
+
+
 @pytest.mark.parametrize("case", cases.SINGLE + cases.SHAPES, ids=lambda case: case.name)
 def test_an_option_alone(case, device, poison, overflow):
     if case.dtype == torch.float64 and device == "cuda":
@@ -23,6 +28,12 @@ def test_an_option_alone(case, device, poison, overflow):
     run(case, device)
 
 
+@pytest.mark.parametrize("case", cases.COVERING, ids=lambda case: case.name)
+def test_each_pair_of_options_in_a_few_calls(case, device, poison):
+    test_options_together(case, device, poison)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", cases.PAIRS + cases.TRIPLES, ids=lambda case: case.name)
 def test_options_together(case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
