@@ -86,7 +86,7 @@ _UNUSED |= dict(profile_scratch_size=0, profile_scratch_align=1)
 
 
 def _no_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
-    """In Triton's hook for the stages of a compilation: those after its own languages, half of the time, make nothing."""
+    """In Triton's hook for the stages of a compilation: those after its own languages make nothing, in no time."""
     if stages is None:  # what it adds to the key by which Triton keeps kernels
         return "no machine code", "no machine code"
 

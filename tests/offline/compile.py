@@ -5,9 +5,9 @@ python -m tests.offline.compile --few    # one of each kernel for each GPU, and 
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 python -m tests.offline.compile --differences    # by another Triton: its part of bench/results/kernels-versions.md
 
-Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it, unless it was before and nothing that
-it is compiled from has changed (`kept`). The exit status is 1 if one of them
-breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
+Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it, unless it was before and nothing
+that it is compiled from has changed (`kept`). The exit status is 1 if one of them breaks a rule of `faults`. That what
+compiles also runs, and how fast, this cannot say.
 """
 
 import argparse

@@ -11,11 +11,11 @@ import pathlib
 import pickle
 import sys
 
+import fusedattn.kernels
 import torch
 import triton
 
 import fusedattn
-import fusedattn.kernels
 from fusedattn.launch import run, tiles
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -1,7 +1,6 @@
 """What is compiled is kept, and compiled again after a change of what it was compiled from."""
 
 import shutil
-import types
 
 import pytest
 
