@@ -6,7 +6,7 @@ import torch
 import fusedattn as fa
 from fusedattn.testing.compare import with_gradients
 
-from .. import cases
+from .. import cases, sample
 from ..close import assert_close
 
 
@@ -21,7 +21,13 @@ def test_half_of_the_calls_are_a_users_first_and_half_are_replayed(group):
     assert 0.4 <= sum(map(cases.replayed, group)) / len(group) <= 0.6
 
 
-@pytest.mark.parametrize("case", cases.SINGLE + cases.SHAPES, ids=lambda case: case.name)
+# Of the two dtypes of each option, one in turn.
+ALONE = [
+    x for n, case in enumerate(sample.named(cases.SINGLE)) for x in ([case] if n % 4 in (0, 3) else sample.matrix(case))
+]
+
+
+@pytest.mark.parametrize("case", ALONE)
 def test_an_option_alone(case, device, poison, overflow):
     if case.dtype == torch.float64 and device == "cuda":
         pytest.skip("float64 is for the interpreter")
