@@ -9,7 +9,7 @@ OTHERS := 3.6.0 3.8.0 3.9.0# versions of Triton beside that of constraints.txt
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
-.PHONY: help demo test interpreter compile on-gpu benchmarks versions check gpu bench tune clean
+.PHONY: help demo test test-all interpreter compile on-gpu benchmarks versions check gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -18,20 +18,25 @@ help: ## what there is to make
 demo: $(READY) ## train a small model on real text, check it against the reference, draw what it attends to
 	.venv/bin/fusedattn demo $(ARGS)
 
-test: interpreter compile on-gpu benchmarks ## every test that this machine can run: the three tiers below, and the benchmarks
+test: MATRIX := and not matrix
+test: ROWS := --few
+test: interpreter compile on-gpu ## whether it works here, in minutes: the three tiers below, with a few cases that cover all pairs of options
+
+test-all: interpreter compile on-gpu benchmarks ## the whole matrix: the three tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli $(ARGS)
 
-compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
-	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ARGS); \
+compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here, where it changed (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
+	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ROWS) $(ARGS); \
 	else echo "make: there is no Triton here, so nothing to compile"; fi
 
 on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
-	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m gpu $(ARGS); \
+	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m "gpu $(MATRIX)" $(ARGS); \
 	else echo "make: there is no GPU here, so its tests are left out"; fi
 
-benchmarks: $(READY) ## every benchmark once, small, for an answer that is right (ARGS=--benchmark-enable: times)
+benchmarks: $(READY) ## the tests of bench/ and of the commands, and every benchmark once, small, for an answer that is right
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/bench tests/cli
 	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest bench --benchmark-disable $(ARGS); \
 	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
 

@@ -9,6 +9,7 @@ import torch
 import fusedattn as fa
 from fusedattn.compat import _switch, transformers as compat
 
+from .. import sample
 from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -68,11 +69,14 @@ def assert_same(got, want):
 
 
 def pairs(*cases):
-    """A test of (family, something) that is named for both."""
-    return pytest.mark.parametrize(("family", "case"), [pytest.param(f, c, id=f"{f.name}, {c}") for f, c in cases])
+    """(family, something) as parameters that are named for both."""
+    return [pytest.param(f, c, id=f"{f.name}, {c}") for f, c in cases]
 
 
-@pairs(*((f, case) for f in FAMILIES for case in ("plain", "padded") if (f.kind, case) != ("image", "padded")))
+TRAINED = pairs(*((f, case) for f in FAMILIES for case in ("plain", "padded") if (f.kind, case) != ("image", "padded")))
+
+
+@pytest.mark.parametrize(("family", "case"), TRAINED)
 def test_logits_loss_and_gradients_are_eagers(family, case, calls):
     model, inputs = model_of(family.name), inputs_of(family, case == "padded")
     want = outcome(model, "eager", inputs)
@@ -105,8 +109,16 @@ CACHES = {
 }
 
 
-@pairs(*((f, case) for f in GENERATING for case in CACHES if f.kind == "decoder" or case != "in chunks"))
-@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+GENERATED = [
+    pytest.param(family, case, padded, id=f"{family.name}, {case}, {'padded' if padded else 'plain'}")
+    for family in GENERATING
+    for case in CACHES
+    for padded in (False, True)
+    if family.kind == "decoder" or case != "in chunks"
+]
+
+
+@pytest.mark.parametrize(("family", "case", "padded"), sample.one_in(3, GENERATED))
 def test_generated_tokens_are_eagers(family, case, padded, calls):
     if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
         pytest.skip("the static cache of transformers 4 takes values for as wide as keys")

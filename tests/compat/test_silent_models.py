@@ -13,6 +13,7 @@ import torch
 import fusedattn as fa
 from fusedattn.compat import transformers as compat
 
+from .. import sample
 from .families import FAMILIES, GROUPED, MAJOR, SILENT, TINY, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
@@ -81,8 +82,7 @@ def logits(model, inputs, **options):
     return model(**inputs).logits
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", SILENT, ids=lambda family: family.name)
+@pytest.mark.parametrize(("family", "route"), sample.one_in(3, sample.product(SILENT, ROUTES)))
 def test_a_model_that_does_not_call_is_eager_and_says_so_once(family, route, told, calls, tmp_path):
     model = drawn(family, attn_implementation="eager")
     assert not told()
@@ -106,8 +106,7 @@ def test_one_that_was_built_with_attention_of_its_own_keeps_it(told):
     assert ["FalconForCausalLM" in text for text in told()] == [True]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", CALLING, ids=lambda family: family.name)
+@pytest.mark.parametrize(("family", "route"), sample.one_in(3, sample.product(CALLING, ROUTES)))
 def test_a_model_that_calls_has_no_warning_and_no_floating_mask(family, route, told, calls, tmp_path):
     model = drawn(family, attn_implementation="eager")
     got = made(model, route, tmp_path)
@@ -231,18 +230,22 @@ SHOWN = padding(9) == 1  # what a row says that sees nothing is eager's mean, or
 PADDED = dict(input_ids=tokens(3, 9), attention_mask=padding(9), use_cache=False)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+JUDGED = [
+    (AllOwn, 0, "AllOwn, whose code"),
+    (HalfOwn, 1, "OwnAttention of HalfOwn, which"),
+    (HalfExp, 1, "ExpAttention of HalfExp, which"),
+    (Inheriting, 2, None),
+    (MaskedOnly, 2, None),
+    (Open, 2, None),
+    (OnlyEager, 2, None),
+]
+
+
 @pytest.mark.parametrize(
-    ("cls", "used", "text"),
-    [
-        (AllOwn, 0, "AllOwn, whose code"),
-        (HalfOwn, 1, "OwnAttention of HalfOwn, which"),
-        (HalfExp, 1, "ExpAttention of HalfExp, which"),
-        (Inheriting, 2, None),
-        (MaskedOnly, 2, None),
-        (Open, 2, None),
-        (OnlyEager, 2, None),
-    ],
+    ("cls", "used", "text", "route"),
+    sample.one_in(
+        3, [pytest.param(*each, route, id=f"{each[0].__name__}-{route}") for each in JUDGED for route in ROUTES]
+    ),
 )
 def test_it_is_the_code_that_runs_which_is_judged(cls, used, text, route, told, calls, tmp_path):
     model = changed(cls)

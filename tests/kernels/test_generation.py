@@ -47,6 +47,7 @@ def test_a_call_is_as_good_as_eager(case, device, backend, poison):
     check(case, device, backend)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, monkeypatch):
     """By one program for all keys of a sequence: by several it is in the tests of each option alone."""

@@ -6,7 +6,7 @@ import torch
 import fusedattn as fa
 from fusedattn.testing.compare import with_gradients
 
-from .. import cases
+from .. import cases, sample
 from ..close import assert_close
 
 
@@ -16,13 +16,30 @@ def run(case, device):
     assert_close(got, tensors, options, case.grads)
 
 
-@pytest.mark.parametrize("case", cases.SINGLE + cases.SHAPES, ids=lambda case: case.name)
+@pytest.mark.parametrize("group", [cases.SINGLE, cases.COVERING, cases.PAIRS], ids=["alone", "covering", "pairs"])
+def test_half_of_the_calls_are_a_users_first_and_half_are_replayed(group):
+    assert 0.4 <= sum(map(cases.replayed, group)) / len(group) <= 0.6
+
+
+# Of the two dtypes of each option, one in turn.
+ALONE = [
+    x for n, case in enumerate(sample.named(cases.SINGLE)) for x in ([case] if n % 4 in (0, 3) else sample.matrix(case))
+]
+
+
+@pytest.mark.parametrize("case", ALONE)
 def test_an_option_alone(case, device, poison, overflow):
     if case.dtype == torch.float64 and device == "cuda":
         pytest.skip("float64 is for the interpreter")
     run(case, device)
 
 
+@pytest.mark.parametrize("case", cases.COVERING, ids=lambda case: case.name)
+def test_each_pair_of_options_in_a_few_calls(case, device, poison):
+    test_options_together(case, device, poison)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", cases.PAIRS + cases.TRIPLES, ids=lambda case: case.name)
 def test_options_together(case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":

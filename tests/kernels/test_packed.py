@@ -9,7 +9,7 @@ import fusedattn as fa
 from fusedattn.call.packed import Packed, checked_packed
 from fusedattn.testing.compare import with_gradients
 
-from .. import cases
+from .. import cases, sample
 from ..cases import Case
 from ..close import assert_close
 from ..inside import leaves
@@ -25,6 +25,7 @@ PACKINGS = [
 # A packed call has shapes of its own for what these vary.
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
+FEW = sample.named(cases.covering(6, cases.OPTIONS))
 
 
 def draw(case, number, device):
@@ -51,19 +52,19 @@ def test_an_option_alone(number, name, device, poison):
     run(Case(name, dtype=dtype)._replace(**ALONE.get(name, {})), number, device, "triton")
 
 
-@pytest.mark.parametrize(("number", "name"), named(["plain", *ALONE]))
+@pytest.mark.parametrize(("number", "name"), sample.one_in(3, named(["plain", *ALONE])))
 def test_an_option_alone_naively(number, name):
     run(Case(name, dtype=torch.float32)._replace(**ALONE.get(name, {})), number + 1, "cpu", "naive")
 
 
-@pytest.mark.parametrize("number", range(0, len(TOGETHER), 3), ids=lambda number: TOGETHER[number].name)
-def test_options_together(number, device, poison):
-    case = TOGETHER[number]
+@pytest.mark.parametrize("case", FEW + sample.matrix(*sample.named(TOGETHER[::3])))
+def test_options_together(case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
-    run(case, number, device, "triton")
+    run(case, len(case.name), device, "triton")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", range(1, len(TOGETHER), 9), ids=lambda number: TOGETHER[number].name)
 def test_options_together_naively(number):
     run(TOGETHER[number]._replace(dtype=torch.float32), number, "cpu", "naive")

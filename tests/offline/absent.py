@@ -1,9 +1,15 @@
 """A GPU that is not there: Triton compiles for it, and what is launched on it does nothing."""
 
+import atexit
 import contextlib
+import functools
+import re
+import shutil
+import tempfile
 from typing import NamedTuple
 from unittest import mock
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
@@ -74,6 +80,31 @@ def target(capability):
         driver._active = previous
 
 
+# What no launch of nothing needs of a kernel that was compiled to machine code.
+_UNUSED = dict(shared=0, tmem_size=0, global_scratch_size=0, global_scratch_align=1)
+_UNUSED |= dict(profile_scratch_size=0, profile_scratch_align=1)
+
+
+def _no_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
+    """In Triton's hook for the stages of a compilation: those after its own languages make nothing, in no time."""
+    if stages is None:  # what it adds to the key by which Triton keeps kernels
+        return "no machine code", "no machine code"
+
+    def finish(module, metadata):
+        (name,) = re.findall(r"tt\.func public @(\w+)", str(module))
+        metadata |= dict(_UNUSED, name=name)
+        return ""
+
+    stages |= dict(llir=finish, ptx=lambda module, metadata: "", cubin=lambda module, metadata: b"")
+
+
+@functools.cache
+def _cache():
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _load(kernel):
     kernel._run, kernel.function = Run(), 0  # no module: Triton would unload it
 
@@ -95,7 +126,11 @@ def gpu(capability=90, load=_load):
             target(capability),
             mock.patch.object(backends, "machine_reasons", lambda device: ()),
             mock.patch.object(CompiledKernel, "_init_handles", load_once),
+            knobs.cache.scope(),
+            knobs.runtime.scope(),
         ):
+            knobs.cache.dir = _cache()  # a kernel that has no machine code is for nobody else
+            knobs.runtime.add_stages_inspection_hook = _no_machine_code
             yield
     finally:
         _forget()

@@ -1,11 +1,13 @@
 """What the kernels would use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
+python -m tests.offline.compile --few    # one of each kernel for each GPU, and of each option, as `make test` does
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 python -m tests.offline.compile --differences    # by another Triton: its part of bench/results/kernels-versions.md
 
-Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it. The exit status is 1 if one of them
-breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
+Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it, unless it was before and nothing
+that it is compiled from has changed (`kept`). The exit status is 1 if one of them breaks a rule of `faults`. That what
+compiles also runs, and how fast, this cannot say.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import triton
 
 from fusedattn.launch import run, tiles as configs
 
-from . import hazards, report as kernels
+from . import hazards, kept, report as kernels
 from .compiled import ALL, DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -260,46 +262,69 @@ def reported(row):
     return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
 
 
-def measure(rows, say=print, read=False, committed=None, known=None):
-    """Compile rows; ({row: faults} of those that have some, the reports)."""
-    bad, reports = {}, []
+def few(rows):
+    """The first of each kernel for each GPU, of each kernel with every option, of each other variant and dtype."""
+    seen = set()
+    for row in rows:
+        found = {(row.kernel, row.capability), row.variant, row.dtype}
+        found |= {(row.kernel, row.variant)} if row.variant == "everything" else set()
+        if not found <= seen:
+            yield row
+        seen |= found
+
+
+def measure(rows, say=print, read=False, committed=None, known=None, store=None):
+    """Compile rows; ({row: faults} of those that have some, the reports, how many were not compiled before)."""
+    bad, reports, store = {}, [], store or kept.Kept(read=read)
+    before = [store.find(row) for row in rows]
+    anew = [row for row, report in zip(rows, before, strict=True) if report is None]
     with pool() as processes:
-        for row, report in zip(rows, processes.map(functools.partial(compile_row, read=read), rows), strict=True):
+        compiled = iter(processes.map(functools.partial(compile_row, read=read), anew))
+        for row, report in zip(rows, before, strict=True):
+            if report is None:
+                report = next(compiled)._replace(asm={})
+                store.keep(row, report)
             found = list(faults(row, report, committed, known))
             if found:
                 bad[row] = found
-            reports.append(report._replace(asm={}))
+            reports.append(report)
             say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
-    return bad, reports
+    return bad, reports, len(anew)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
+    parser.add_argument("--few", action="store_true", help="one of each kernel for each GPU, and of each option")
     parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
     parser.add_argument(
         "--differences", action="store_true", help=f"write {VERSIONS.relative_to(ROOT)}, of this Triton"
     )
     options = parser.parse_args(arguments)
-    if options.report and (options.capability or options.filter):
-        parser.error("--report: it writes the whole table, so --capability and --filter cannot choose from it")
+    if options.report and (options.capability or options.filter or options.few):
+        parser.error("--report: it writes the whole table, so --capability, --filter and --few cannot choose from it")
     if run.interpreting():
         sys.exit("make compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
     rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
+    if options.few:
+        rows = list(few(rows))
     if options.report:
         rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
     committed = None if options.report else kernels.loops(TABLE.read_text())
     known = {} if options.differences else noted(triton.__version__)
-    bad, reports = measure(rows, functools.partial(print, flush=True), options.report, committed, known)
+    bad, reports, anew = measure(rows, functools.partial(print, flush=True), options.report, committed, known)
     if options.differences:
         measured = list(zip(rows, reports, strict=True))
         write_noted(triton.__version__, rows, [(row, report) for row, report in measured if row in bad])
         known = noted(triton.__version__)
         bad = {row: found for row, report in measured if (found := list(faults(row, report, committed, known)))}
-    print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
+    seconds = time.monotonic() - began
+    print(
+        f"{len(rows)} kernels in {seconds:.0f} s, {len(bad)} over budget; {anew} compiled, {len(rows) - anew} unchanged"
+    )
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")
     if options.report:

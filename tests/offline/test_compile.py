@@ -14,6 +14,7 @@ from ..inside import compiled, only_interpreted, passes_compiled
 from . import bounds, compile as offline, compiled as compiling, hazards, report as kernels, sass
 
 
+@pytest.mark.matrix  # `make test` compiles a row of each kernel besides
 @only_interpreted
 def test_this_file_without_the_interpreter():
     passes_compiled(__file__)

@@ -1,4 +1,4 @@
-"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, some pairs."""
+"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, each pair."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ import torch
 import fusedattn as fa
 from fusedattn.testing.compare import INPUTS, LEARNED
 
-from .. import cases
+from .. import cases, sample
 
 SMALL = dict(Sq=5, Sk=6, D=3, Dv=2)
+FEW = cases.covering(6, cases.OPTIONS)
 ALONE = [cases.Case(name)._replace(**fields) for name, fields in cases.FEATURES.items()]
-CASES = (*ALONE, *cases.OPTION_PAIRS[::4], *cases.TRIPLES)  # test_kernels has every pair
+CASES = sample.named(FEW) + sample.matrix(*sample.named([*ALONE, *cases.OPTION_PAIRS[::4], *cases.TRIPLES]))
 
 
 def small(case):
@@ -22,7 +23,7 @@ def small(case):
     return case._replace(**sizes, **heads, window=window, dtype=torch.float64, bias_dtype=None)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_against_finite_differences(case, device):
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")

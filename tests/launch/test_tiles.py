@@ -1,0 +1,106 @@
+"""Every call has a tile on every GPU, of sizes that kernels take; and how many programs share a cache."""
+
+import itertools
+
+import pytest
+
+from fusedattn.launch import tiles as table
+
+GPUS = (80, 86, 87, 89, 90, 100, 103, 120, 121)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LOADS = ("plain", "masked", "rich")
+
+
+def power_of_two(n):
+    return n > 0 and n & (n - 1) == 0
+
+
+def test_every_call_has_a_tile_on_every_gpu():
+    missing = []
+    for kernel, gpu, size, width, load, narrow in itertools.product(
+        table.INTERPRETED, GPUS, (2, 4), WIDTHS, LOADS, (False, True)
+    ):
+        if width > table.ONE_PASS and kernel in ("one_pass", "convert"):
+            continue
+        found = table.tiles(kernel, gpu, size, width, load, narrow=narrow)
+        if not found or (narrow and max(max(tile.rows, tile.keys or 0) for tile in found) > 64):
+            missing.append((kernel, gpu, size, width, load, narrow, found))
+    assert not missing
+
+
+def test_sizes_are_what_kernels_take():
+    wrong = []
+    for place, tiles in (table.TABLE | table.MASKED | table.RICH | table.INTERPRETED).items():
+        for tile in tiles:
+            sizes = [tile.rows, tile.warps, *([tile.keys] if tile.keys else [])]
+            multiplies = tile.keys is not None
+            small = multiplies and min(tile.rows, tile.keys) < 16
+            if not all(map(power_of_two, sizes)) or small or tile.stages < 1 or tile.spills < 0:
+                wrong.append((place, tile))
+        if len(set(tiles)) < len(tiles):
+            wrong.append((place, "the same tile twice"))
+    assert not wrong
+
+
+def test_rows_of_a_table_are_of_kernels_gpus_and_widths_that_there_are():
+    for kernel, gpu, size, width in table.TABLE | table.MASKED | table.RICH:
+        assert kernel in table.INTERPRETED and gpu in (80, 86, 90) and size in (2, 4) and width in (64, 128, 256)
+        assert (kernel, 80, size, width) in table.TABLE, "what a GPU without rows of its own takes"
+
+
+@pytest.mark.parametrize(
+    "gpu, rows", {80: 80, 86: 86, 87: 80, 89: 86, 90: 90, 100: 90, 103: 90, 120: 86, 121: 86}.items()
+)
+def test_a_gpu_takes_the_rows_of_what_has_its_shared_memory(gpu, rows):
+    assert table.architecture(gpu) == rows
+    assert table.tiles("forward", gpu, 2, 256) == table.TABLE["forward", rows, 2, 256]
+
+
+def test_a_row_is_of_the_load_the_dtype_and_the_width_or_of_the_nearest():
+    assert table.tiles("dkdv", 80, 2, 64, "masked") == table.MASKED["dkdv", 80, 2, 64]
+    assert table.tiles("dkdv", 80, 2, 64, "rich") == table.RICH["dkdv", 80, 2, 64]
+    assert table.tiles("forward", 90, 2, 64, "masked") == table.TABLE["forward", 90, 2, 64]
+    assert table.tiles("forward", 90, 4, 64) == table.TABLE["forward", 80, 4, 64] != table.TABLE["forward", 90, 2, 64]
+    assert table.tiles("forward", 90, 2, 16) == table.tiles("forward", 90, 2, 64)
+    assert table.tiles("append", 90, 4, 128, "rich") == table.TABLE["append", 80, 2, 128]
+    assert table.tiles("forward", None, 2, 256, "rich", narrow=True) == table.INTERPRETED["forward"]
+    with pytest.raises(KeyError, match="no tiles for one_pass, sm_90, 2 bytes, width 256"):
+        table.tiles("one_pass", 90, 2, 256)
+
+
+def test_bulk_sums_are_of_gpus_with_a_copy_engine():
+    with_bulk = {place for place, tiles in (table.TABLE | table.RICH).items() if any(tile.bulk for tile in tiles)}
+    assert with_bulk and all(kernel == "one_pass" and gpu >= 90 for kernel, gpu, *_ in with_bulk)
+
+
+def test_a_pipeline_for_every_width():
+    assert [table.pipeline(width) for width in WIDTHS[-3:]] == [table.HOPPER[width][0] for width in WIDTHS[-3:]]
+    assert table.pipeline(16) == table.pipeline(64)
+    for pipelines in table.HOPPER.values():
+        for each in pipelines:
+            launched, many, few = table.REGISTERS[each.warpgroups]
+            assert each.rows == 64 * each.warpgroups and (each.warpgroups == 2 or not each.ping_pong)
+            assert many * each.warpgroups + few <= launched * (each.warpgroups + 1), "it would wait for ever"
+
+
+@pytest.mark.parametrize(
+    "left, right, narrow", [(None, 0, False), (0, None, False), (0, 0, True), (1023, 0, True), (1269, 0, False)]
+)
+def test_a_narrow_band(left, right, narrow):
+    assert table.narrow(left, right) == narrow
+
+
+@pytest.mark.parametrize("rows, kernel", [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (1000, 64)])
+def test_the_kernel_for_so_many_rows_of_a_cache(rows, kernel):
+    assert table.decoder(rows) == f"decode_{kernel}"
+
+
+def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
+    for programs, blocks, places in itertools.product((1, 3, 8, 64, 200, 500), (1, 4, 5, 33, 512, 4097), (1, 46, 132)):
+        n = table.splits(programs, blocks, places)
+        assert 1 <= n <= min(table.MOST_SPLITS, blocks), (programs, blocks, places, n)
+        assert -(-blocks // n) * (n - 1) < blocks, (programs, blocks, places, n)
+        if programs >= 2 * places or blocks <= 4:
+            assert n == 1, (programs, blocks, places, n)
+    assert 0.85 * table.MOST_SPLITS < table.splits(1, 4096, 132) and table.splits(132, 64, 132) == 2
+    assert [table.splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]

@@ -1,0 +1,28 @@
+"""Which of a test's parameters `make test` runs; `make test-all` runs all of them."""
+
+import itertools
+
+import pytest
+
+
+def matrix(*parameters):
+    """Parameters that `make test` leaves out."""
+    return [pytest.param(*each.values, marks=(*each.marks, pytest.mark.matrix), id=each.id) for each in parameters]
+
+
+def one_in(n, parameters):
+    """`make test` runs the first of these parameters, and from there each n-th."""
+    return [x for i, each in enumerate(parameters) for x in ([each] if i % n == 0 else matrix(each))]
+
+
+def named(values):
+    """A parameter of each of some cases, by its name."""
+    return [pytest.param(each, id=each.name) for each in values]
+
+
+def product(*axes):
+    """A parameter of each combination of values that have a name, or are one."""
+    return [
+        pytest.param(*values, id="-".join(getattr(each, "name", str(each)) for each in values))
+        for values in itertools.product(*axes)
+    ]
