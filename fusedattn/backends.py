@@ -68,8 +68,8 @@ def _grid_reasons(call: Call) -> list[str]:
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     blocks = batch * (max(rows, call.key.shape[2]) + 15) // 16  # no tile has fewer than 16 rows or keys
-    if call.offsets_q is not None:
-        blocks += call.offsets_q.shape[0]  # each sequence begins with a block of its own
+    if call.cu_seqlens_q is not None:
+        blocks += call.cu_seqlens_q.shape[0]  # each sequence begins with a block of its own
     if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
     return reasons

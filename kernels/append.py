@@ -19,7 +19,7 @@ def append(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -34,7 +34,7 @@ def append(
     if cache.table is not None:
         exists &= (page >= 0) & (page < pages)
     slots = paging.slots(at, PAGE)
-    k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, TURNED, INTERLEAVED)
+    k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, ROTARY_DIM, INTERLEAVED)
     v = tiles.load(tiles.matrix(V, plane), rows, exists, DV)
-    tiles.put(paging.matrix(cache.K, plane, page[:, None], pages), slots, exists, k, D)
-    tiles.put(paging.matrix(cache.V, plane, page[:, None], pages), slots, exists, v, DV)
+    tiles.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), slots, exists, k, D)
+    tiles.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), slots, exists, v, DV)

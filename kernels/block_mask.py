@@ -61,7 +61,7 @@ def list_blocks(
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK, BY_KEYS)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
         block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # that is how turns are taken
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
@@ -79,7 +79,7 @@ def list_blocks(
         tile, member = n % turns, n // turns
         live = (n < most) & (tile >= begin) & (tile < end)
         i, j = (tile, tile * 0 + block) if BY_KEYS else (tile * 0 + block, tile)
-        head = span.member(plane, member, GROUP)
+        head = span.query_head(plane, member, GROUP)
         some, every = walk.covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
         every &= (tile >= full) & (tile < rest)
         entry = (member.to(tl.int64) << 32) | tile

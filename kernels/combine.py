@@ -10,10 +10,10 @@ from .vocabulary import partials as splitting, softmax, span, tiles
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def merge(
+def combine(
     Out,
     Lse,
-    parts,
+    partials,
     unit,
     rows,
     splits,
@@ -22,17 +22,17 @@ def merge(
     MOST: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None, from at most MOST parts, BLOCK_M at a time."""
+    """Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None, from up to MOST partials, BLOCK_M at once."""
     row, plane = span.place(tl.program_id(0), rows, HEADS, 1)
     first, n = row * splits, rows * splits
     last = first + splits
-    state = softmax.join(splitting.states(parts, plane, first + tl.arange(0, MOST)[:, None], last, n), unit)
-    sums = tiles.table(parts.sums, plane, n, DV)
-    out = tl.zeros([1, tiles.width(DV)], state.total.dtype)
+    state = softmax.join(splitting.states(partials, plane, first + tl.arange(0, MOST)[:, None], last, n), unit)
+    sums = tiles.table(partials.sums, plane, n, DV)
+    out = tl.zeros([1, tiles.width(DV)], state.row_sum.dtype)
     for start in tl.range(first, last, BLOCK_M):
         at = start + tl.arange(0, BLOCK_M)
-        part = splitting.states(parts, plane, at, last, n)
-        tile = tiles.load(sums, at, part.total > 0, DV)
+        part = splitting.states(partials, plane, at, last, n)
+        tile = tiles.load(sums, at, part.row_sum > 0, DV)
         out += tl.sum(tile * softmax.share(part, state, unit)[:, None], 0)[None, :]
     out, lse, _ = softmax.finish(out, state, unit)
     one = row + tl.arange(0, 1)

@@ -6,7 +6,7 @@ import triton.language as tl
 from .vocabulary import gradient, masks as hidden, scores, span, tiles, walk
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "most_q", "most_k", "left", "right", "batches"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "left", "right", "batches"])
 def dbias(
     Q,
     K,
@@ -21,8 +21,8 @@ def dbias(
     noise,
     q_len,
     k_len,
-    most_q,
-    most_k,
+    max_seqlen_q,
+    max_seqlen_k,
     left,
     right,
     batches,
@@ -38,15 +38,15 @@ def dbias(
     GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradBias, a View of (1 or B, BIAS_HEADS, most_q, most_k): one program a tile sums over the planes that share it.
+    """GradBias, a View of (1 or B, BIAS_HEADS, max_seqlen_q, max_seqlen_k): each program sums a tile of it over planes.
 
     They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `block_mask`, is
-    a View with the planes of GradBias: what any of those says that it sums over. most are q_len and k_len, or, with
-    extents, of `sequences`, of the longest.
+    a View with the planes of GradBias: what any of those says that it sums over. max_seqlen are q_len and k_len, or,
+    with extents, of `sequences`, those of the longest.
     """
     if extents is None:
-        most_q, most_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
-    block, tile, own = span.place_tile(tl.program_id(0), most_q, most_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
+        max_seqlen_q, max_seqlen_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
+    block, tile, own = span.place_tile(tl.program_id(0), max_seqlen_q, max_seqlen_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
@@ -57,14 +57,14 @@ def dbias(
     if extents is None:
         begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         met = (tile >= begin) & (tile < end)
-    met, every = walk.covered(marks, own, block, tile, most_q, most_k, met, BLOCK_M, BLOCK_N, GRAIN)
+    met, every = walk.covered(marks, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, GRAIN)
     for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head, ())
         if extents is not None:
             plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len, ())
             band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
-        kv = span.shared(plane, GROUP)
+        kv = span.kv_head(plane, GROUP)
         real_rows = hidden.real_rows(masks, plane, rows, own_rows)
         real_keys = hidden.real_keys(masks, plane, cols, own_keys)
         q = tiles.load(tiles.of_rows(Q, plane), rows, real_rows, D)
@@ -75,7 +75,7 @@ def dbias(
         shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
+        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
         grad += gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
-    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, most_q, most_k, grad)
+    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, max_seqlen_q, max_seqlen_k, grad)

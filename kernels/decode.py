@@ -71,7 +71,7 @@ def decode(
     Q,
     Out,
     Lse,
-    parts,
+    partials,
     cache,
     rotary,
     masks,
@@ -88,7 +88,7 @@ def decode(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,7 +96,7 @@ def decode(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the parts of them for `merge`.
+    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the partials of them for `combine`.
 
     Q and Out are Views, Lse is contiguous. `added` keys of each sequence are more than its length in the cache says.
     """
@@ -106,14 +106,14 @@ def decode(
     first = span.latest_first(block, q_len * GROUP, BLOCK_M)
     packed = first + tl.arange(0, BLOCK_M)
     rows, member = packed // GROUP, packed % GROUP
-    head, plane = span.member(kv, member, GROUP), span.member(kv, member[:, None], GROUP)
+    head, plane = span.query_head(kv, member, GROUP), span.query_head(kv, member[:, None], GROUP)
 
     # what it sees
     before = paging.length(cache, kv, capacity)
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, TOP_LEFT)
     real = hidden.real_rows(masks, kv, rows, q_len)
     q = turning.load(
-        tiles.matrix(Q, plane), rows, real, rotary, rows + band.shift, positions, D, TURNED, INTERLEAVED
+        tiles.matrix(Q, plane), rows, real, rotary, rows + band.shift, positions, D, ROTARY_DIM, INTERLEAVED
     )  # fmt: skip
 
     ranges = span.blocks(band, first // GROUP, spanned(BLOCK_M, GROUP), BLOCK_N)
@@ -141,12 +141,12 @@ def decode(
         unseen = softmax.start(nothing, BLOCK_M, out.dtype)
         out = tl.where(real[:, None], out, 0.0)
         state = softmax.State(
-            tl.where(real, state.largest, unseen.largest),
-            tl.where(real, state.total, unseen.total),
+            tl.where(real, state.row_max, unseen.row_max),
+            tl.where(real, state.row_sum, unseen.row_sum),
         )
-    if parts is not None:
+    if partials is not None:
         some = (start < stop) | (split == 0)
-        splitting.keep(parts, head, rows * splits + split, q_len * splits, out, state, some, DV)
+        splitting.keep(partials, head, rows * splits + split, q_len * splits, out, state, some, DV)
     else:
         out, lse, remainder = softmax.finish(out, state, score.unit)
         tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)

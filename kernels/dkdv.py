@@ -53,7 +53,7 @@ def _walk_rows(
     for n in tl.range(0, (end - begin) * GROUP if tile_list is None else end):
         if tile_list is not None:
             block, member, following = walk.step(tile_list, n, following)
-        plane = span.member(kv, member, GROUP)
+        plane = span.query_head(kv, member, GROUP)
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
         r, c = rows[None, :], cols[:, None]
@@ -63,7 +63,7 @@ def _walk_rows(
         shown = hidden.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, steepness = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK)
+        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK)
         if grads.v is not None:
             w = dropout.after(noise, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
@@ -81,7 +81,7 @@ def _walk_rows(
         if grads.bias is not None:
             tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.k is not None or GradQ is not None:
-            ds = scores.through(score, steepness, ds).to(q.dtype)
+            ds = scores.apply_dcap(score, dcap, ds).to(q.dtype)
         if grads.k is not None:
             dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
         if GradQ is not None:
@@ -133,9 +133,7 @@ def dkdv(
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, kv, q_len, k_len = span.place_in(
-        sequences, pid, programs, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True
-    )
+    block, kv, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = hidden.real_keys(masks, kv, cols, k_len)

@@ -52,7 +52,7 @@ def _walk_keys(
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         known = gradient.down(row)
-        p, steepness = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, noise, CHECK)
+        p, dcap = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, noise, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, noise, GradWeights)
         if grads.bias is not None:
@@ -60,7 +60,7 @@ def _walk_keys(
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
             sums = row_sums.add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
         if GradQ is not None:
-            ds = scores.through(score, steepness, ds).to(k_tile.dtype)
+            ds = scores.apply_dcap(score, dcap, ds).to(k_tile.dtype)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
     return dq, sums
 
@@ -93,21 +93,21 @@ def dq(
     TOP_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `prepare` made.
+    """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
 
     Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen, and the sums
     by row, (B, Hq, Sq).
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = hidden.real_rows(masks, plane, rows, q_len)
     q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
     do = tiles.load(tiles.of_rows(GradOut, plane), rows, real, DV)
     row = gradient.load(Rows, plane, rows, q_len)
-    kv = span.shared(plane, GROUP)
+    kv = span.kv_head(plane, GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
     # what it sees

@@ -78,12 +78,12 @@ def forward(
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = hidden.real_rows(masks, plane, rows, q_len)
     q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
-    kv = span.shared(plane, GROUP)
+    kv = span.kv_head(plane, GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
     # what it sees
@@ -110,7 +110,7 @@ def forward(
     if Stats is not None:
         dtype: tl.constexpr = Out.base.dtype.element_ty
         stats = kept.table(Stats, plane, q_len, dtype, DV)
-        kept.store(stats, rows, q_len, state.largest, remainder)
+        kept.store(stats, rows, q_len, state.row_max, remainder)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:

@@ -7,7 +7,7 @@ from .vocabulary import kept, scores, softmax, span, tiles
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
-def prepare(
+def preprocess(
     Out,
     GradOut,
     GradLse,
@@ -71,7 +71,7 @@ def prepare(
 
 
 @triton.jit(do_not_specialize=["q_len"])
-def convert(Sums, GradQ, q_len, score, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
+def postprocess(Sums, GradQ, q_len, score, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
     """GradQ (B, Hq, Sq, D), from what `dkdv` added up in Sums, another such View or the same."""
     block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

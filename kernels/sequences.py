@@ -23,8 +23,8 @@ def _assign(
     n,
     q_len,
     k_len,
-    most_q,
-    most_k,
+    max_seqlen_q,
+    max_seqlen_k,
     size,
     BLOCK: tl.constexpr,
     BY_KEYS: tl.constexpr,
@@ -36,8 +36,8 @@ def _assign(
     for start in tl.range(0, n, CHUNK):
         i = start + tl.arange(0, CHUNK)
         exists = i < n
-        _, other_rows = _extent(OffsetsQ, i, exists, q_len, most_q)
-        _, other_keys = _extent(OffsetsK, i, exists, k_len, most_k)
+        _, other_rows = _extent(OffsetsQ, i, exists, q_len, max_seqlen_q)
+        _, other_keys = _extent(OffsetsK, i, exists, k_len, max_seqlen_k)
         longer = other_rows if BY_KEYS else other_keys
         count = tl.cdiv(other_keys if BY_KEYS else other_rows, BLOCK)
         before += tl.sum(tl.where(exists & ((longer > walk) | ((longer == walk) & (i < own))), count, 0))
@@ -50,7 +50,7 @@ def _assign(
         tl.store(turn + 1, block, mask=exists)
 
 
-@triton.jit(do_not_specialize=["n", "q_len", "k_len", "most_q", "most_k", "size"])
+@triton.jit(do_not_specialize=["n", "q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "size"])
 def take_turns(
     Turns,
     Extents,
@@ -59,8 +59,8 @@ def take_turns(
     n,
     q_len,
     k_len,
-    most_q,
-    most_k,
+    max_seqlen_q,
+    max_seqlen_k,
     size,
     BLOCK: tl.constexpr,
     BY_KEYS: tl.constexpr,
@@ -73,13 +73,27 @@ def take_turns(
     stay as they are. One program a sequence, each of which looks at all others.
     """
     own = tl.program_id(0)
-    row, rows = _extent(OffsetsQ, own, True, q_len, most_q)
-    key, keys = _extent(OffsetsK, own, True, k_len, most_k)
+    row, rows = _extent(OffsetsQ, own, True, q_len, max_seqlen_q)
+    key, keys = _extent(OffsetsK, own, True, k_len, max_seqlen_k)
     tl.store(Extents + own * 4, row)
     tl.store(Extents + own * 4 + 1, rows)
     tl.store(Extents + own * 4 + 2, key)
     tl.store(Extents + own * 4 + 3, keys)
     if Turns is not None:
         _assign(
-            Turns, OffsetsQ, OffsetsK, own, rows, keys, n, q_len, k_len, most_q, most_k, size, BLOCK, BY_KEYS, CHUNK
+            Turns,
+            OffsetsQ,
+            OffsetsK,
+            own,
+            rows,
+            keys,
+            n,
+            q_len,
+            k_len,
+            max_seqlen_q,
+            max_seqlen_k,
+            size,
+            BLOCK,
+            BY_KEYS,
+            CHUNK,
         )

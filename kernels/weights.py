@@ -36,7 +36,7 @@ def weights(
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
-    block, plane, q_len, k_len = span.place_in(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     if sequences is not None:
         block = tl.maximum(block, 0)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -47,7 +47,7 @@ def weights(
     p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     if (tile >= begin) & (tile < end):
         q = tiles.load(tiles.of_rows(Q, plane), rows, hidden.real_rows(masks, plane, rows, q_len), D)
-        kv = tiles.of_keys(K, span.shared(plane, GROUP))
+        kv = tiles.of_keys(K, span.kv_head(plane, GROUP))
         k = tiles.load(kv, cols, hidden.real_keys(masks, plane, cols, k_len), D)
         stats = kept.table(Stats, plane, q_len, Q.base.dtype.element_ty, DV)
         row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
@@ -55,7 +55,7 @@ def weights(
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=p.dtype)
         shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
-        s, steepness = scores.apply(score, x, bias, band, plane, r, c)
+        s, dcap = scores.apply(score, x, bias, band, plane, r, c)
         p = tl.where(hidden.visible(masks, shown, band, plane, r, c), softmax.weights(s, row, score.unit), 0.0)
         p = dropout.drop(noise, p, plane, r, c)
     tiles.store_pairs(tiles.of_rows(Weights, plane), r, c, q_len, columns, p)

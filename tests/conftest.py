@@ -132,7 +132,7 @@ def two_passes(monkeypatch):
 
 
 @pytest.fixture
-def in_order(request):
+def deterministic(request):
     """Where bits are compared: on a GPU dq has the same ones each time by two passes alone."""
     if not INTERPRETED:
         request.getfixturevalue("two_passes")
@@ -180,4 +180,4 @@ def _anew(request, monkeypatch):
     failures.forget()
     parameters = getattr(request.node, "callspec", None)
     case = parameters and parameters.params.get("case")
-    monkeypatch.setattr(cache, "MEETINGS", 1 if case is None or cases.replayed(case) else 2)
+    monkeypatch.setattr(cache, "RECORD_AFTER", 1 if case is None or cases.replayed(case) else 2)

@@ -30,7 +30,7 @@ def leaves(*tensors):
 
 def fields(query, key, value, **options):
     """A Call, whose fields are the operators' arguments."""
-    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, in_order=False)
+    plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, deterministic=False)
     return Call(**plain | dict(query=query, key=key, value=value) | options)
 
 

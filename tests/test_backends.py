@@ -37,7 +37,7 @@ def test_one_that_is_named_runs_or_says_why_not(device):
 
 def test_explain_names_tiles(device):
     said = fa.explain(*draw(device=device), causal=True, backend="triton")
-    assert set(said.tiles) == {"forward", "prepare", "one_pass", "convert"}
+    assert set(said.tiles) == {"forward", "preprocess", "one_pass", "postprocess"}
     assert "forward: tiles of" in str(said)
     inputs = draw(device=device)
     for learned in (False, True):  # what is summed over whole rows takes a pass by rows

@@ -60,7 +60,7 @@ def steps():
         inputs = _inputs(CASE, learned)
         found[peer] = functools.partial(F.scaled_dot_product_attention, *_inputs(TINY, learned))
         found[name] = functools.partial(fa.attention, *inputs, backend=backend)
-        for _ in range(cache.MEETINGS):
+        for _ in range(cache.RECORD_AFTER):
             out = found[name]()
         tensors = *inputs, *(None,) * (TENSORS - len(inputs))
         numbers = False, None, "bottom_right", None, None, 0.0, False, False, backend, torch.is_grad_enabled()
@@ -81,7 +81,7 @@ def measured(blocks=40):
         with absent.gpu():
             every = steps()
             times = interleaved(every, blocks, calls=100)
-            new = {NEW: lambda: (cache.forget(), [every[PLAIN]() for _ in range(cache.MEETINGS)])}
+            new = {NEW: lambda: (cache.forget(), [every[PLAIN]() for _ in range(cache.RECORD_AFTER)])}
             return times | interleaved(new, blocks, calls=10)
     finally:
         torch.set_num_threads(threads)

@@ -56,12 +56,12 @@ class Plan(NamedTuple):
 class Lengths(NamedTuple):
     """How long packed sequences are: offsets of so many rows and keys in all, and the longest, as a Call has them."""
 
-    offsets_q: Tensor | None
-    offsets_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
     rows: int
     keys: int
-    most_q: int | None
-    most_k: int | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 WHOLE = Lengths(None, None, 0, 0, None, None)  # of what is not packed
@@ -75,12 +75,12 @@ class Call(NamedTuple):
     tensor of one int64 where dropout_p is not 0, otherwise None. marks are those of a Plan. Row i sees keys
     shift + i - left .. shift + i + right; None is unbounded; shift is 0 if top_left, otherwise Sk - Sq.
 
-    With offsets, int32 (n + 1,), it is n calls at once: B is 1, and sequence b has rows offsets_q[b] up to
-    offsets_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
-    broadcast to (n, Hq, most_q, most_k), of the longest. They count from the start of each sequence, as rows and keys
-    do in all that is said above. most is None where nobody needs it.
+    With cu_seqlens, int32 (n + 1,), it is n calls at once: B is 1, and sequence b has rows cu_seqlens_q[b] up to
+    cu_seqlens_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
+    broadcast to (n, Hq, max_seqlen_q, max_seqlen_k). They count from the start of each sequence, as rows and keys do in
+    all that is said above. max_seqlen is None where nobody needs it.
 
-    in_order: its gradients have the same bits each time, also where torch is not told to want that of all. named: the
+    deterministic: gradients have the same bits each time, also where torch is not told to want that of all. named: the
     caller named the backend, and no other may take it.
     """
 
@@ -95,26 +95,26 @@ class Call(NamedTuple):
     query_mask: Tensor | None = None
     seed: Tensor | None = None
     marks: Tensor | None = None
-    offsets_q: Tensor | None = None
-    offsets_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     left: int | None = None
     right: int | None = None
     top_left: bool = False
     scale: float = 1.0
     softcap: float | None = None
     dropout_p: float = 0.0
-    most_q: int | None = None
-    most_k: int | None = None
-    in_order: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    deterministic: bool = False
     named: bool = False
 
     @property
     def lengths(self) -> Lengths | None:
         """Those of packed sequences; None if they are not."""
-        if self.offsets_q is None or self.offsets_k is None:
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return None
         totals = self.query.shape[2], self.key.shape[2]
-        return Lengths(self.offsets_q, self.offsets_k, *totals, self.most_q, self.most_k)
+        return Lengths(self.cu_seqlens_q, self.cu_seqlens_k, *totals, self.max_seqlen_q, self.max_seqlen_k)
 
     @property
     def hiding(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -123,7 +123,7 @@ class Call(NamedTuple):
         Of packed sequences without query_mask: marks that differ along rows and along keys are as many as the square of
         the longest, for each, and rows that it hides give nothing without them as well.
         """
-        return self.mask, self.key_mask, self.query_mask if self.offsets_q is None else None, self.bias
+        return self.mask, self.key_mask, self.query_mask if self.cu_seqlens_q is None else None, self.bias
 
 
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
@@ -134,21 +134,21 @@ def shift(call: Call) -> int:
 
 class _Asked(threading.local):
     def __init__(self) -> None:
-        self.in_order = False
+        self.deterministic = False
 
 
-asked = _Asked()  # .in_order: whether calls of this thread are to have gradients of the same bits each time
+asked = _Asked()  # .deterministic: whether calls of this thread are to have gradients of the same bits each time
 
 
 @contextmanager
-def in_order(wanted: bool) -> Iterator[None]:
+def deterministic(wanted: bool) -> Iterator[None]:
     """Have calls made by this thread inside the `with` have gradients of the same bits each time, or not."""
-    before = asked.in_order
-    asked.in_order = wanted
+    before = asked.deterministic
+    asked.deterministic = wanted
     try:
         yield
     finally:
-        asked.in_order = before
+        asked.deterministic = before
 
 
 def watched() -> bool:
@@ -263,7 +263,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         scale=query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
         softcap=None if a.softcap is None else float(a.softcap),
         dropout_p=float(a.dropout_p),
-        in_order=asked.in_order,
+        deterministic=asked.deterministic,
     )
     return Call(**{**fields, **more})
 

@@ -156,16 +156,26 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
     for name, rules in OPTIONS.items():
         if getattr(packed, name) is not None:
             apply(rules, packed, packed)
-    most_q, most_k = packed.max_seqlen_q, packed.max_seqlen_k
+    max_seqlen_q, max_seqlen_k = packed.max_seqlen_q, packed.max_seqlen_k
     if need_weights or any(x is not None for x in (arguments.mask, arguments.bias, packed.key_mask)):
-        most_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if most_q is None else most_q
-        most_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if most_k is None else most_k
+        max_seqlen_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q
+        max_seqlen_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if max_seqlen_k is None else max_seqlen_k
     # What is asked of every sequence is asked of a batch of the longest.
     count, rows, keys = len(packed.cu_seqlens_q) - 1, query.shape[0], key.shape[0]
-    scores = count, query.shape[1], rows if most_q is None else most_q, keys if most_k is None else most_k
+    scores = (
+        count,
+        query.shape[1],
+        rows if max_seqlen_q is None else max_seqlen_q,
+        keys if max_seqlen_k is None else max_seqlen_k,
+    )
     check_options(arguments, Sizes(query.device, query.dtype, 4, *scores, scores))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     tokens = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
-    lengths = dict(offsets_q=packed.cu_seqlens_q, offsets_k=packed.cu_seqlens_k, most_q=most_q, most_k=most_k)
+    lengths = dict(
+        cu_seqlens_q=packed.cu_seqlens_q,
+        cu_seqlens_k=packed.cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     arguments = arguments._replace(query=query, key=key, value=value, **tokens)
     return normalise(arguments, marks=marks, named=named, **lengths)

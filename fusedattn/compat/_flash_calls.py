@@ -11,7 +11,7 @@ from torch import Tensor
 from ..api import attention, attention_decode, attention_varlen
 from ..call import cached
 from ..call.cached import CacheArguments, is_known
-from ..call.form import Arguments, autocast_dtype, autocasting, in_order
+from ..call.form import Arguments, autocast_dtype, autocasting, deterministic
 from ..call.rules import check_flags, divides, fail
 from ..naive.cached import rotated
 
@@ -110,7 +110,7 @@ def _run(
     """(output of `attention` or `attention_varlen`, what return_attn_probs returns behind it)."""
     query, *_ = tensors
     check_flags(deterministic=options.deterministic, return_attn_probs=options.return_attn_probs)
-    with in_order(options.deterministic), _as_they_are(query):
+    with deterministic(options.deterministic), _as_they_are(query):
         results = _ask(
             _OPTIONS | names,
             function,
@@ -137,9 +137,9 @@ def attend_packed(
 ) -> Tensor | Any:
     """`attention_varlen`; names are those that the caller has for its arguments."""
     # Some take the longest of the lengths, and leave it a tensor.
-    most_q, most_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in offsets[2:])
+    max_seqlen_q, max_seqlen_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in offsets[2:])
     tensors = q, k, v, *offsets[:2]
-    out, more = _run(names, attention_varlen, tensors, options, max_seqlen_q=most_q, max_seqlen_k=most_k)
+    out, more = _run(names, attention_varlen, tensors, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     return (out.contiguous(), *more) if more else out.contiguous()
 
 

@@ -63,15 +63,17 @@ def sizes(call):
     """(B, Hq, Sq, Sk); of packed sequences how many, and the longest, or all together where nobody needs to know."""
     batch, heads, rows, _ = call.query.shape
     keys = call.key.shape[2]
-    if call.offsets_q is None:
+    if call.cu_seqlens_q is None:
         return batch, heads, rows, keys
-    most_q, most_k = (given if most is None else most for most, given in ((call.most_q, rows), (call.most_k, keys)))
-    return call.offsets_q.shape[0] - 1, heads, most_q, most_k
+    max_seqlen_q, max_seqlen_k = (
+        given if most is None else most for most, given in ((call.max_seqlen_q, rows), (call.max_seqlen_k, keys))
+    )
+    return call.cu_seqlens_q.shape[0] - 1, heads, max_seqlen_q, max_seqlen_k
 
 
 def masks_of(call):
     """The Masks of a call."""
-    return masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.offsets_q is not None)
+    return masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.cu_seqlens_q is not None)
 
 
 def scored(call):
@@ -121,7 +123,7 @@ def _merges(tensor):
 def packs(call, out):
     """Whether the query heads of a kv head can be rows of one head: few rows, that differ in nothing but the query."""
     (_, heads, rows, keys), kv_heads = sizes(call), call.key.shape[1]
-    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.marks, call.offsets_q
+    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.marks, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads

@@ -57,13 +57,13 @@ def passes(call: Call, need) -> tuple[str, ...]:
     query, key, value, bias, slopes, sinks = need
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
-    in_order = call.in_order or torch.are_deterministic_algorithms_enabled()
-    in_any_order = run.widest(call) <= tiles.ONE_PASS and not in_order
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    in_any_order = run.widest(call) <= tiles.ONE_PASS and not deterministic
     if query and by_keys and not by_rows and in_any_order:
-        names = ["prepare", "one_pass", "convert"]
+        names = ["preprocess", "one_pass", "postprocess"]
     else:
         by_rows = query or by_rows or (where == "pairs" and not by_keys)
-        names = ["prepare", *["dq"] * bool(by_rows), *["dkdv"] * bool(by_keys)]
+        names = ["preprocess", *["dq"] * bool(by_rows), *["dkdv"] * bool(by_keys)]
     return (*names, *["dbias"] * (where == "planes"))
 
 
@@ -96,7 +96,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums):
         GradQ=arguments.of(query_sums),
         k_len=p.keys,
     )
-    run.run_tiled("prepare", p.call, p.blocks_of_rows, launched)
+    run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
     return launched["Rows"]
 
 
@@ -114,7 +114,7 @@ def _dq(p, grad_query, grads):
 
 def _dkdv(name, p, query_sums, grads):
     """The gradients of keys and values, what is summed along rows, and in one pass what dq is the sum of."""
-    call, packed = p.call, p.call.offsets_q is not None
+    call, packed = p.call, p.call.cu_seqlens_q is not None
 
     def programs(tile):
         blocks_of_keys = blocks.turns(call, tile.keys, by_keys=True) if packed else cdiv(p.keys, tile.keys) * p.batch
@@ -133,7 +133,7 @@ def _postprocess(p, query_sums, grad_query):
     """The gradient of queries, from what was summed in one pass."""
     launched = {name: p.launched[name] for name in ("q_len", "score", "HEADS", "D")}
     launched |= dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query))
-    run.run_tiled("convert", p.call, p.blocks_of_rows, launched)
+    run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched)
 
 
 def _dbias(p, grad_bias):
@@ -144,7 +144,7 @@ def _dbias(p, grad_bias):
     some = some if heads == p.heads else some.amax(1, keepdim=True)
     some = some.expand(batch, heads, cdiv(p.rows, p.grain), cdiv(p.keys, p.grain))
     launched = p.launched | dict(GradBias=arguments.of(grad_bias), marks=arguments.of(some), GRAIN=p.grain)
-    launched |= dict(batches=p.batch // batch, BIAS_HEADS=heads, most_q=p.rows, most_k=p.keys)
+    launched |= dict(batches=p.batch // batch, BIAS_HEADS=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
     run.run_tiled(
         "dbias",
         p.call,
@@ -160,14 +160,14 @@ def _add_up(p, grads, grad_bias, grad_slopes, grad_sinks):
     In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
     """
     if grads.bias_sums is not None and grads.bias_sums.shape[3] == 1:
-        total = _spread(grads.bias_sums.double(), p.call.offsets_q, p.rows)
+        total = _spread(grads.bias_sums.double(), p.call.cu_seqlens_q, p.rows)
         grad_bias.copy_(total.sum_to_size(grad_bias.shape))
     elif grads.bias_sums is not None:
-        total = _spread(grads.bias_sums.double().sum(3, keepdim=True), p.call.offsets_k, p.keys)
+        total = _spread(grads.bias_sums.double().sum(3, keepdim=True), p.call.cu_seqlens_k, p.keys)
         grad_bias.copy_(total.mT.sum_to_size(grad_bias.shape))
     for sums, grad in ((grads.sink_sums, grad_sinks), (grads.slope_sums, grad_slopes)):
         if sums is not None:
-            grad.copy_(_totals(sums.double(), p.call.offsets_q, grad.shape[0]).sum_to_size(grad.shape))
+            grad.copy_(_totals(sums.double(), p.call.cu_seqlens_q, grad.shape[0]).sum_to_size(grad.shape))
 
 
 def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):

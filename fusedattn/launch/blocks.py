@@ -32,9 +32,9 @@ def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
         shapes += [] if key_mask is None else [key_mask[:, None, None, :].shape]
         shapes += [] if query_mask is None else [query_mask[:, None, :, None].shape]
     else:
-        count = lengths.offsets_q.shape[0] - 1
-        shapes += [] if key_mask is None else [(count, 1, 1, lengths.most_k)]
-        shapes += [] if query_mask is None else [(count, 1, lengths.most_q, 1)]
+        count = lengths.cu_seqlens_q.shape[0] - 1
+        shapes += [] if key_mask is None else [(count, 1, 1, lengths.max_seqlen_k)]
+        shapes += [] if query_mask is None else [(count, 1, lengths.max_seqlen_q, 1)]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     given = next(x for x in masks if x is not None)
     marks = given.new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
@@ -67,7 +67,7 @@ def mark(mask, key_mask, query_mask, bias, lengths, grain):
 def turns(call, block, by_keys=False):
     """How many turns blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
     batch, _, rows, keys = arguments.sizes(call)
-    if call.offsets_q is None:
+    if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch
     return (call.key if by_keys else call.query).shape[2] // block + batch
 
@@ -76,18 +76,18 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
     """The Sequences of Lengths, with `count` turns of blocks of so many rows, or keys; None of None."""
     if lengths is None:
         return None
-    batch, new = lengths.offsets_q.shape[0] - 1, lengths.offsets_q.new_full
+    batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     found = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     launched = dict(
         Turns=found.turns,
         Extents=found.extents,
-        OffsetsQ=lengths.offsets_q.contiguous(),
-        OffsetsK=lengths.offsets_k.contiguous(),
+        OffsetsQ=lengths.cu_seqlens_q.contiguous(),
+        OffsetsK=lengths.cu_seqlens_k.contiguous(),
         n=batch,
         q_len=lengths.rows,
         k_len=lengths.keys,
-        most_q=lengths.rows if lengths.most_q is None else lengths.most_q,
-        most_k=lengths.keys if lengths.most_k is None else lengths.most_k,
+        max_seqlen_q=lengths.rows if lengths.max_seqlen_q is None else lengths.max_seqlen_q,
+        max_seqlen_k=lengths.keys if lengths.max_seqlen_k is None else lengths.max_seqlen_k,
         size=count,
         BLOCK=block,
         BY_KEYS=by_keys,
@@ -100,7 +100,7 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
 
 def sequences_of(call, block, by_keys=False):
     """The Sequences of a call, with turns of blocks of so many rows, or keys; None if it is not packed."""
-    if call.offsets_q is None:
+    if call.cu_seqlens_q is None:
         return None
     return packed_sequences(call.lengths, block, by_keys, turns(call, block, by_keys))
 

@@ -7,7 +7,7 @@ from triton import cdiv
 from ..call.cached import Decode, room
 from ..call.form import Call
 from ..kernels.vocabulary.pages import Cache
-from ..kernels.vocabulary.partials import Parts
+from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
 from . import arguments, run, tiles
 
@@ -26,7 +26,7 @@ def _common(decode: Decode):
         HEADS=decode.key_cache.shape[1],
         D=decode.key_cache.shape[3],
         DV=decode.value_cache.shape[3],
-        TURNED=0 if cos is None else 2 * cos.shape[1],
+        ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
         INTERLEAVED=decode.interleaved,
         PAGE=None if table is None or table.shape[1] == 1 else decode.key_cache.shape[2],
     )
@@ -54,7 +54,7 @@ def _rows_of_a_tile(decode: Decode) -> int:
 
 def failed(decode: Decode):
     """Why one of the kernels of a call to a cache is known not to run; None if none is."""
-    reading = tiles.decoder(_rows_of_a_tile(decode)), "merge"
+    reading = tiles.decoder(_rows_of_a_tile(decode)), "combine"
     return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
 
 
@@ -80,12 +80,12 @@ def attend(out, lse, decode: Decode):
         partials.clear()  # what a larger tile, which did not fit, has left
         partials["splits"] = n
         if n == 1:
-            return dict(**results, parts=None, splits=1)
+            return dict(**results, partials=None, splits=1)
         sums, states = (out.new_empty((batch, heads, length, n, last), dtype=lse.dtype) for last in (out.shape[3], 2))
-        partials["parts"] = Parts(sums, states)
+        partials["partials"] = Partials(sums, states)
         return dict(Out=None, Lse=None, **partials)
 
     run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
-    if "parts" in partials:
+    if "partials" in partials:
         sizes = dict(rows=length, HEADS=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, unit=launched["score"].unit)
-        run.run_tiled("merge", call, lambda tile: batch * heads * length, results | partials | sizes)
+        run.run_tiled("combine", call, lambda tile: batch * heads * length, results | partials | sizes)

@@ -27,7 +27,7 @@ def _forward(out, lse, stats, call):
         call, out = arguments.packed(call, out)
     batch, heads, rows, _ = call.query.shape
     launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, lists=None)
-    if call.offsets_q is None and not arguments.hides(call):
+    if call.cu_seqlens_q is None and not arguments.hides(call):
         run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched)
         return
     marks = blocks.marked(call)

@@ -48,7 +48,7 @@ def _aligned(tensor: Tensor) -> bool:
 def limits(call: Call) -> list[str]:
     """What the kernel does not know of a call, wherever its tensors lie."""
     found = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
-    if call.offsets_q is not None:
+    if call.cu_seqlens_q is not None:
         found.append("it knows no packed sequences")
     if call.seed is not None:
         found.append("it knows no dropout_p")

@@ -119,8 +119,8 @@ KERNELS = {
     for kernel in (
         forward.forward,
         weights.weights,
-        preprocess.prepare,
-        preprocess.convert,
+        preprocess.preprocess,
+        preprocess.postprocess,
         dq.dq,
         dkdv.dkdv,
         dbias.dbias,
@@ -128,7 +128,7 @@ KERNELS = {
         block_mask.list_blocks,
         sequences.take_turns,
         append.append,
-        combine.merge,
+        combine.combine,
     )
 }
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
@@ -152,8 +152,8 @@ def _load(call):
 def kind_of(name, call):
     """What calls share that take the same tiles of a kernel, and whose kernel fails where that of one does."""
     query, rows = call.query, call.query.shape[2]
-    if call.offsets_q is not None and call.most_q is not None:
-        rows = call.most_q
+    if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
+        rows = call.max_seqlen_q
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq")
     if not small and call.left is not None and call.right is not None:
         small = tile_table.narrow(call.left, call.right)

@@ -72,23 +72,23 @@ ONE_PASS = 128
 
 # By how many rows there are to share a tile, the kernel that reads caches: each has tiles of its own.
 DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}
-ON_CACHES = (*DECODE, "merge", "append")
+ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # programs that share the keys of a sequence
 
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = {
     "forward": (Tile(32, 16, 4, 1),),
     "weights": (Tile(16, 32, 4, 1),),
-    "prepare": (Tile(32, None, 4, 1),),
+    "preprocess": (Tile(32, None, 4, 1),),
     "dq": (Tile(32, 16, 4, 1),),
     "dkdv": (Tile(16, 32, 4, 1),),
     "one_pass": (Tile(16, 32, 4, 1),),
-    "convert": (Tile(32, None, 4, 1),),
+    "postprocess": (Tile(32, None, 4, 1),),
     "dbias": (Tile(32, 16, 4, 1),),
     "decode_16": (Tile(16, 16, 4, 1),),
     "decode_32": (Tile(32, 16, 4, 1),),
     "decode_64": (Tile(32, 16, 4, 1),),
-    "merge": (Tile(2, None, 4, 1),),
+    "combine": (Tile(2, None, 4, 1),),
     "append": (Tile(4, None, 4, 1),),
 }
 
@@ -138,14 +138,14 @@ TABLE = {
     ("one_pass", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: as many rows as keep every thread busy.
-    ("prepare", 80, 2, 64): (Tile(64, None, 4, 1),),
-    ("prepare", 80, 2, 128): (Tile(32, None, 4, 1),),
-    ("prepare", 80, 2, 256): (Tile(16, None, 4, 1),),
+    ("preprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
+    ("preprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
+    ("preprocess", 80, 2, 256): (Tile(16, None, 4, 1),),
     # The rows that wgmma multiplies at once: delta is then summed as dp is.
-    ("prepare", 90, 2, 128): (Tile(64, None, 4, 1),),
-    ("prepare", 90, 2, 256): (Tile(64, None, 4, 1),),
-    ("convert", 80, 2, 64): (Tile(64, None, 4, 1),),
-    ("convert", 80, 2, 128): (Tile(32, None, 4, 1),),
+    ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
+    ("preprocess", 90, 2, 256): (Tile(64, None, 4, 1),),
+    ("postprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
+    ("postprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
     ("weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),
@@ -183,9 +183,9 @@ TABLE = {
     ("decode_64", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("decode_64", 80, 4, 128): (Tile(32, 16, 8, 2),),
     ("decode_64", 80, 4, 256): (Tile(16, 16, 8, 2),),
-    ("merge", 80, 2, 64): (Tile(16, None, 1, 1),),
-    ("merge", 80, 2, 128): (Tile(16, None, 2, 1),),
-    ("merge", 80, 2, 256): (Tile(16, None, 4, 1),),
+    ("combine", 80, 2, 64): (Tile(16, None, 1, 1),),
+    ("combine", 80, 2, 128): (Tile(16, None, 2, 1),),
+    ("combine", 80, 2, 256): (Tile(16, None, 4, 1),),
     ("append", 80, 2, 64): (Tile(16, None, 4, 1),),
     ("append", 80, 2, 128): (Tile(16, None, 4, 1),),
     ("append", 80, 2, 256): (Tile(16, None, 4, 1),),
@@ -253,8 +253,8 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
-        kernel: "forward", "weights", "prepare", "dq", "dkdv", "one_pass", "convert", "dbias", "append", "merge" or one
-            of DECODE.
+        kernel: "forward", "weights", "preprocess", "dq", "dkdv", "one_pass", "postprocess", "dbias", "append",
+            "combine" or one of DECODE.
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.

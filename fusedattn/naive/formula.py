@@ -80,10 +80,10 @@ def _offsets(call: Call, first: int, last: int) -> Tensor:
     """(last - first, Sk), of a padded call (n, 1, ..): how far right of its row's own position each key stands."""
     device = call.query.device
     row = torch.arange(first, last, device=device)[:, None]
-    if call.offsets_q is None or call.offsets_k is None or call.top_left:
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
         row = row + shift(call)
     else:
-        row = row + (call.offsets_k.diff() - call.offsets_q.diff())[:, None, None, None]
+        row = row + (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff())[:, None, None, None]
     return torch.arange(call.key.shape[2], device=device)[None, :] - row
 
 
@@ -242,13 +242,13 @@ def _without_autocast(function):
 @_without_autocast
 def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call: the backend "naive"."""
-    if call.offsets_q is None:
+    if call.cu_seqlens_q is None:
         return _run(call, need_lse, need_weights)
     results = []
     for part in parts(call):
         made, rows = padded(part)
         results.append(packed(rows, *_run(made, need_lse, need_weights)))
-    out, lse, weights = results[0] if len(results) == 1 else joined(results, call.most_k)
+    out, lse, weights = results[0] if len(results) == 1 else joined(results, call.max_seqlen_k)
     return arrange(out, call.query), lse, weights
 
 
@@ -268,7 +268,7 @@ def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 def _whole(call: Call, first: int, last: int) -> tuple:
     """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
-    if call.offsets_q is None:
+    if call.cu_seqlens_q is None:
         return _block(_prepared(call, _wide(call)), first, last, True, True)
     made, rows = padded(call)
     return packed(rows, *_block(_prepared(made, _wide(call)), 0, made.query.shape[2], True, True))
@@ -285,11 +285,11 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
             fields of the call. Any of both may be None.
     Returns: gradients of the incoming and of the fields; None where one is None.
     """
-    if call.offsets_q is not None and type(call.offsets_q) is not Tensor:
+    if call.cu_seqlens_q is not None and type(call.cu_seqlens_q) is not Tensor:
         # Inside a graph nobody knows the lengths; but none is longer than all together.
-        most = ((call.most_q, call.query), (call.most_k, call.key))
-        most_q, most_k = (x.shape[2] if length is None else length for length, x in most)
-        call = call._replace(most_q=most_q, most_k=most_k)
+        most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
+        max_seqlen_q, max_seqlen_k = (x.shape[2] if length is None else length for length, x in most)
+        call = call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
@@ -298,7 +298,7 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
     total: list[Tensor] = []
     # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
-    for span in _spans(call, copies=3) if call.offsets_q is None else [(0, call.query.shape[2])]:
+    for span in _spans(call, copies=3) if call.cu_seqlens_q is None else [(0, call.query.shape[2])]:
 
         def grads(fields, given, span=span):
             def outputs(*fields):

@@ -17,9 +17,9 @@ def padded(call: Call) -> tuple[Call, Packing]:
 
     Its offsets still say how long they are.
     """
-    assert call.offsets_q is not None and call.offsets_k is not None
-    rows = packing(call.offsets_q, call.query.shape[2], call.most_q, "max_seqlen_q")
-    keys = packing(call.offsets_k, call.key.shape[2], call.most_k, "max_seqlen_k")
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    rows = packing(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
+    keys = packing(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
 
     def pad(where, tensor):
         return where.pad(tensor[0].transpose(0, 1)).transpose(1, 2)
@@ -33,8 +33,8 @@ def padded(call: Call) -> tuple[Call, Packing]:
         value=pad(keys, call.value),
         query_mask=real(rows, call.query_mask),
         key_mask=real(keys, call.key_mask),
-        offsets_q=rows.offsets,
-        offsets_k=keys.offsets,
+        cu_seqlens_q=rows.offsets,
+        cu_seqlens_k=keys.offsets,
     )
     return made, rows
 
@@ -50,14 +50,14 @@ def packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | Non
 
 def _runs(lengths: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of consecutive sequences of (rows, keys) that are alike enough to be padded to the longest."""
-    first, real, most_q, most_k = 0, 0, 0, 0
+    first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):
-        larger = max(most_q, rows), max(most_k, keys)
+        larger = max(max_seqlen_q, rows), max(max_seqlen_k, keys)
         if (b + 1 - first) * larger[0] * larger[1] > WASTE * (real + rows * keys) + SLACK:
             yield first, b
             first, real, larger = b, 0, (rows, keys)
         real += rows * keys
-        most_q, most_k = larger
+        max_seqlen_q, max_seqlen_k = larger
     yield first, len(lengths)
 
 
@@ -67,11 +67,11 @@ def parts(call: Call) -> list[Call]:
     It stays one where its lengths are not at hand, on a GPU and in code that is compiled, and with dropout, which
     depends on the number of a sequence.
     """
-    assert call.offsets_q is not None and call.offsets_k is not None
-    known = call.offsets_q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not known or call.seed is not None or len(call.offsets_q) == 1:
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    known = call.cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
         return [call]
-    rows, keys = call.offsets_q.tolist(), call.offsets_k.tolist()
+    rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     lengths = [
         (i - before_i, j - before_j) for before_i, i, before_j, j in zip(rows, rows[1:], keys, keys[1:], strict=False)
     ]
@@ -81,7 +81,7 @@ def parts(call: Call) -> list[Call]:
 def _part(call, rows, keys, lengths, first, last):
     """Sequences first .. last - 1 of a packed call, whose offsets are rows and keys."""
     of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
-    most_q, most_k = (max(each) for each in zip(*lengths[first:last], strict=True))
+    max_seqlen_q, max_seqlen_k = (max(each) for each in zip(*lengths[first:last], strict=True))
 
     def own(tensor):
         return tensor if tensor is None or tensor.shape[0] == 1 else tensor[first:last]
@@ -90,8 +90,8 @@ def _part(call, rows, keys, lengths, first, last):
         tensor = own(tensor)
         if tensor is None:
             return None
-        tensor = tensor if tensor.shape[2] == 1 else tensor[:, :, :most_q]
-        return tensor if tensor.shape[3] == 1 else tensor[..., :most_k]
+        tensor = tensor if tensor.shape[2] == 1 else tensor[:, :, :max_seqlen_q]
+        return tensor if tensor.shape[3] == 1 else tensor[..., :max_seqlen_k]
 
     return call._replace(
         query=call.query[:, :, of_rows],
@@ -102,10 +102,10 @@ def _part(call, rows, keys, lengths, first, last):
         mask=pairs(call.mask),
         key_mask=None if call.key_mask is None else call.key_mask[:, of_keys],
         query_mask=None if call.query_mask is None else call.query_mask[:, of_rows],
-        offsets_q=call.offsets_q[first : last + 1] - rows[first],
-        offsets_k=call.offsets_k[first : last + 1] - keys[first],
-        most_q=most_q,
-        most_k=most_k,
+        cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],
+        cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first],
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
 
 

@@ -24,7 +24,7 @@ _CALL = (  # the fields of a Call, in their order
     "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool in_order, bool named"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _AFTER = 4  # how many arguments of forward come after the fields of the Call
@@ -65,7 +65,7 @@ def _new(call, need_lse, need_weights, save):
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(rows if need_lse else (0,), dtype=wide)
-    columns = call.key.shape[2] if call.offsets_q is None else call.most_k
+    columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
     out = _dense(query, (*rows, width))
     kept = stats_columns(query.dtype, width)
@@ -139,14 +139,14 @@ def _new_marks(*arguments):
     from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return blocks.new_marks(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))[0]
+    return blocks.new_marks(*masks, lengths if lengths.cu_seqlens_q is not None else None, _grain(*masks))[0]
 
 
 def _mark(*arguments):
     from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return blocks.mark(*masks, lengths if lengths.offsets_q is not None else None, _grain(*masks))
+    return blocks.mark(*masks, lengths if lengths.cu_seqlens_q is not None else None, _grain(*masks))
 
 
 register(
@@ -222,7 +222,7 @@ def _folded(size, dims, arguments, batch, first=0):
 
     first: where the fields of the Call begin.
     """
-    if arguments[first + Call._fields.index("offsets_q")] is not None:
+    if arguments[first + Call._fields.index("cu_seqlens_q")] is not None:
         raise NotImplementedError("cu_seqlens_q: packed sequences under torch.vmap need backend='naive'")
     seed = first + Call._fields.index("seed")
     if arguments[seed] is not None:

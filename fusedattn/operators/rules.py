@@ -83,11 +83,11 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         keys = call.key.shape[2]
     query = call.query
     whole = sizes = _sizes(query, query.shape[0], query.shape[2], keys)
-    if call.offsets_q is not None or call.offsets_k is not None:
+    if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
         _check_packed(call, need_weights)
-        rows = query.shape[2] if call.most_q is None else call.most_q
-        keys = keys if call.most_k is None else call.most_k
-        sizes = _sizes(query, call.offsets_q.shape[0] - 1, rows, keys)  # type: ignore[union-attr]
+        rows = query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
+        keys = keys if call.max_seqlen_k is None else call.max_seqlen_k
+        sizes = _sizes(query, call.cu_seqlens_q.shape[0] - 1, rows, keys)  # type: ignore[union-attr]
     apply(NUMBERS, call, whole)
     if call.dropout_p and call.seed is None:
         fail(ValueError, "seed", "a tensor beside dropout_p", None)
@@ -104,9 +104,11 @@ def _check_packed(call: Call, need_weights: bool) -> None:
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-    _check_lengths(Packed(query, key, value, call.offsets_q, call.offsets_k, call.most_q, call.most_k))
+    _check_lengths(
+        Packed(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
+    )
     if need_weights or any(x is not None for x in (call.mask, call.bias, call.key_mask)):
-        _check_longest(call.most_q, call.most_k, "mask, bias, key_mask and need_weights")
+        _check_longest(call.max_seqlen_q, call.max_seqlen_k, "mask, bias, key_mask and need_weights")
 
 
 def _check_lengths(arguments: Packed) -> None:
@@ -116,8 +118,8 @@ def _check_lengths(arguments: Packed) -> None:
             apply(table, arguments, arguments)
 
 
-def _check_longest(most_q: int | None, most_k: int | None, needed: str) -> None:
-    for name, most in (("max_seqlen_q", most_q), ("max_seqlen_k", most_k)):
+def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:
+    for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if most is None:
             fail(ValueError, name, f"an int beside {needed}", None)
 
@@ -155,7 +157,7 @@ def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments:
     call, needs_weights = Call(*fields), grad_weights is not None
     check_call(call, needs_weights)
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
-    columns = call.key.shape[2] if call.offsets_q is None else call.most_k
+    columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     wide, few = torch.promote_types(dtype, torch.float32), stats.dim() == 4 and stats.shape[3] == 2
     kept = 2 if few else stats_columns(dtype, call.value.shape[3])
     results: dict[str, tuple] = {
@@ -189,7 +191,7 @@ def check_mark(*arguments: Any) -> None:
     lengths = Lengths(*arguments[len(names) :])
     check_masks(given, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in given.items()}
-    if lengths.offsets_q is not None or lengths.offsets_k is not None:
+    if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
         shapes |= _tokens_of_packed(given, lengths)
     check_fit(shapes)
 
@@ -197,20 +199,20 @@ def check_mark(*arguments: Any) -> None:
 def _tokens_of_packed(given: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
     """The shapes among the pairs of masks of packed rows and keys."""
     first = next(iter(given.values()))
-    _, _, rows, keys, most_q, most_k = lengths
+    _, _, rows, keys, max_seqlen_q, max_seqlen_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
         if length < 0:
             fail(ValueError, name, "0 or more", length)
     query, key = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys))
-    _check_lengths(Packed(query, key, key, lengths.offsets_q, lengths.offsets_k, most_q, most_k))
+    _check_lengths(Packed(query, key, key, lengths.cu_seqlens_q, lengths.cu_seqlens_k, max_seqlen_q, max_seqlen_k))
     for name, length in (("key_mask", keys), ("query_mask", rows)):
         if name in given and tuple(given[name].shape) != (1, length):
             fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(given[name].shape))
     tokens = [name for name in ("key_mask", "query_mask") if name in given]
     if tokens:
-        _check_longest(most_q, most_k, tokens[0])
-    count = lengths.offsets_q.shape[0] - 1  # type: ignore[union-attr]
-    shapes = dict(key_mask=(count, 1, 1, most_k), query_mask=(count, 1, most_q, 1))
+        _check_longest(max_seqlen_q, max_seqlen_k, tokens[0])
+    count = lengths.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+    shapes = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
     return {name: shapes[name] for name in tokens}
 
 

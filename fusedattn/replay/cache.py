@@ -21,8 +21,8 @@ from ..launch.failures import Unusable
 from ..operators import attention
 from ..private import TensorGuards, any_autocast, can_replay, has_storage
 
-MOST = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
-MEETINGS = 2  # when a kind is learned, which costs as much again as the call: many never come back
+MAX_KEPT = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
+RECORD_AFTER = 2  # when a kind is learned, which costs as much again as the call: many never come back
 RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C++ before all others are looked up
 
 REPEATS = attention.run, attention.run_on_hopper
@@ -33,23 +33,23 @@ _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float))
 
 
-class Kind(NamedTuple):
+class Signature(NamedTuple):
     """What calls that are alike share: numbers, how float32 is rounded, which tensors there are, facts of each.
 
     numbers, as the caller gave them: causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, the
-    backend that is named, and whether torch records what is computed. in_order as a Call has it.
+    backend that is named, and whether torch records what is computed. deterministic as a Call has it.
     """
 
     numbers: tuple
     precision: str | None
-    in_order: bool
+    deterministic: bool
     there: tuple | None
     facts: tuple
 
 
-_known: dict[Kind, "Repeated"] = {}
-_met: dict[Kind, int] = {}  # how often kinds were met that are not known yet
-_recent: dict[tuple, list] = {}  # {a Kind but for its facts: [(TensorGuards of the tensors, Repeated)]}
+_known: dict[Signature, "Replay"] = {}
+_met: dict[Signature, int] = {}  # how often kinds were met that are not known yet
+_recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuards of the tensors, Replay)]}
 
 
 def forget() -> None:
@@ -125,7 +125,7 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
-    """(the tensors that are there, a Kind but for its facts); None for a call of no kind."""
+    """(the tensors that are there, a Signature but for its facts); None for a call of no kind."""
     if watched():
         return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
@@ -137,25 +137,25 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or not _ordinary(given):
         return None
-    return given, (numbers, _precision(given[0]), asked.in_order, there)
+    return given, (numbers, _precision(given[0]), asked.deterministic, there)
 
 
-def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Kind | None:
+def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
     if any_autocast() or not _in_memory(given) or not _aligned(given):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
-    return Kind(*most, tuple(facts))
+    return Signature(*most, tuple(facts))
 
 
-def _remember(given: tuple, most: tuple, repeated: "Repeated") -> None:
+def _remember(given: tuple, most: tuple, replay: "Replay") -> None:
     if TensorGuards is None or len(set(map(id, given))) < len(given):
         return  # guards want each tensor to be another
     # Guards compare what dispatches too: autocast, and what wraps or negates a tensor, make it another.
     guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    _recent[most] = [(guards, repeated), *_recent.get(most, [])[: RECENT - 1]]
+    _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
-def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
+def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     """What repeats a call that is like an earlier one.
 
     Args:
@@ -167,20 +167,20 @@ def find(tensors: tuple, numbers: tuple) -> "Repeated | None":
     if split is None:
         return None
     given, most = split
-    for guards, repeated in _recent.get(most, ()):
+    for guards, replay in _recent.get(most, ()):
         if guards.check(*given):
-            return repeated if _aligned(given) else None
+            return replay if _aligned(given) else None
     kind = _kind(given, most)
-    repeated = None if kind is None else _known.get(kind)
-    if repeated is not None:
-        _remember(given, most, repeated)
-    return repeated
+    replay = None if kind is None else _known.get(kind)
+    if replay is not None:
+        _remember(given, most, replay)
+    return replay
 
 
-def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeated | None":
+def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay | None":
     """What repeats a call, from the checked form of it, that one of REPEATS would run.
 
-    None if it is of no kind, or of one that was met less than MEETINGS times.
+    None if it is of no kind, or of one that was met less than RECORD_AFTER times.
     """
     split = _split(tensors, numbers) if can_replay else None
     if split is None or call.query is not tensors[0]:
@@ -189,19 +189,19 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Repeate
     kind = _kind(given, most)
     if kind is None:
         return None
-    if max(len(_known), len(_met)) >= MOST:
+    if max(len(_known), len(_met)) >= MAX_KEPT:
         forget()
     _met[kind] = _met.get(kind, 0) + 1
-    if _met[kind] < MEETINGS:
+    if _met[kind] < RECORD_AFTER:
         return None
     _met.pop(kind, None)  # another thread may have learnt it, or forgotten all
     try:
-        repeated = Repeated(call, numbers, run is attention.run_on_hopper)
+        replay = Replay(call, numbers, run is attention.run_on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
-    _known[kind] = repeated
-    _remember(given, most, repeated)
-    return repeated
+    _known[kind] = replay
+    _remember(given, most, replay)
+    return replay
 
 
 def _without_data(tensors) -> list:
@@ -211,7 +211,7 @@ def _without_data(tensors) -> list:
     ]
 
 
-class Repeated:
+class Replay:
     """Replays one call signature: one recording of the forward, and one of the backward for each set of gradients."""
 
     def __init__(self, call, numbers: tuple, on_hopper: bool):
@@ -240,7 +240,7 @@ class Repeated:
         self.take_results, self.take_inputs, self.take_kept = (
             itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
         )
-        self.forward = recorder.recipe()
+        self.forward = recorder.recording()
         self.backwards: dict[tuple, Any] = {}
 
     def __call__(self, tensors: tuple):
@@ -288,12 +288,12 @@ class Repeated:
             except Unusable:
                 forget()  # the next forward is better computed as its backward has to be
                 return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
-        recipe, places = found
-        made = recipe.run(given)
+        recording, places = found
+        made = recording.run(given)
         return [None if place is None else made[place] for place in places]
 
     def _backward(self, given, need):
-        """(Recipe of a backward, where its gradients are)."""
+        """(Recording of a backward, where its gradients are)."""
         from ..launch import backward as gradients
         from .recording import Recorder
 
@@ -305,7 +305,7 @@ class Repeated:
             made = [recorder.make(x) if x.numel() else None for x in grads]
             gradients.fill(made, *incoming, out, weights, stats, call)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
-        return recorder.recipe(), places
+        return recorder.recording(), places
 
     def _differentiate_slowly(self, tensors, incoming, out, weights, stats, need):
         weights = out.new_empty(0) if weights is None else weights
@@ -319,26 +319,26 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *inputs):
-        repeated, tensors = call
-        tensors = repeated.forward.run(tensors)
-        ctx.repeated = repeated
-        ctx.save_for_backward(*repeated.take_kept(tensors))
-        if len(repeated.results) > 1:
+        replay, tensors = call
+        tensors = replay.forward.run(tensors)
+        ctx.replay = replay
+        ctx.save_for_backward(*replay.take_kept(tensors))
+        if len(replay.results) > 1:
             ctx.set_materialize_grads(False)
-        return repeated.take_results(tensors)
+        return replay.take_results(tensors)
 
     @staticmethod
     def backward(ctx, *grads):
-        repeated = ctx.repeated
+        replay = ctx.replay
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        tensors = dict(zip(repeated.kept, ctx.saved_tensors, strict=True))
-        came = dict(zip(repeated.results, grads, strict=True))
-        incoming = [came.get(number) for number in (repeated.out, repeated.lse, repeated.weights)]
-        needed = dict(zip(repeated.inputs, ctx.needs_input_grad[1:], strict=True))
+        tensors = dict(zip(replay.kept, ctx.saved_tensors, strict=True))
+        came = dict(zip(replay.results, grads, strict=True))
+        incoming = [came.get(number) for number in (replay.out, replay.lse, replay.weights)]
+        needed = dict(zip(replay.inputs, ctx.needs_input_grad[1:], strict=True))
         need = tuple([needed.get(number, False) for number in range(DIFFERENTIABLE)])
-        found = repeated.differentiate(tensors, incoming, need)
-        return None, *[found[number] for number in repeated.inputs]
+        found = replay.differentiate(tensors, incoming, need)
+        return None, *[found[number] for number in replay.inputs]
 
 
 # `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.

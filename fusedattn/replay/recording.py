@@ -40,7 +40,7 @@ class Step(NamedTuple):
     others: tuple
 
 
-class Recipe(NamedTuple):
+class Recording(NamedTuple):
     """Steps on `given` tensors of the caller's and those that are made before them; where, and by whom."""
 
     device: torch.device
@@ -84,7 +84,7 @@ def _interpreted(kernel, options, views):
 
 
 class Recorder:
-    """Keeps the launches on tensors without data, as `launch.recording` hands them over, as a Recipe.
+    """Keeps the launches on tensors without data, as `launch.recording` hands them over, as a Recording.
 
     Tensors are known by their storage, and lie at its beginning: those that were `given`, `made` ones, and whatever
     else is met, which becomes a made one.
@@ -107,7 +107,7 @@ class Recorder:
         self._within.close()
 
     def make(self, tensor: Tensor) -> Tensor:
-        """A tensor of the recipe's own, as it will be made."""
+        """A tensor of the recording's own, as it will be made."""
         self.numbers[storage(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         self.made.append(New(tuple(tensor.shape), tensor.stride(), tensor.dtype))
@@ -127,7 +127,7 @@ class Recorder:
         del self.made[made:]
 
     def number(self, tensor: Tensor | None) -> int | None:
-        """The place of a tensor among those that `Recipe.run` returns."""
+        """The place of a tensor among those that `Recording.run` returns."""
         return None if tensor is None else self.numbers[storage(tensor)]
 
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
@@ -161,7 +161,7 @@ class Recorder:
 
     def _number(self, tensor):
         """`number` of a tensor in an argument: one that is not known is a buffer of the launches' own."""
-        assert tensor.storage_offset() == 0, "a place in a recipe is the beginning of a tensor"
+        assert tensor.storage_offset() == 0, "a place in a recording is the beginning of a tensor"
         if storage(tensor) not in self.numbers:
             self.make(tensor if tensor._base is None else tensor._base)
         return self.numbers[storage(tensor)]
@@ -180,5 +180,5 @@ class Recorder:
         parts = [(lambda tensors, x=x: x) if place is None else place for x, place in zip(value, places, strict=True)]
         return lambda tensors: new(kind, [part(tensors) for part in parts])
 
-    def recipe(self) -> Recipe:
-        return Recipe(self.device, self.device.type, launch.interpreting(), tuple(self.made), tuple(self.steps))
+    def recording(self) -> Recording:
+        return Recording(self.device, self.device.type, launch.interpreting(), tuple(self.made), tuple(self.steps))

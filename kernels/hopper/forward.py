@@ -24,16 +24,16 @@ WARPS = gl.constexpr(4)  # of a warpgroup
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: a tile of q a warpgroup, k and v in turn, one of the output a warpgroup.
+    """What lies in shared memory: a tile of q a warpgroup, k and v in rings, one of the output a warpgroup.
 
-    turns, unless it is None, has a barrier for each of two warpgroups that take turns to multiply.
+    ping_pong, unless it is None, has a barrier for each of two warpgroups that take turns to multiply.
     """
 
     q: ring.Ring
     k: ring.Ring
     v: ring.Ring
     out: gl.shared_memory_descriptor
-    turns: gl.shared_memory_descriptor
+    ping_pong: gl.shared_memory_descriptor
 
 
 class Results(NamedTuple):
@@ -59,17 +59,17 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
     program, programs = gl.program_id(0), gl.num_programs(0)
-    turn = 0
+    step = 0
     for n in range(schedule.share(order, program, programs)):
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
-        kv = span.shared(plane, GROUP)
+        kv = span.kv_head(plane, GROUP)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
         for i in range(count):
-            ring.fill(shared.k, turn, K, kv, (last - i) * BLOCK_N)
-            ring.fill(shared.v, turn, V, kv, (last - i) * BLOCK_N)
-            turn += 1
+            ring.fill(shared.k, step, K, kv, (last - i) * BLOCK_N)
+            ring.fill(shared.v, step, V, kv, (last - i) * BLOCK_N)
+            step += 1
 
 
 @gluon.jit
@@ -83,17 +83,17 @@ def _weights(s, state, masked, unit, band, rows, block, LAYOUT: gl.constexpr, dt
 
 
 @gluon.jit
-def _await_turn(turns, g: gl.constexpr, turn):
+def _await_ping_pong(ping_pong, g: gl.constexpr, step):
     """Multiply when the other warpgroup has begun to: then one's softmax is under the other's products."""
-    if turns is not None:
+    if ping_pong is not None:
         # Of the first the other knows nothing yet, so it begins.
-        mbarrier.wait(turns.index(g), (turn + g + 1) & 1)
+        mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
 
 
 @gluon.jit
-def _pass_turn(turns, g: gl.constexpr):
-    if turns is not None:
-        mbarrier.arrive(turns.index(1 - g), count=1)
+def _pass_ping_pong(ping_pong, g: gl.constexpr):
+    if ping_pong is not None:
+        mbarrier.arrive(ping_pong.index(1 - g), count=1)
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def _consume(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = results.Out.dtype
     program, programs = gl.program_id(0), gl.num_programs(0)
-    turn = 0
+    step = 0
     for n in range(schedule.share(order, program, programs)):
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
@@ -125,40 +125,40 @@ def _consume(
 
         ring.wait(shared.q, n * GROUPS + g)
         q = ring.tile(shared.q, n * GROUPS + g)
-        ring.wait(shared.k, turn)
-        _await_turn(shared.turns, g, turn)
-        s = warpgroup_mma(q, ring.tile(shared.k, turn).permute((1, 0)), zero, use_acc=False, is_async=True)
-        _pass_turn(shared.turns, g)
+        ring.wait(shared.k, step)
+        _await_ping_pong(shared.ping_pong, g, step)
+        s = warpgroup_mma(q, ring.tile(shared.k, step).permute((1, 0)), zero, use_acc=False, is_async=True)
+        _pass_ping_pong(shared.ping_pong, g)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        ring.release(shared.k, turn)
+        ring.release(shared.k, step)
         p, decay, state = _weights(s, state, True, unit, band, rows, last, P_LAYOUT, dtype)
-        ring.wait(shared.k, turn + 1, pred=count > 1)
+        ring.wait(shared.k, step + 1, pred=count > 1)
         for i in range(1, count):
-            turn += 1
-            _await_turn(shared.turns, g, turn)
-            s = warpgroup_mma(q, ring.tile(shared.k, turn).permute((1, 0)), zero, use_acc=False, is_async=True)
-            ring.wait(shared.v, turn - 1)
-            next_out = warpgroup_mma(p, ring.tile(shared.v, turn - 1), out, is_async=True)
-            _pass_turn(shared.turns, g)
+            step += 1
+            _await_ping_pong(shared.ping_pong, g, step)
+            s = warpgroup_mma(q, ring.tile(shared.k, step).permute((1, 0)), zero, use_acc=False, is_async=True)
+            ring.wait(shared.v, step - 1)
+            next_out = warpgroup_mma(p, ring.tile(shared.v, step - 1), out, is_async=True)
+            _pass_ping_pong(shared.ping_pong, g)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-            ring.release(shared.k, turn)
+            ring.release(shared.k, step)
             block = last - i
             masked = (block < full) | (block >= rest)
             next_p, decay, state = _weights(s, state, masked, unit, band, rows, block, P_LAYOUT, dtype)
             # ptxas moves the wait for p @ v up over the exponentials, and the two no longer overlap. It moves nothing
             # over the end of a basic block, and waiting on a barrier is a loop: so the wait for the next k stands here.
-            ring.wait(shared.k, turn + 1, pred=i + 1 < count)
+            ring.wait(shared.k, step + 1, pred=i + 1 < count)
             out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # which reads p where it is
-            ring.release(shared.v, turn - 1)
+            ring.release(shared.v, step - 1)
             out = out * gl.convert_layout(decay, O_ROWS)[:, None]
             p = next_p
-        ring.wait(shared.v, turn)
-        out = warpgroup_mma(p, ring.tile(shared.v, turn), out, is_async=True)
+        ring.wait(shared.v, step)
+        out = warpgroup_mma(p, ring.tile(shared.v, step), out, is_async=True)
         out, p = warpgroup_mma_wait(num_outstanding=0, deps=(out, p))
-        ring.release(shared.v, turn)
-        turn += 1
+        ring.release(shared.v, step)
+        step += 1
 
-        largest, total = gl.convert_layout(state.largest, O_ROWS), gl.convert_layout(state.total, O_ROWS)
+        largest, total = gl.convert_layout(state.row_max, O_ROWS), gl.convert_layout(state.row_sum, O_ROWS)
         out, lse, remainder = softmax.finish(out, softmax.State(largest, total), unit)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:
@@ -221,13 +221,13 @@ def forward(
         out = q.tiles
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
-    turns = None
+    ping_pong = None
     if PING_PONG:
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        ping_pong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
-            mbarrier.init(turns.index(i), count=1)
+            mbarrier.init(ping_pong.index(i), count=1)
     fence_async_shared()
-    shared, results = Shared(q, k, v, out, turns), Results(Out, Lse, Stats)
+    shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Lse, Stats)
     produce = (shared, Q, K, V, order, band, HEADS, GROUP)
     if GROUPS == 2:
         gl.warp_specialize(

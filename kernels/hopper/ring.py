@@ -1,6 +1,6 @@
 """A ring of tiles in shared memory: the producer waits until a tile is free, consumers until it is filled.
 
-A turn is a number that only grows: turn i of a ring of n tiles is use i // n of tile i % n, and the phase of its
+A step is a number that only grows: step i of a ring of n tiles is use i // n of tile i % n, and the phase of its
 barriers is the parity of that.
 """
 
@@ -14,7 +14,7 @@ from .copies import async_load
 
 
 class Ring(NamedTuple):
-    """The tiles of (B, H, S, D) tensors, [turn, 1, 1, rows, columns], and two barriers for each."""
+    """The tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two barriers for each."""
 
     tiles: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -33,31 +33,31 @@ def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def fill(ring, turn, desc, plane, row):
+def fill(ring, step, desc, plane, row):
     """Begin to copy the rows from `row` on of one head of one batch, once their tile is free."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.wait(ring.free.index(turn % TILES), turn // TILES & 1 ^ 1)
-    mbarrier.expect(ring.ready.index(turn % TILES), desc.block_type.nbytes)
+    mbarrier.wait(ring.free.index(step % TILES), step // TILES & 1 ^ 1)
+    mbarrier.expect(ring.ready.index(step % TILES), desc.block_type.nbytes)
     place = [plane.batch, plane.head, row, 0]
-    async_load(desc, place, ring.ready.index(turn % TILES), ring.tiles.index(turn % TILES))
+    async_load(desc, place, ring.ready.index(step % TILES), ring.tiles.index(step % TILES))
 
 
 @gluon.jit
-def wait(ring, turn, pred=True):
+def wait(ring, step, pred=True):
     """Wait until a tile is there."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.wait(ring.ready.index(turn % TILES), turn // TILES & 1, pred=pred)
+    mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)
 
 
 @gluon.jit
-def tile(ring, turn):
-    """The tile of a turn, as a matrix in shared memory."""
+def tile(ring, step):
+    """The tile of a step, as a matrix in shared memory."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    return ring.tiles.index(turn % TILES).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
+    return ring.tiles.index(step % TILES).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
 
 
 @gluon.jit
-def release(ring, turn):
+def release(ring, step):
     """A reader is done with a tile."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.arrive(ring.free.index(turn % TILES), count=1)
+    mbarrier.arrive(ring.free.index(step % TILES), count=1)

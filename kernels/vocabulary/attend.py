@@ -38,7 +38,7 @@ def attend(
     shown = hidden.shown(masks, band, plane, r, c, CHECK)
     bias = scores.bias(score, band, plane, r, c, CHECK)
     x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)  # [rows, keys]
-    s, steepness = scores.apply(score, x, bias, band, plane, r, c)
+    s, dcap = scores.apply(score, x, bias, band, plane, r, c)
     if CHECK:
         s = tl.where(hidden.visible(masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, score.unit)

@@ -33,7 +33,7 @@ class Grads(NamedTuple):
 
 @triton.jit
 def load(Rows, plane, rows, n):
-    """The Row of each of some rows, from what `backward.prepare` wrote."""
+    """The Row of each of some rows, from what `preprocess` wrote."""
     pivot, shift, delta, dlse = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
     return Row(softmax.Row(pivot, shift), delta, dlse)
 
@@ -54,18 +54,18 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
-    """(weights that dropout has marked, steepness of the cap) of one tile of products x = q @ k.T.
+    """(weights that dropout has marked, dcap of the cap) of one tile of products x = q @ k.T.
 
     row, r and c come already broadcast, either way round.
     """
-    s, steepness = scores.apply(score, x, bias, band, plane, r, c)
+    s, dcap = scores.apply(score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, score.unit)
     if CHECK:
         seen = hidden.visible(masks, shown, band, plane, r, c)
         if score.slopes is not None:
             seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
         p = tl.where(seen, p, 0.0)
-    return dropout.mark(noise, p, plane, r, c), steepness
+    return dropout.mark(noise, p, plane, r, c), dcap
 
 
 @triton.jit

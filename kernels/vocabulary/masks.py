@@ -42,7 +42,7 @@ def real_rows(masks, plane, r, n):
 def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
     """What masks.pairs says of pairs (r, c), for `visible`; 1 without it or without CHECK.
 
-    To be loaded before the product that it hides parts of: a load in between keeps wgmma from running asynchronously.
+    To be loaded before the product that it hides some of: a load in between keeps wgmma from running asynchronously.
     """
     if CHECK and masks.pairs is not None:
         return tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)

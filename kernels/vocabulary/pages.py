@@ -78,4 +78,4 @@ def slots_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def matrix(view, plane, page, pages):
     """One head of a page, or of one of each row; a number of no page is taken for that of another."""
-    return tiles.matrix(view, span.moved(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))
+    return tiles.matrix(view, span.on_page(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))

@@ -8,7 +8,7 @@ import triton.language as tl
 from . import softmax, tiles
 
 
-class Parts(NamedTuple):
+class Partials(NamedTuple):
     """Sums of weights times values (B, H, rows, splits, DV), and states of the softmax (B, H, rows, splits, 2).
 
     Both contiguous. A part whose total is 0 has a state alone.
@@ -19,21 +19,21 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def states(parts, plane, at, last, n):
-    """The States of the parts at `at` of the n of a head; those past the last saw nothing."""
-    m = tiles.table(parts.states, plane, n, 2)
+def states(partials, plane, at, last, n):
+    """The States of the partials at `at` of the n of a head; those past the last saw nothing."""
+    m = tiles.table(partials.states, plane, n, 2)
     largest, total = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
     return softmax.State(tl.where(total > 0, largest, float("-inf")), total)
 
 
 @triton.jit
-def keep(parts, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store the parts of rows, each of a head of its own, at `at` of the n of that; sums only if there are some."""
+def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
+    """Store the partials of rows, each of a head of its own, at `at` of the n of that; sums only if there are some."""
     if some:
         r = at[:, None]
-        head = tiles.View(parts.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
+        head = tiles.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
         c = tl.arange(0, tiles.width(DV))[None, :]
         tl.store(tiles.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
-    m = tiles.table(parts.states, plane, n, 2)
-    tiles.store_column(m, at, n, 0, state.largest)
-    tiles.store_column(m, at, n, 1, state.total)
+    m = tiles.table(partials.states, plane, n, 2)
+    tiles.store_column(m, at, n, 0, state.row_max)
+    tiles.store_column(m, at, n, 1, state.row_sum)

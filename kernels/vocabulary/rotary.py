@@ -12,7 +12,7 @@ from . import tiles
 
 
 class Rotary(NamedTuple):
-    """Views of (positions, TURNED / 2): what the first TURNED columns of a row are turned by."""
+    """Views of (positions, ROTARY_DIM / 2): what the first ROTARY_DIM columns of a row are turned by."""
 
     cos: tiles.View
     sin: tiles.View
@@ -20,12 +20,12 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load(
-    m, rows, exists, rotary, position, positions, D: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr
+    m, rows, exists, rotary, position, positions, D: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """`tiles.load`, turned by the angles of each row's position, or of the nearest that there is; rotary may be None.
+    """`tiles.load`, rotated by the angles of each row's position, or of the nearest that there is; rotary may be None.
 
-    A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + TURNED / 2. Its other half is loaded again: a
-    tile cannot be permuted along its columns.
+    A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. Its other half is loaded again:
+    a tile cannot be permuted along its columns.
     """
     x = tiles.load(m, rows, exists, D)
     if rotary is None:
@@ -36,10 +36,10 @@ def load(
         if INTERLEAVED:
             other, pair, first = c ^ 1, c // 2, c % 2 == 0
         else:
-            first = c < TURNED // 2
-            other = tl.where(first, c + TURNED // 2, c - TURNED // 2)
+            first = c < ROTARY_DIM // 2
+            other = tl.where(first, c + ROTARY_DIM // 2, c - ROTARY_DIM // 2)
             pair = tl.where(first, c, other)
-        turned = exists[:, None] & (c < TURNED)
+        turned = exists[:, None] & (c < ROTARY_DIM)
         y = tl.load(tiles.pointers(m, rows[:, None], other), mask=turned, other=0.0).to(dtype)
         p = tl.minimum(tl.maximum(position, 0), positions - 1)[:, None]
         cos = tiles.cast(tl.load(tiles.pointers(rotary.cos, p, pair), mask=turned, other=0.0), dtype)

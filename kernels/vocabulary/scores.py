@@ -78,8 +78,8 @@ def bias(score, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def apply(score, x, bias, band, plane, r, c):
-    """(scores, steepness of the cap there) of the products x of pairs (r, c)."""
-    steepness = 1.0
+    """(scores, dcap of the cap there) of the products x of pairs (r, c)."""
+    dcap = 1.0
     if score.scale is not None:
         added = tl.zeros([], x.dtype) if score.bias is None else tiles.cast(bias, x.dtype)
         if score.slopes is not None:
@@ -89,9 +89,9 @@ def apply(score, x, bias, band, plane, r, c):
             x = _multiply_add(x, score.scale, added)
         else:
             capped = _tanh(x * score.slope_at_zero)
-            steepness = 1 - capped * capped
+            dcap = 1 - capped * capped
             x = _multiply_add(capped, score.cap, added)
-    return x, steepness
+    return x, dcap
 
 
 @triton.jit
@@ -101,9 +101,9 @@ def sink(score, plane, dtype: tl.constexpr):
 
 
 @triton.jit
-def through(score, steepness, ds):
+def apply_dcap(score, dcap, ds):
     """What the cap leaves of the gradient of the scores; `grad` does the rest."""
-    return ds if score.cap is None else ds * steepness
+    return ds if score.cap is None else ds * dcap
 
 
 @triton.jit

@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 class State(NamedTuple):
     """What is kept of a row: its largest score, and the sum of weights relative to that."""
 
-    largest: tl.tensor
+    row_max: tl.tensor
     total: tl.tensor
 
 
@@ -53,17 +53,17 @@ def _log2(difference, unit):
 @triton.jit
 def step(state, s, unit):
     """Weights of one tile of scores, the factor that rescales what was summed before, and the new State."""
-    largest = tl.maximum(state.largest, tl.max(s, 1))
+    largest = tl.maximum(state.row_max, tl.max(s, 1))
     pivot = _pivot(largest)
     p = tl.math.exp2(_log2(s - pivot[:, None], unit))
-    decay = tl.math.exp2(_log2(state.largest - pivot, unit))
-    return p, decay, State(largest, state.total * decay + tl.sum(p, 1))
+    decay = tl.math.exp2(_log2(state.row_max - pivot, unit))
+    return p, decay, State(largest, state.row_sum * decay + tl.sum(p, 1))
 
 
 @triton.jit
 def share(state, whole, unit):
     """What the sums of a State are worth in those of another, whose keys are its own and more."""
-    return tl.math.exp2(_log2(state.largest - _pivot(whole.largest), unit))
+    return tl.math.exp2(_log2(state.row_max - _pivot(whole.largest), unit))
 
 
 @triton.jit
@@ -76,10 +76,10 @@ def join(states, unit):
 @triton.jit
 def finish(out, state, unit):
     """(normalised output, lse, rest, which `row` needs). A row that saw nothing has 0, -inf and rest +inf."""
-    seen = state.total != 0  # of what is not a number, too
-    rest = tl.math.log2(tl.where(seen, state.total, 1.0))
-    largest = state.largest if unit is None else state.largest * unit
-    out = tl.where(seen[:, None], out * (1 / state.total)[:, None], 0.0)
+    seen = state.row_sum != 0  # of what is not a number, too
+    rest = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
+    largest = state.row_max if unit is None else state.row_max * unit
+    out = tl.where(seen[:, None], out * (1 / state.row_sum)[:, None], 0.0)
     return out, tl.where(seen, largest + rest * LN2, float("-inf")), tl.where(seen, rest, float("inf"))
 
 

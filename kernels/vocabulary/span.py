@@ -68,7 +68,7 @@ def within(extents, plane, q_len, k_len, turn):
 
 
 @triton.jit
-def place_in(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+def locate(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     """(block of rows, or keys, its Plane, rows and keys there) of one of the programs of a one-dimensional grid.
 
     With sequences each head has all of their turns, so that what works at the same time reads the same keys. A program
@@ -105,19 +105,19 @@ def latest_first(block, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def member(plane, i, GROUP: tl.constexpr):
+def query_head(plane, i, GROUP: tl.constexpr):
     """The Plane of query head i of the GROUP that share the kv head of `plane`."""
     return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i, plane.packed)
 
 
 @triton.jit
-def moved(plane, batch):
+def on_page(plane, batch):
     """The Plane of the same head of another batch: a page of a cache stands where a batch would."""
     return Plane(batch, plane.head, plane.index, ())
 
 
 @triton.jit
-def shared(plane, GROUP: tl.constexpr):
+def kv_head(plane, GROUP: tl.constexpr):
     """The Plane of the kv head that the query head of `plane` reads."""
     return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP, plane.packed)
 

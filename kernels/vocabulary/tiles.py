@@ -101,7 +101,7 @@ def store(m, rows, n, tile, D: tl.constexpr):
 
 
 @triton.jit
-def put(m, rows, exists, tile, D: tl.constexpr):
+def store_rows(m, rows, exists, tile, D: tl.constexpr):
     """Write the rows of a tile that exist, before column D, in any order: each row may lie in a matrix of its own."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))

@@ -202,7 +202,7 @@ def test_a_kernel_is_held_to_the_rule_and_timed_with_a_tile(kernel, monkeypatch)
     assert wrong and columns["status"] == "wrong" and "ms_p50" not in columns
 
 
-@pytest.mark.parametrize("arguments", [["--kernel", "prepare"], ["--dim", "96"], ["--dtype", "int8"]])
+@pytest.mark.parametrize("arguments", [["--kernel", "preprocess"], ["--dim", "96"], ["--dtype", "int8"]])
 def test_what_there_is_not_is_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         tune.main(arguments)

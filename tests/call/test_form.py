@@ -99,25 +99,25 @@ def test_lengths_and_what_hides_pairs():
     call = normalise(arguments(mask=mask, query_mask=rows))
     assert call.lengths is None and call.hiding[0] is mask and call.hiding[2] is rows
     offsets = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
-    packed = call._replace(offsets_q=offsets[0], offsets_k=offsets[1], most_q=3, most_k=5)
+    packed = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=3, max_seqlen_k=5)
     assert packed.lengths == (*offsets, 3, 5, 3, 5) and packed.hiding == (mask, None, None, None)
 
 
 def test_differentiable_fields_and_tensors_come_first():
     fields = form.Call._fields
     assert fields[: form.DIFFERENTIABLE] == ("query", "key", "value", "bias", "alibi_slopes", "sinks")
-    assert fields[form.TENSORS - 1] == "offsets_k" and fields[form.TENSORS] == "left"
+    assert fields[form.TENSORS - 1] == "cu_seqlens_k" and fields[form.TENSORS] == "left"
 
 
 def test_what_is_asked_in_order_ends_with_its_with_and_is_of_one_thread():
     elsewhere = []
-    with form.in_order(True):
-        with form.in_order(False):
-            assert not normalise(arguments()).in_order
+    with form.deterministic(True):
+        with form.deterministic(False):
+            assert not normalise(arguments()).deterministic
         thread = threading.Thread(target=lambda: elsewhere.append(form.asked_in_order()))
         thread.start(), thread.join()
-        assert normalise(arguments()).in_order
-        with pytest.raises(RuntimeError), form.in_order(False):
+        assert normalise(arguments()).deterministic
+        with pytest.raises(RuntimeError), form.deterministic(False):
             raise RuntimeError
         assert form.asked_in_order()
     assert not form.asked_in_order() and elsewhere == [False]

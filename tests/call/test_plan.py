@@ -11,7 +11,7 @@ from fusedattn.testing.compare import with_gradients
 from ..cases import Case
 from ..close import assert_close
 
-pytestmark = pytest.mark.usefixtures("in_order")
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 NONE, SOME, ALL = 0, 1, 3
 

@@ -81,7 +81,7 @@ def test_however_many_share_a_sequence_the_answer_is_the_same(case, device, pois
         monkeypatch.setattr(configs, "splits", lambda *_, n=n: n)
         names.clear()
         found.append(attend(case.draw(device)))
-        assert names == ["append", "decode_16", *(["merge"] if n > 1 else [])]
+        assert names == ["append", "decode_16", *(["combine"] if n > 1 else [])]
     for out, lse in found[1:]:
         torch.testing.assert_close(out, found[0][0], rtol=0, atol=error)
         torch.testing.assert_close(lse, found[0][1], rtol=0, atol=error)
@@ -157,7 +157,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
         names.clear()
         for got, right in zip(attend(case.draw(device)), want, strict=True):
             torch.testing.assert_close(got, right)
-        assert names == ["append", "decode_16", *(["merge"] if second > 1 else [])]
+        assert names == ["append", "decode_16", *(["combine"] if second > 1 else [])]
 
 
 def test_what_kernels_do_not_take_is_said(device):

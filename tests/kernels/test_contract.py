@@ -29,7 +29,7 @@ def same_bits(a, b):
     return {name: torch.equal(a[name], b[name]) for name in a} == dict.fromkeys(a, True)
 
 
-@pytest.mark.usefixtures("in_order")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["key_mask", "query_mask"])
 def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
     case = Case("hidden", B=2, Hq=4, Hkv=2, causal=True, grads="out, lse and weights", **{kind: "own"})
@@ -75,7 +75,7 @@ def test_the_gradient_of_an_empty_row_is_zero_whatever_comes_in(device, backend)
     assert all(got[name].isfinite().all() for name in INPUTS)
 
 
-@pytest.mark.usefixtures("in_order")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_what_comes_back_to_rows_that_query_mask_hides_is_ignored_whole(packed, device, backend):
     """Not even the sink learns from the lse of such a row, which is the sink's own."""
@@ -190,7 +190,7 @@ def test_larger_scores_are_finite(size, sign, device, backend):
     torch.testing.assert_close(winner, ahead, rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("in_order")
+@pytest.mark.usefixtures("deterministic")
 def test_run_twice_gives_the_same_bits(device, backend):
     case = Case("twice", B=2, Hq=4, Hkv=2, causal=True, mask="pairs")
     assert same_bits(results(case, device, backend), results(case, device, backend))
@@ -259,7 +259,7 @@ def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
             assert ((out[0, 0] > 0) == torch.tensor(want, device=device).bool()).all(), (align, window)
 
 
-@pytest.mark.usefixtures("in_order")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("side", [2**31 - 1, 2**31, sys.maxsize, 2**70])
 def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
     tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)

@@ -25,7 +25,7 @@ from ..cases import Case
 from ..close import assert_close
 from .test_gpu import HALF, LENGTHS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_order")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
 DIMS = (*DIMS, (128, 128), (136, 160), (192, 128), (64, 256), (256, 8), (200, 256), (256, 256))
 PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
@@ -204,10 +204,10 @@ def test_tensors_beyond_two_to_the_31(cuda):
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
     """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
-    monkeypatch.setattr(cache, "MEETINGS", sys.maxsize)
+    monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)
     want = [attend(*inputs, causal=True) for inputs in batches]
     assert not cache._known
-    monkeypatch.setattr(cache, "MEETINGS", 1)
+    monkeypatch.setattr(cache, "RECORD_AFTER", 1)
     for _ in range(2):
         assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
     assert len(cache._known) == 1

@@ -50,7 +50,7 @@ def emulate(monkeypatch, module=written, taken=SMALL, multiprocessors=3):
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
     monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(tiles.HOPPER, (taken,)))
-    monkeypatch.setattr(cache, "MEETINGS", sys.maxsize)  # what is repeated is compiled
+    monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 
 
 @pytest.fixture
@@ -180,24 +180,24 @@ def test_each_block_of_rows_is_taken_once(device):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "k is given back while it is read": (
-        "        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))\n        ring.release(shared.k, turn)\n",
-        "        ring.release(shared.k, turn)\n        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))\n",
+        "        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))\n        ring.release(shared.k, step)\n",
+        "        ring.release(shared.k, step)\n        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))\n",
         "changed while it was read",
     ),
-    "v is never given back": ("            ring.release(shared.v, turn - 1)\n", "", "wait for each other"),
+    "v is never given back": ("            ring.release(shared.v, step - 1)\n", "", "wait for each other"),
     "v is given back while it is read": (
         "            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # which reads p where it is\n"
-        "            ring.release(shared.v, turn - 1)\n",
-        "            ring.release(shared.v, turn - 1)\n"
+        "            ring.release(shared.v, step - 1)\n",
+        "            ring.release(shared.v, step - 1)\n"
         "            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))\n",
         "changed while it was read",
     ),
     "p is given up while it is read": ("deps=(next_out, p))", "deps=(next_out, s))", "registers given up too soon"),
     "the output is not fenced": ("        fence_async_shared()\n        place", "        place", "no fence"),
     "q is given back before the output left": ("        if not SHARE:", "        if True:", None),
-    "the turn is passed to itself": ("turns.index(1 - g)", "turns.index(g)", "wait for each other"),
+    "the other warpgroup is never let in": ("ping_pong.index(1 - g)", "ping_pong.index(g)", "wait for each other"),
     "the diagonal takes no mask": ("(block >= rest)", "(block > rest)", None),
-    "a tile is used before it is there": ("        ring.wait(shared.k, turn)\n", "", "changed while it was read"),
+    "a tile is used before it is there": ("        ring.wait(shared.k, step)\n", "", "changed while it was read"),
 }
 
 

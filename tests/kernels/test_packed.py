@@ -295,7 +295,7 @@ def test_no_turn_is_written_where_there_is_no_room(device):
 
     whole, extents = (torch.full((40, n), -7, dtype=torch.int32, device=device) for n in (2, 4))
     wrong = torch.tensor([0, 200, 0, 200], dtype=torch.int32, device=device)
-    lengths = dict(OffsetsQ=wrong, OffsetsK=wrong, n=3, q_len=200, k_len=200, most_q=200, most_k=200)
+    lengths = dict(OffsetsQ=wrong, OffsetsK=wrong, n=3, q_len=200, k_len=200, max_seqlen_q=200, max_seqlen_k=200)
     for size in (0, 5, 13, 14):
         whole.fill_(-7)
         more = dict(Turns=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)

@@ -12,20 +12,20 @@ from .. import cases, sample
 from ..cases import Case
 from ..close import assert_close
 
-ONE, TWO = ["prepare", "one_pass", "convert"], ["prepare", "dq", "dkdv"]
+ONE, TWO = ["preprocess", "one_pass", "postprocess"], ["preprocess", "dq", "dkdv"]
 # What needs a gradient, and of what kind: (in any order, the same bits each time), beside the forward.
 LAUNCHED = [
     ("query key value", {}, ONE, TWO),
     ("query key", {}, ONE, TWO),
     ("query value", {}, ONE, TWO),
-    ("query", {}, ["prepare", "dq"], ["prepare", "dq"]),
-    ("key value", {}, ["prepare", "dkdv"], ["prepare", "dkdv"]),
-    ("key", {}, ["prepare", "dkdv"], ["prepare", "dkdv"]),
-    ("value", {}, ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("query", {}, ["preprocess", "dq"], ["preprocess", "dq"]),
+    ("key value", {}, ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
+    ("key", {}, ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
+    ("value", {}, ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
     ("query value", dict(softcap=1.0, grads="out and weights"), ONE, TWO),
     ("query bias", dict(bias="keys", softcap=1.0, dropout=0.3), ONE, TWO),
-    ("key", dict(softcap=1.0, grads="out and weights"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
-    ("value", dict(softcap=1.0, grads="out and weights"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("key", dict(softcap=1.0, grads="out and weights"), ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
+    ("value", dict(softcap=1.0, grads="out and weights"), ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
     ("query key value", dict(D=129), TWO, TWO),
     ("query key value", dict(Dv=129), TWO, TWO),
     ("query key value", dict(D=128, Dv=1), ONE, TWO),
@@ -39,17 +39,17 @@ LAUNCHED = [
         )
     ),
     ("query key value", dict(alibi="own", sinks=True, bias="rows"), ONE, TWO),
-    ("bias", dict(bias="rows"), ["prepare", "dq"], ["prepare", "dq"]),
-    ("bias", dict(bias="keys"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
-    ("bias", dict(bias="pairs"), ["prepare", "dq"], ["prepare", "dq"]),
-    ("bias", dict(bias="batch"), ["prepare", "dbias"], ["prepare", "dbias"]),
-    ("value bias", dict(bias="pairs"), ["prepare", "dkdv"], ["prepare", "dkdv"]),
+    ("bias", dict(bias="rows"), ["preprocess", "dq"], ["preprocess", "dq"]),
+    ("bias", dict(bias="keys"), ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
+    ("bias", dict(bias="pairs"), ["preprocess", "dq"], ["preprocess", "dq"]),
+    ("bias", dict(bias="batch"), ["preprocess", "dbias"], ["preprocess", "dbias"]),
+    ("value bias", dict(bias="pairs"), ["preprocess", "dkdv"], ["preprocess", "dkdv"]),
     ("query bias", dict(bias="keys"), ONE, TWO),
-    ("query bias", dict(bias="pairs"), ["prepare", "dq"], ["prepare", "dq"]),
+    ("query bias", dict(bias="pairs"), ["preprocess", "dq"], ["preprocess", "dq"]),
     ("query key value bias", dict(bias="pairs"), ONE, TWO),
     ("query key value bias", dict(bias="keys"), ONE, TWO),
     ("query key value bias", dict(bias="batch"), [*ONE, "dbias"], [*TWO, "dbias"]),
-    ("sinks", dict(sinks=True), ["prepare", "dq"], ["prepare", "dq"]),
+    ("sinks", dict(sinks=True), ["preprocess", "dq"], ["preprocess", "dq"]),
     ("key alibi_slopes", dict(alibi="shared"), TWO, TWO),
 ]
 NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")

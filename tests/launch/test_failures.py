@@ -23,7 +23,7 @@ from fusedattn.launch import failures, forward, launcher, tiles as configs
 from ..inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
 from ..offline import absent
 
-FORWARD, BACKWARD = {"forward"}, {"prepare", "one_pass", "dkdv", "dq"}
+FORWARD, BACKWARD = {"forward"}, {"preprocess", "one_pass", "dkdv", "dq"}
 COMPILER = subprocess.CalledProcessError(1, ["gcc", "launcher.c"])
 STAGES = {
     "the language": ("compile", CompilationError("out = tl.dot(q, k)", None, "no such product")),

@@ -152,7 +152,7 @@ def test_the_wider_of_the_heads_counts():
 
 def test_a_kernel_that_is_known_not_to_run_is_found_with_those_before_it():
     plain, masked = call(), call(key_mask=torch.ones(1, 200, dtype=torch.bool))
-    packed = call(offsets_q=torch.zeros(2, dtype=torch.int32), offsets_k=torch.zeros(2, dtype=torch.int32))
+    packed = call(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_k=torch.zeros(2, dtype=torch.int32))
 
     def known(name, error, kind=None):
         failures.remember(kind or failures.kind(name, torch.device("cpu")), RuntimeError(error))
@@ -170,7 +170,7 @@ def test_a_kernel_that_is_known_not_to_run_is_found_with_those_before_it():
 
 
 def test_what_a_call_would_launch():
-    found = run.tiles(call(), need_weights=True, on_hopper=False, backward=["prepare", "dq"])
-    assert found == dict.fromkeys(["forward", "weights", "prepare", "dq"], TILES[0])
+    found = run.tiles(call(), need_weights=True, on_hopper=False, backward=["preprocess", "dq"])
+    assert found == dict.fromkeys(["forward", "weights", "preprocess", "dq"], TILES[0])
     on_hopper = run.tiles(call(), need_weights=False, on_hopper=True, backward=[])
     assert list(on_hopper) == ["hopper"]

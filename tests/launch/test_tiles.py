@@ -20,7 +20,7 @@ def test_every_call_has_a_tile_on_every_gpu():
     for kernel, gpu, size, width, load, narrow in itertools.product(
         table.INTERPRETED, GPUS, (2, 4), WIDTHS, LOADS, (False, True)
     ):
-        if width > table.ONE_PASS and kernel in ("one_pass", "convert"):
+        if width > table.ONE_PASS and kernel in ("one_pass", "postprocess"):
             continue
         found = table.tiles(kernel, gpu, size, width, load, narrow=narrow)
         if not found or (narrow and max(max(tile.rows, tile.keys or 0) for tile in found) > 64):

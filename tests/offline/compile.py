@@ -218,7 +218,7 @@ def table(capabilities=(80, 90)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
                 continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all
-            if kernel in ("one_pass", "convert") and width > configs.ONE_PASS:
+            if kernel in ("one_pass", "postprocess") and width > configs.ONE_PASS:
                 continue
             size = DTYPES[dtype].itemsize
             of = functools.partial(configs.tiles, kernel, capability, size, width)
@@ -229,7 +229,7 @@ def table(capabilities=(80, 90)):
             best = plain[0], (0, len(plain))
             # Where one pass takes the calls without sums over rows, what else these two do is seen in `everything`.
             seldom = kernel in ("dq", "dkdv") and width <= configs.ONE_PASS
-            if kernel in ("prepare", "convert", "dbias"):
+            if kernel in ("preprocess", "postprocess", "dbias"):
                 continue
             if rich != plain:
                 for index, tile in enumerate(rich):

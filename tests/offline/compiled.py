@@ -62,13 +62,13 @@ VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Cal
         seed=_meta(1, dtype=torch.int64),
     ),
 }
-_OFFSETS = dict(offsets_q=_meta(9, dtype=torch.int32), offsets_k=_meta(9, dtype=torch.int32))
+_OFFSETS = dict(cu_seqlens_q=_meta(9, dtype=torch.int32), cu_seqlens_k=_meta(9, dtype=torch.int32))
 VARIANTS |= {
     "packed": _OFFSETS,
     "packed all": _OFFSETS
     | VARIANTS["everything"]
     | dict(mask=_meta(8, 1, LENGTH, LENGTH), bias=_meta(8, 1, LENGTH, LENGTH, dtype=torch.bfloat16))
-    | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), most_q=LENGTH, most_k=LENGTH),
+    | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), max_seqlen_q=LENGTH, max_seqlen_k=LENGTH),
 }
 ALL = ("everything", "packed all")  # variants with every option
 # Of calls to a cache.
@@ -197,7 +197,7 @@ def _call(row, heads):
     out, _, weights, stats = attention._forward(*call, True, need_weights, True, row.kernel == "hopper")
     if row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
-        if one_pass := row.kernel in ("one_pass", "convert"):
+        if one_pass := row.kernel in ("one_pass", "postprocess"):
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: not one_pass):
             attention._backward(out, None, weights if everything else None, out, weights, stats, *call, need)

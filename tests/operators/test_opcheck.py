@@ -26,7 +26,7 @@ def packed(device):
 
 
 def cu_seqlens(device):
-    return dict(offsets_q=offsets(ROWS, device), offsets_k=offsets(KEYS, device))
+    return dict(cu_seqlens_q=offsets(ROWS, device), cu_seqlens_k=offsets(KEYS, device))
 
 
 # Every option, and every form of a bias, in a few calls.
@@ -45,7 +45,7 @@ def _masks(device):
 
 def _bias_of_pairs(device):
     bias, slopes = torch.randn(B, HQ, SQ, SK, device=device), torch.rand(B, HQ, device=device)
-    return fields(*dense(device), bias=bias, alibi_slopes=slopes, softcap=2.0, in_order=True)
+    return fields(*dense(device), bias=bias, alibi_slopes=slopes, softcap=2.0, deterministic=True)
 
 
 def _bias_of_keys(device):
@@ -75,13 +75,15 @@ def _packed_bias(device):
     tokens = dict(key_mask=torch.rand(1, sum(KEYS), device=device) < 0.8)
     tokens |= dict(query_mask=torch.rand(1, sum(ROWS), device=device) < 0.8)
     learned = dict(bias=torch.randn(3, 1, 3, 4, device=device), sinks=torch.randn(1, HQ, device=device))
-    return fields(*packed(device), **tokens, **learned, softcap=2.0, most_q=3, most_k=4, **cu_seqlens(device))
+    return fields(
+        *packed(device), **tokens, **learned, softcap=2.0, max_seqlen_q=3, max_seqlen_k=4, **cu_seqlens(device)
+    )
 
 
 def _packed_mask(device):
     mask, slopes = torch.rand(1, 1, 3, 4, device=device) < 0.8, torch.rand(3, HQ, device=device)
     noise = dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
-    longest = dict(most_q=3, most_k=4, **cu_seqlens(device))
+    longest = dict(max_seqlen_q=3, max_seqlen_k=4, **cu_seqlens(device))
     return fields(*packed(device), mask=mask, alibi_slopes=slopes, left=2, top_left=True, **noise, **longest)
 
 

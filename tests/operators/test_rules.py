@@ -15,7 +15,9 @@ from ..sequences import offsets
 
 B, HQ, HKV, SQ, SK, D, DV, POSITIONS = 2, 4, 2, 3, 5, 8, 6, 7
 TQ, TK, LONGEST = 7, 9, dict(max_seqlen_q=4, max_seqlen_k=4)
-NAMES = dict(offsets_q="cu_seqlens_q", offsets_k="cu_seqlens_k", most_q="max_seqlen_q", most_k="max_seqlen_k")
+NAMES = dict(
+    cu_seqlens_q="cu_seqlens_q", cu_seqlens_k="cu_seqlens_k", max_seqlen_q="max_seqlen_q", max_seqlen_k="max_seqlen_k"
+)
 
 
 def bools(*shape):

@@ -12,7 +12,7 @@ from fusedattn.operators import attention, cached
 
 from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, fields, learned, loss, same
 
-pytestmark = pytest.mark.usefixtures("in_order")
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.fixture(params=BACKENDS)

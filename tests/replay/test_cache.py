@@ -13,7 +13,7 @@ from fusedattn.replay import cache
 
 from ..inside import BACKENDS, OPTIONS, SK, SQ, draw, learned, same
 
-pytestmark = pytest.mark.usefixtures("in_order")
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 class Seen(TorchDispatchMode):
@@ -328,7 +328,7 @@ def test_a_negated_view_is_not_what_lies_in_memory(device):
 
 
 def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
-    monkeypatch.setattr(cache, "MEETINGS", 2)
+    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
     inputs = draw(device)
     want = fa.attention(*inputs, backend="naive")
     for known in (0, 1, 1):
