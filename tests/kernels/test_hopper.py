@@ -22,7 +22,7 @@ from fusedattn.launch.tiles import Pipeline
 from fusedattn.replay import cache
 from fusedattn.testing.compare import with_gradients
 
-from .. import cases
+from .. import cases, sample
 from ..cases import Case
 from ..close import assert_close
 from ..inside import draw, same
@@ -95,7 +95,7 @@ def check(case, device):
     assert_close(got, tensors, options, case.grads)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", sample.one_in(2, sample.named(CASES.values())))
 def test_a_case_that_it_takes(case, on, poison):
     check(case, on)
 
