@@ -18,7 +18,7 @@ class State(NamedTuple):
     """What is kept of a row: its largest score, and the sum of weights relative to that."""
 
     row_max: tl.tensor
-    total: tl.tensor
+    row_sum: tl.tensor
 
 
 class Row(NamedTuple):
@@ -63,14 +63,14 @@ def step(state, s, unit):
 @triton.jit
 def share(state, whole, unit):
     """What the sums of a State are worth in those of another, whose keys are its own and more."""
-    return tl.math.exp2(_log2(state.row_max - _pivot(whole.largest), unit))
+    return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), unit))
 
 
 @triton.jit
 def join(states, unit):
     """The State of rows of whose keys there are several, one after the other along the first axis."""
-    largest = tl.max(states.largest, 0)
-    return State(largest, tl.sum(states.total * share(states, State(largest, largest), unit), 0))
+    largest = tl.max(states.row_max, 0)
+    return State(largest, tl.sum(states.row_sum * share(states, State(largest, largest), unit), 0))
 
 
 @triton.jit

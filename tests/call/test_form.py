@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from fusedattn.call import form
 from fusedattn.call.form import Arguments, normalise
@@ -26,8 +27,9 @@ def test_a_call_has_four_dimensions_and_its_results_those_of_query(rank):
     assert call.query.shape == {4: (2, 4, 3, 8), 3: (2, 1, 3, 8), 2: (1, 1, 3, 8)}[rank]
     for x, given in zip(call[:3], a[:3], strict=True):
         assert x.dim() == 4 and x.data_ptr() == given.data_ptr()
-    assert form.drop(call.query, rank).shape == a.query.shape
-    assert form.drop(call.query[..., 0], rank).shape == a.query.shape[:-1]  # lse
+    out, lse = form.results(rank, call.query, call.query[..., 0], None)
+    assert out.shape == a.query.shape and lse.shape == a.query.shape[:-1]
+    assert torch.equal(form.results(rank, call.query, None), a.query)
 
 
 def test_masks_and_what_belongs_to_heads_get_the_dimensions_they_lack():
@@ -109,18 +111,18 @@ def test_differentiable_fields_and_tensors_come_first():
     assert fields[form.TENSORS - 1] == "cu_seqlens_k" and fields[form.TENSORS] == "left"
 
 
-def test_what_is_asked_in_order_ends_with_its_with_and_is_of_one_thread():
+def test_deterministic_ends_with_its_with_and_is_of_one_thread():
     elsewhere = []
     with form.deterministic(True):
         with form.deterministic(False):
             assert not normalise(arguments()).deterministic
-        thread = threading.Thread(target=lambda: elsewhere.append(form.asked_in_order()))
+        thread = threading.Thread(target=lambda: elsewhere.append(form.asked.deterministic))
         thread.start(), thread.join()
         assert normalise(arguments()).deterministic
         with pytest.raises(RuntimeError), form.deterministic(False):
             raise RuntimeError
-        assert form.asked_in_order()
-    assert not form.asked_in_order() and elsewhere == [False]
+        assert form.asked.deterministic
+    assert not form.asked.deterministic and elsewhere == [False]
 
 
 def test_autocast_casts_query_key_and_value_alone():
@@ -145,8 +147,11 @@ def test_whether_somebody_may_want_a_derivative():
         assert form.differentiated([torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(2))])
 
 
-@pytest.mark.parametrize(
-    "dtype, width, columns", [(torch.float32, 64, 2), (torch.float16, 64, 18), (torch.bfloat16, 5, 4)]
-)
-def test_columns_that_a_forward_keeps(dtype, width, columns):
-    assert form.kept_columns(dtype, width) == columns
+def test_what_lies_in_memory():
+    x = torch.ones(2, 3)
+    assert form.in_memory([x, None, 2.0, "a", torch.nn.Parameter(x), x[:0]])
+    for other in (torch._neg_view(x), x.to_sparse(), torch.nested.nested_tensor([x[0]], layout=torch.jagged)):
+        assert not form.in_memory([x, other])
+    assert form.plain([x]) and not form.watched()
+    with FakeTensorMode():
+        assert form.watched() and not form.plain([x])

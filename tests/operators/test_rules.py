@@ -333,3 +333,12 @@ def test_a_second_derivative_of_nothing_that_came_is_nothing(device):
     assert all((x == 0).all() for x in grads[:3])
     again = torch.autograd.grad(grads[0].sum(), (query, key, value), allow_unused=True)
     assert all(x is None or not x.any() for x in again)
+
+
+@pytest.mark.parametrize(
+    "dtype, width, columns", [(torch.float32, 64, 2), (torch.float16, 64, 18), (torch.bfloat16, 5, 4)]
+)
+def test_columns_that_a_forward_keeps(dtype, width, columns):
+    from fusedattn.operators.attention import stats_columns
+
+    assert stats_columns(dtype, width) == columns
