@@ -180,4 +180,5 @@ def _anew(request, monkeypatch):
     failures.forget()
     parameters = getattr(request.node, "callspec", None)
     case = parameters and parameters.params.get("case")
-    monkeypatch.setattr(cache, "RECORD_AFTER", 1 if case is None or cases.replayed(case) else 2)
+    first = hasattr(case, "name") and not cases.replayed(case)
+    monkeypatch.setattr(cache, "RECORD_AFTER", 2 if first else 1)

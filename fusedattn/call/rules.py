@@ -248,7 +248,7 @@ def of_query_key_value(
     """
 
     def dtype_of_query(_: Tensor, a: Any) -> str:
-        return f"a tensor of the dtype of query, {a.query.dtype}"
+        return f"{'' if key == 'key' else 'a tensor of '}the dtype of query, {a.query.dtype}"
 
     return (
         *map(is_tensor, ("query", key, value)),

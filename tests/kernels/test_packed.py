@@ -25,7 +25,8 @@ PACKINGS = [
 # A packed call has shapes of its own for what these vary.
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
-FEW = sample.named(cases.covering(6, cases.OPTIONS))
+FEW = cases.covering(6, cases.OPTIONS)
+NUMBERED = [pytest.param(n, case, id=case.name) for each in (FEW, TOGETHER) for n, case in enumerate(each)]
 
 
 def draw(case, number, device):
@@ -57,11 +58,11 @@ def test_an_option_alone_naively(number, name):
     run(Case(name, dtype=torch.float32)._replace(**ALONE.get(name, {})), number + 1, "cpu", "naive")
 
 
-@pytest.mark.parametrize("case", FEW + sample.matrix(*sample.named(TOGETHER[::3])))
-def test_options_together(case, device, poison):
+@pytest.mark.parametrize(("number", "case"), NUMBERED[: len(FEW)] + sample.matrix(*NUMBERED[len(FEW) :: 3]))
+def test_options_together(number, case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
-    run(case, len(case.name), device, "triton")
+    run(case, number, device, "triton")
 
 
 @pytest.mark.matrix

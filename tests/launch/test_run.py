@@ -24,7 +24,7 @@ def call(sq=100, dtype=torch.float32, dim=16, dv=16, **options):
 @pytest.fixture(autouse=True)
 def three_tiles(monkeypatch):
     monkeypatch.setattr(table, "tiles", lambda *key, **more: TILES)
-    monkeypatch.setattr(run, "_too_large", {})
+    monkeypatch.setattr(table, "fitting", {})
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def run_tiled(call, name="forward"):
 
 def test_the_first_tile_that_fits_runs(launched):
     run_tiled(call())
-    assert launched == [("forward", 1, 64, False)] and run._too_large == {}
+    assert launched == [("forward", 1, 64, False)] and set(table.fitting.values()) == {TILES}
 
 
 def test_what_did_not_fit_is_not_tried_again_by_calls_of_its_kind_alone(launched):
@@ -143,7 +143,7 @@ def test_a_tile_that_does_not_fit_takes_back_what_was_recorded_for_it(monkeypatc
 )
 def test_what_calls_share_that_take_the_same_tiles(name, options, load, narrow):
     device = torch.device("cpu")
-    assert run.kind_of(name, call(**options)) == failures.kind(name, device, torch.float32, 16, load, narrow)
+    assert run.kind_of(name, call(**options)) == (name, device, torch.float32, 16, load, narrow)
 
 
 def test_the_wider_of_the_heads_counts():
@@ -155,7 +155,7 @@ def test_a_kernel_that_is_known_not_to_run_is_found_with_those_before_it():
     packed = call(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_k=torch.zeros(2, dtype=torch.int32))
 
     def known(name, error, kind=None):
-        failures.remember(kind or failures.kind(name, torch.device("cpu")), RuntimeError(error))
+        failures.remember(kind or (name, torch.device("cpu")), RuntimeError(error))
 
     def why(call, *names):
         return str(run.failed(call, names) or "")

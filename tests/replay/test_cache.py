@@ -334,7 +334,7 @@ def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
     for known in (0, 1, 1):
         same([attend(inputs, {})], [want])
         assert len(cache._known) == known and len(cache._met) == 1 - known
-    monkeypatch.setattr(cache, "MOST", 4)
+    monkeypatch.setattr(cache, "MAX_KEPT", 4)
     for scale in range(1, 20):
         attend(inputs, dict(scale=scale / 10))
         assert len(cache._met) <= 4
@@ -360,7 +360,7 @@ def test_a_checkpoint_is_computed_again_the_other_way(device):
 
 
 def test_kinds_do_not_pile_up(device, monkeypatch):
-    monkeypatch.setattr(cache, "MOST", 3)
+    monkeypatch.setattr(cache, "MAX_KEPT", 3)
     for length in range(1, 12):
         query = torch.randn(1, 1, length, 8, device=device)
         same([attend((query, query, query + 1), {})], [fa.attention(query, query, query + 1)])
