@@ -45,7 +45,8 @@ def attention(
     arguments = Arguments(query, key, value, **options)
     if jagged.is_jagged(query):
         return jagged.attend(attention_varlen, arguments, return_lse=return_lse, return_weights=return_weights)
-    return results(query.dim(), *formula.run(checked(arguments), return_lse, return_weights))
+    call = checked(arguments)
+    return results(query.dim(), *formula.run(call, return_lse, return_weights))
 
 
 @_signature_of(api.attention_varlen)

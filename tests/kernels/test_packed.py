@@ -26,7 +26,8 @@ PACKINGS = [
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
 FEW = cases.covering(6, cases.OPTIONS)
-NUMBERED = [pytest.param(n, case, id=case.name) for each in (FEW, TOGETHER) for n, case in enumerate(each)]
+PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # each with lengths of a kind
+PACKED_TOGETHER = [pytest.param(number, case, id=case.name) for number, case in enumerate(TOGETHER)]
 
 
 def draw(case, number, device):
@@ -58,7 +59,7 @@ def test_an_option_alone_naively(number, name):
     run(Case(name, dtype=torch.float32)._replace(**ALONE.get(name, {})), number + 1, "cpu", "naive")
 
 
-@pytest.mark.parametrize(("number", "case"), NUMBERED[: len(FEW)] + sample.matrix(*NUMBERED[len(FEW) :: 3]))
+@pytest.mark.parametrize(("number", "case"), PACKED_FEW + sample.matrix(*PACKED_TOGETHER[::3]))
 def test_options_together(number, case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
