@@ -73,6 +73,8 @@ def by_sequence(function, rows, keys):
             batch = [x[b : b + 1, :, :length] for x, length in ((query, i), (key, j), (value, j))]
             if options.get("dropout_p"):
                 batch = [x.expand(b + 1, -1, -1, -1) for x in batch]
+                if "alibi_slopes" in own:  # these do not broadcast
+                    own["alibi_slopes"] = own["alibi_slopes"].expand(b + 1, -1)
             results = function(*batch, **own)
             results = results if isinstance(results, tuple) else (results,)
             found.append(_padded([x[-1] for x in results], query.shape[2], key.shape[2]))
