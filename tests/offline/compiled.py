@@ -227,10 +227,10 @@ def _call_on_cache(row):
         masks = bias, each_head, each_head, _meta(BATCH, 1, rows, capacity), _meta(BATCH, capacity), _meta(BATCH, rows)
         numbers = 100, 10
     if row.kernel == "append":
-        cached._append(*caches, new, new, *turning, True)
+        cached._append_operator(*caches, new, new, *turning, True)
     else:
         cap = 30.0 if row.variant == "everything" else None
-        cached._decode(query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True)
+        cached._decode_operator(query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True)
 
 
 def compile_row(row, read=False, heads=None):
