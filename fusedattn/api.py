@@ -148,7 +148,7 @@ def attention_varlen(
     options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packed = Packed(query, key, value, *offsets, key_mask, query_mask)
-    named = backends.chosen.name if backend is None else backend
+    named = backends.named(backend)
     call = checked_packed(packed, options, return_weights, named is not None)
     out, lse, weights = backends.choose(call, return_weights, named).run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)
@@ -227,7 +227,7 @@ def attention_decode(
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    named = backends.chosen.name if backend is None else backend
+    named = backends.named(backend)
     decode = cached.checked(arguments, Arguments(None, None, None, *options), named is not None)
     out, lse, weights = backends.choose(decode, return_weights, named).run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
