@@ -35,23 +35,10 @@ def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "turns", "left", "right"])
 def list_blocks(
-    Lists,
-    sequences,
-    marks,
-    q_len,
-    k_len,
-    turns,
-    left,
-    right,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    GRAIN: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    Lists, sequences, marks, q_len, k_len, turns, left, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
+    GRAIN: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block the tiles to compute, each in turn.
 
     First those that take a mask, then those that take none: how many, what they are, and one number that a loop may

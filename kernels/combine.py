@@ -11,17 +11,10 @@ from .vocabulary import partials as splitting, softmax, span, tiles
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def combine(
-    Out,
-    Lse,
-    partials,
-    unit,
-    rows,
-    splits,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    Out, Lse,
+    partials, unit, rows, splits,
+    HEADS: tl.constexpr, DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None, from up to MOST partials, BLOCK_M at once."""
     row, plane = span.place(tl.program_id(0), rows, HEADS, 1)
     first, n = row * splits, rows * splits

@@ -8,36 +8,12 @@ from .vocabulary import gradient, masks as hidden, scores, span, tiles, walk
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "left", "right", "batches"])
 def dbias(
-    Q,
-    K,
-    V,
-    GradOut,
-    GradWeights,
-    Rows,
-    GradBias,
-    extents,
-    masks,
-    marks,
-    noise,
-    q_len,
-    k_len,
-    max_seqlen_q,
-    max_seqlen_k,
-    left,
-    right,
-    batches,
-    score,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    GRAIN: tl.constexpr,
+    Q, K, V, GradOut, GradWeights, Rows, GradBias,
+    extents, masks, marks, noise, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches, score,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BIAS_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """GradBias, a View of (1 or B, BIAS_HEADS, max_seqlen_q, max_seqlen_k): each program sums a tile of it over planes.
 
     They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `block_mask`, is

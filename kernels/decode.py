@@ -30,27 +30,10 @@ def spanned(BLOCK, GROUP):
 
 @triton.jit
 def _walk(
-    out,
-    state,
-    q,
-    cache,
-    rows,
-    band,
-    masks,
-    kv,
-    plane,
-    begin,
-    end,
-    score,
-    capacity,
-    pages,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out, state, q, cache, rows, band, masks, kv, plane, begin, end, score, capacity, pages,
+    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     CHECK: tl.constexpr,
-):
+):  # fmt: skip
     """Fold key blocks [begin, end) into the running softmax."""
     page = paging.of_block(cache, kv, begin, capacity, PAGE, BLOCK_N)
     for j in tl.range(begin, end):
@@ -68,34 +51,12 @@ def _walk(
 
 @triton.jit(do_not_specialize=["q_len", "capacity", "added", "pages", "positions", "splits", "left", "right"])
 def decode(
-    Q,
-    Out,
-    Lse,
-    partials,
-    cache,
-    rotary,
-    masks,
-    score,
-    q_len,
-    capacity,
-    added,
-    pages,
-    positions,
-    splits,
-    left,
-    right,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, Out, Lse,
+    partials, cache, rotary, masks, score, q_len, capacity, added, pages, positions, splits, left, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the partials of them for `combine`.
 
     Q and Out are Views, Lse is contiguous. `added` keys of each sequence are more than its length in the cache says.

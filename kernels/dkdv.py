@@ -11,33 +11,12 @@ from .vocabulary import dropout, gradient, masks as hidden, scores, span, tiles,
 
 @triton.jit
 def _walk_rows(
-    dk,
-    dv,
-    k,
-    v,
-    Q,
-    GradOut,
-    GradWeights,
-    GradQ,
-    grads,
-    Rows,
-    cols,
-    band,
-    masks,
-    kv,
-    tile_list,
-    begin,
-    end,
-    score,
-    noise,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHECK: tl.constexpr,
-    WALK: tl.constexpr,
-):
+    dk, dv, k, v,
+    Q, GradOut, GradWeights, GradQ, grads, Rows,
+    cols, band, masks, kv, tile_list, begin, end, score, noise,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    CHECK: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
     """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
 
     What will not be stored in grads.k or grads.v, since they are None, stays as it is. Unless they are None, GradQ gets
@@ -98,32 +77,11 @@ def _walk_rows(
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def dkdv(
-    Q,
-    K,
-    V,
-    GradOut,
-    GradWeights,
-    Rows,
-    GradQ,
-    grads,
-    sequences,
-    masks,
-    lists,
-    noise,
-    q_len,
-    k_len,
-    left,
-    right,
-    score,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, K, V, GradOut, GradWeights, Rows, GradQ,
+    grads, sequences, masks, lists, noise, q_len, k_len, left, right, score,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
 
     GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the gradient of q less

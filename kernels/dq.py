@@ -11,31 +11,11 @@ from .vocabulary import dropout, gradient, masks as hidden, row_sums, scores, so
 
 @triton.jit
 def _walk_keys(
-    dq,
-    sums,
-    q,
-    do,
-    k,
-    v,
-    GradWeights,
-    GradQ,
-    grads,
-    row,
-    rows,
-    band,
-    masks,
-    plane,
-    tile_list,
-    begin,
-    end,
-    score,
-    noise,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    dq, sums, q, do, k, v,
+    GradWeights, GradQ,
+    grads, row, rows, band, masks, plane, tile_list, begin, end, score, noise,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """Add to dq and to the sums by row what key blocks [begin, end) give.
 
     What will not be stored, since GradQ or all of the sums of grads are None, stays as it is. grads.bias, unless None,
@@ -67,32 +47,11 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def dq(
-    Q,
-    K,
-    V,
-    GradOut,
-    GradWeights,
-    Rows,
-    GradQ,
-    grads,
-    sequences,
-    masks,
-    lists,
-    noise,
-    q_len,
-    k_len,
-    left,
-    right,
-    score,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, K, V, GradOut, GradWeights, Rows, GradQ,
+    grads, sequences, masks, lists, noise, q_len, k_len, left, right, score,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
 
     Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen, and the sums

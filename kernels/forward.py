@@ -12,26 +12,9 @@ from .vocabulary.attend import attend
 
 @triton.jit
 def _walk(
-    out,
-    state,
-    q,
-    k,
-    v,
-    rows,
-    band,
-    masks,
-    plane,
-    tile_list,
-    begin,
-    end,
-    score,
-    noise,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, noise,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """Fold key blocks [begin, end), or as many entries of an tile_list, into the running softmax."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
@@ -47,30 +30,11 @@ def _walk(
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def forward(
-    Q,
-    K,
-    V,
-    Out,
-    Lse,
-    Stats,
-    sequences,
-    masks,
-    lists,
-    noise,
-    q_len,
-    k_len,
-    left,
-    right,
-    score,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, K, V, Out, Lse, Stats,
+    sequences, masks, lists, noise, q_len, k_len, left, right, score,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
     Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `block_mask`, is None if a band alone hides.

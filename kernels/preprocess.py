@@ -8,23 +8,11 @@ from .vocabulary import kept, scores, softmax, span, tiles
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def preprocess(
-    Out,
-    GradOut,
-    GradLse,
-    Weights,
-    GradWeights,
-    Stats,
-    Rows,
-    GradQ,
-    q_len,
-    k_len,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ,
+    q_len, k_len,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and shift of the softmax, delta, the gradient of lse), contiguous.
 
     Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or largest score and rest alone, where

@@ -14,22 +14,10 @@ def _extent(offsets, i, exists, total, most):
 
 @triton.jit
 def _assign(
-    Turns,
-    OffsetsQ,
-    OffsetsK,
-    own,
-    rows,
-    keys,
-    n,
-    q_len,
-    k_len,
-    max_seqlen_q,
-    max_seqlen_k,
-    size,
-    BLOCK: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    Turns, OffsetsQ, OffsetsK,
+    own, rows, keys, n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
+    BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Write the turns of sequence `own`, which come after those of all sequences with more to do."""
     walk = rows if BY_KEYS else keys
     before = own.to(tl.int64) * 0  # offsets that fall may name more rows than 32 bits count
@@ -52,20 +40,10 @@ def _assign(
 
 @triton.jit(do_not_specialize=["n", "q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "size"])
 def take_turns(
-    Turns,
-    Extents,
-    OffsetsQ,
-    OffsetsK,
-    n,
-    q_len,
-    k_len,
-    max_seqlen_q,
-    max_seqlen_k,
-    size,
-    BLOCK: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    Turns, Extents, OffsetsQ, OffsetsK,
+    n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
+    BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Extents (n, 4: first row, rows, first key, keys) and Turns (size, 2: sequence, block) of int32.
 
     Turns may be None. Offsets are those of a Call, of sequences in q_len rows and k_len keys. Blocks are of BLOCK rows,

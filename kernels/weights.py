@@ -8,28 +8,11 @@ from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, t
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "columns", "left", "right"])
 def weights(
-    Q,
-    K,
-    Weights,
-    Stats,
-    sequences,
-    masks,
-    noise,
-    q_len,
-    k_len,
-    columns,
-    left,
-    right,
-    score,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, K, Weights, Stats,
+    sequences, masks, noise, q_len, k_len, columns, left, right, score,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Weights, a View of (B, Hq, Sq, columns), after dropout, from the Stats of the forward.
 
     There are as many columns as keys, or, with sequences, as the longest has: the others get zeros.

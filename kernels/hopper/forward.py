@@ -181,29 +181,11 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section"])
 def forward(
-    Q,
-    K,
-    V,
-    Out,
-    Lse,
-    Stats,
-    q_len,
-    k_len,
-    left,
-    right,
-    unit,
-    planes,
-    section,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    DV: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
+    Q, K, V, Out, Lse, Stats,
+    q_len, k_len, left, right, unit, planes, section,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     """Out, Lse and Stats as those of the universal kernel, of any number of programs that share the blocks of rows.
 
     Q, K, V and Out are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of Q and Out have 64

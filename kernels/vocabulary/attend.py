@@ -8,26 +8,9 @@ from . import dropout, masks as hidden, scores, softmax, tiles
 
 @triton.jit
 def attend(
-    out,
-    state,
-    q,
-    k,
-    v,
-    slots,
-    exists,
-    r,
-    c,
-    band,
-    masks,
-    plane,
-    kv,
-    score,
-    noise,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    out, state, q, k, v, slots, exists, r, c, band, masks, plane, kv, score, noise,
+    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """(out, State) after the keys at some slots of the matrices k and v, of which those that exist are loaded.
 
     r [rows, 1] and c [1, keys] count rows and keys from the start of their sequence, for masks, scores and dropout.
