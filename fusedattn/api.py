@@ -252,7 +252,7 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     check_plan(Plan(mask, key_mask, query_mask, None))
     device = next(x.device for x in (mask, key_mask, query_mask) if x is not None)
     masks = rank4(mask), rows(key_mask), rows(query_mask), None
-    return Plan(mask, key_mask, query_mask, None if backends.machine_reasons(device) else ops.marks_or_none(masks))
+    return Plan(mask, key_mask, query_mask, None if backends.machine_reasons(device) else ops.block_mask_or_none(masks))
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

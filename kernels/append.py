@@ -22,8 +22,8 @@ def append(
     page = paging.number(cache, plane, at, exists, PAGE)
     if cache.table is not None:
         exists &= (page >= 0) & (page < pages)
-    slots = paging.slots(at, PAGE)
+    lines = paging.rows(at, PAGE)
     k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, ROTARY_DIM, INTERLEAVED)
     v = tiles.load(tiles.matrix(V, plane), rows, exists, DV)
-    tiles.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), slots, exists, k, D)
-    tiles.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), slots, exists, v, DV)
+    tiles.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), lines, exists, k, D)
+    tiles.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, DV)

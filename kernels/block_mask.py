@@ -1,27 +1,28 @@
-"""Finds the blocks of pairs that the caller's masks leave: marks them once, then lists tiles for each kernel."""
+"""Finds the blocks of pairs that the caller's masks leave: a block mask once, then lists of tiles for each kernel."""
 
 import triton
 import triton.language as tl
 
-from .vocabulary import masks as hidden, span, tiles, walk
+from .vocabulary import masks as masking, span, tiles, walk
 
 
 @triton.jit(do_not_specialize=["rows", "keys"])
-def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl.constexpr):
-    """Marks (B, H, blocks of rows, blocks of keys), one byte for GRAIN x GRAIN pairs, contiguous. One program a block.
+def block_mask(BlockMask, extents, masks, bias, rows, keys, HEADS: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr):
+    """BlockMask (B, H, blocks of rows, blocks of keys): a byte for each square block of pairs, contiguous.
 
-    Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others are 1. A row that
-    masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what becomes of it.
-    With extents, of `sequences`, sizes are those of the longest, and what is past the end of one is not there.
+    One program a block. Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others
+    are 1. A row that masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what
+    becomes of it. With extents, of `sequences`, sizes are those of the longest, and what is past the end of one is not
+    there.
     """
-    down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, GRAIN, GRAIN)
-    r = down * GRAIN + tl.arange(0, GRAIN)[:, None]
-    c = right * GRAIN + tl.arange(0, GRAIN)[None, :]
+    down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
+    r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
+    c = right * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[None, :]
     plane, own_rows, own_keys = span.within(extents, plane, rows, keys, ())
     own_rows, own_keys = tl.minimum(own_rows, rows), tl.minimum(own_keys, keys)
     exists = (r < own_rows) & (c < own_keys)
-    real = hidden.real_rows(masks, plane, r, own_rows)
-    seen = exists & hidden.real_keys(masks, plane, c, own_keys)
+    real = masking.real_rows(masks, plane, r, own_rows)
+    seen = exists & masking.real_keys(masks, plane, c, own_keys)
     if masks.pairs is not None:
         seen &= tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
     every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
@@ -30,45 +31,46 @@ def mark(Marks, extents, masks, bias, rows, keys, HEADS: tl.constexpr, GRAIN: tl
         b = tiles.load_pairs(tiles.matrix(bias, plane), r, c, rows, keys, CHECK=True)
         seen &= tiles.cast(b, tl.float32) > float("-inf")
     some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-    tl.store(Marks + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
+    tl.store(BlockMask + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "turns", "left", "right"])
-def list_blocks(
-    Lists, sequences, marks, q_len, k_len, turns, left, right,
+@triton.jit(do_not_specialize=["q_len", "k_len", "tile_count", "left", "right"])
+def tile_lists(
+    Lists, sequences, block_mask, q_len, k_len, tile_count, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
-    GRAIN: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block the tiles to compute, each in turn.
+    """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block of rows the tiles to compute.
 
-    First those that take a mask, then those that take none: how many, what they are, and one number that a loop may
-    read ahead. Blocks are of rows and tiles of keys; BY_KEYS the other way round, for the rows of each of GROUP query
-    heads, and H counts kv heads. marks is the View that `mark` filled; the band counts as a mask. There are `turns`
-    tiles to a head. With sequences B is 1, and their turns are the blocks.
+    [count, tile 0, tile 1, ..., padding], once for the tiles that take a mask and once for those that take none; the
+    padding lets the loop prefetch one entry too many. Blocks are of rows and tiles of keys; BY_KEYS the other way
+    round, for the rows of each of GROUP query heads, and H counts kv heads. block_mask is a View of what the kernel of
+    that name wrote; the band counts as a mask. There are `tile_count` tiles to a head. With sequences B is 1, and their
+    slots are the blocks.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
-        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # that is how turns are taken
+        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # that is how slots are filled
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
         ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
-        begin, full, rest, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
+        begin, full, full_end, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
     else:
-        begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
-    most = turns * GROUP
+        begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    most = tile_count * GROUP
     partly = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)
     fully = partly + most + 2
     masked, bare = begin * 0, begin * 0
     for start in tl.range(0, most, CHUNK):
         n = start + tl.arange(0, CHUNK)
-        tile, member = n % turns, n // turns
+        tile, member = n % tile_count, n // tile_count
         live = (n < most) & (tile >= begin) & (tile < end)
         i, j = (tile, tile * 0 + block) if BY_KEYS else (tile * 0 + block, tile)
         head = span.query_head(plane, member, GROUP)
-        some, every = walk.covered(marks, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, GRAIN)
-        every &= (tile >= full) & (tile < rest)
+        some, every = walk.covered(block_mask, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, BLOCK_MASK_SIZE)
+        every &= (tile >= full) & (tile < full_end)
         entry = (member.to(tl.int64) << 32) | tile
         takes, bears = (some & ~every).to(tl.int32), (some & every).to(tl.int32)
         tl.store(partly + masked + tl.cumsum(takes, 0), entry, mask=takes != 0)

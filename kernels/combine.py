@@ -12,22 +12,22 @@ from .vocabulary import partials as splitting, softmax, span, tiles
 @triton.jit(do_not_specialize=["rows", "splits"])
 def combine(
     Out, Lse,
-    partials, unit, rows, splits,
+    partials, scale, rows, splits,
     HEADS: tl.constexpr, DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None, from up to MOST partials, BLOCK_M at once."""
     row, plane = span.place(tl.program_id(0), rows, HEADS, 1)
     first, n = row * splits, rows * splits
     last = first + splits
-    state = softmax.join(splitting.states(partials, plane, first + tl.arange(0, MOST)[:, None], last, n), unit)
+    state = softmax.join(splitting.states(partials, plane, first + tl.arange(0, MOST)[:, None], last, n), scale)
     sums = tiles.table(partials.sums, plane, n, DV)
     out = tl.zeros([1, tiles.width(DV)], state.row_sum.dtype)
     for start in tl.range(first, last, BLOCK_M):
         at = start + tl.arange(0, BLOCK_M)
         part = splitting.states(partials, plane, at, last, n)
         tile = tiles.load(sums, at, part.row_sum > 0, DV)
-        out += tl.sum(tile * softmax.share(part, state, unit)[:, None], 0)[None, :]
-    out, lse, _ = softmax.finish(out, state, unit)
+        out += tl.sum(tile * softmax.share(part, state, scale)[:, None], 0)[None, :]
+    out, lse, _ = softmax.finish(out, state, scale)
     one = row + tl.arange(0, 1)
     tiles.store(tiles.matrix(Out, plane), one, rows, out, DV)
     if Lse is not None:

@@ -3,22 +3,22 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import gradient, masks as hidden, scores, span, tiles, walk
+from .vocabulary import gradient, masks as masking, scores, span, tiles, walk
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "left", "right", "batches"])
 def dbias(
     Q, K, V, GradOut, GradWeights, Rows, GradBias,
-    extents, masks, marks, noise, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches, score,
+    extents, masks, block_mask, dropout, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches, score,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BIAS_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, GRAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """GradBias, a View of (1 or B, BIAS_HEADS, max_seqlen_q, max_seqlen_k): each program sums a tile of it over planes.
 
-    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. marks, of `block_mask`, is
-    a View with the planes of GradBias: what any of those says that it sums over. max_seqlen are q_len and k_len, or,
-    with extents, of `sequences`, those of the longest.
+    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. block_mask is a View with
+    the planes of GradBias: it has what any of those has that GradBias is summed over. max_seqlen are q_len and k_len,
+    or, with extents, of `sequences`, those of the longest.
     """
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
@@ -31,9 +31,11 @@ def dbias(
     met, own_rows, own_keys = tile >= 0, q_len, k_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if extents is None:
-        begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+        begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         met = (tile >= begin) & (tile < end)
-    met, every = walk.covered(marks, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, GRAIN)
+    met, every = walk.covered(
+        block_mask, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, BLOCK_MASK_SIZE
+    )
     for n in tl.range(0, tl.where(met, batches * heads, 0)):
         batch, head = own.batch + n // heads, own.head + n % heads
         plane = span.Plane(batch, head, batch * HEADS + head, ())
@@ -41,17 +43,17 @@ def dbias(
             plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len, ())
             band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
         kv = span.kv_head(plane, GROUP)
-        real_rows = hidden.real_rows(masks, plane, rows, own_rows)
-        real_keys = hidden.real_keys(masks, plane, cols, own_keys)
+        real_rows = masking.real_rows(masks, plane, rows, own_rows)
+        real_keys = masking.real_keys(masks, plane, cols, own_keys)
         q = tiles.load(tiles.of_rows(Q, plane), rows, real_rows, D)
         do = tiles.load(tiles.of_rows(GradOut, plane), rows, real_rows, DV)
         k = tiles.load(tiles.of_keys(K, kv), cols, real_keys, D)
         v = tiles.load(tiles.of_keys(V, kv), cols, real_keys, DV)
         row = gradient.down(gradient.load(Rows, plane, rows, own_rows))
-        shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
+        shown = masking.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK=True)
+        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        grad += gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
+        grad += gradient.of_scores(p, dp, row, r, c, band, masks, plane, dropout, GradWeights)
     tiles.store_pairs(tiles.matrix(GradBias, own), r, c, max_seqlen_q, max_seqlen_k, grad)

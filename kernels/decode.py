@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .vocabulary import (
-    masks as hidden,
+    masks as masking,
     pages as paging,
     partials as splitting,
     rotary as turning,
@@ -38,13 +38,13 @@ def _walk(
     page = paging.of_block(cache, kv, begin, capacity, PAGE, BLOCK_N)
     for j in tl.range(begin, end):
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = hidden.real_keys(masks, kv, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(masks, kv, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        slots = paging.slots_of_block(j, PAGE, BLOCK_N)
+        k_rows = paging.rows_of_block(j, PAGE, BLOCK_N)
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
         out, state = attend(
-            out, state, q, k, v, slots, exists, r, c, band, masks, plane, kv, score, None, D, DV, PRECISION, CHECK
+            out, state, q, k, v, k_rows, exists, r, c, band, masks, plane, kv, score, None, D, DV, PRECISION, CHECK
         )
     return out, state
 
@@ -65,16 +65,16 @@ def decode(
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * GROUP, HEADS, BLOCK_M)
     first = span.latest_first(block, q_len * GROUP, BLOCK_M)
-    packed = first + tl.arange(0, BLOCK_M)
-    rows, member = packed // GROUP, packed % GROUP
+    folded = first + tl.arange(0, BLOCK_M)
+    rows, member = folded // GROUP, folded % GROUP
     head, plane = span.query_head(kv, member, GROUP), span.query_head(kv, member[:, None], GROUP)
 
     # what it sees
     before = paging.length(cache, kv, capacity)
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, TOP_LEFT)
-    real = hidden.real_rows(masks, kv, rows, q_len)
+    real = masking.real_rows(masks, kv, rows, q_len)
     q = turning.load(
-        tiles.matrix(Q, plane), rows, real, rotary, rows + band.shift, positions, D, ROTARY_DIM, INTERLEAVED
+        tiles.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, D, ROTARY_DIM, INTERLEAVED
     )  # fmt: skip
 
     ranges = span.blocks(band, first // GROUP, spanned(BLOCK_M, GROUP), BLOCK_N)
@@ -109,7 +109,7 @@ def decode(
         some = (start < stop) | (split == 0)
         splitting.keep(partials, head, rows * splits + split, q_len * splits, out, state, some, DV)
     else:
-        out, lse, remainder = softmax.finish(out, state, score.unit)
+        out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
         tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
         if Lse is not None:
             tiles.store_column(tiles.table(Lse, head, q_len, 1), rows, q_len, 0, lse)

@@ -6,14 +6,14 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout, gradient, masks as hidden, scores, span, tiles, walk
+from .vocabulary import dropout as dropping, gradient, masks as masking, scores, span, tiles, walk
 
 
 @triton.jit
 def _walk_rows(
     dk, dv, k, v,
     Q, GradOut, GradWeights, GradQ, grads, Rows,
-    cols, band, masks, kv, tile_list, begin, end, score, noise,
+    cols, band, masks, kv, tile_list, begin, end, score, dropout,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     CHECK: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
@@ -34,20 +34,20 @@ def _walk_rows(
             block, member, following = walk.step(tile_list, n, following)
         plane = span.query_head(kv, member, GROUP)
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        exists = hidden.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
+        exists = masking.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
         r, c = rows[None, :], cols[:, None]
         q = tiles.load(tiles.of_rows(Q, plane), rows, exists, D)
         do = tiles.load(tiles.of_rows(GradOut, plane), rows, exists, DV)
         row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
-        shown = hidden.shown(masks, band, plane, r, c, CHECK)
+        shown = masking.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK)
+        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK)
         if grads.v is not None:
-            w = dropout.after(noise, p).to(do.dtype)
+            w = dropping.after(dropout, p).to(do.dtype)
             dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
         dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, noise, GradWeights)
+        ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, dropout, GradWeights)
         if grads.bias_sums is not None:
             sums += tl.sum(ds, 1)
             if tile_list is None:
@@ -78,7 +78,7 @@ def _walk_rows(
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def dkdv(
     Q, K, V, GradOut, GradWeights, Rows, GradQ,
-    grads, sequences, masks, lists, noise, q_len, k_len, left, right, score,
+    grads, sequences, masks, tile_lists, dropout, q_len, k_len, left, right, score,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def dkdv(
     block, kv, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
-    real = hidden.real_keys(masks, kv, cols, k_len)
+    real = masking.real_keys(masks, kv, cols, k_len)
     k = tiles.load(tiles.of_keys(K, kv), cols, real, D)
     v = tiles.load(tiles.of_keys(V, kv), cols, real, DV)
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
@@ -107,12 +107,12 @@ def dkdv(
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
-    for n in tl.static_range(3 if lists is None else 2):
-        tile_list = None if lists is None else walk.tile_list(lists, kv, block, n)
+    for n in tl.static_range(3 if tile_lists is None else 2):
+        tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)
         begin, end = walk.extent(ranges, tile_list, n)
         dk, dv = _walk_rows(
             dk, dv, k, v, Q, GradOut, GradWeights, GradQ, grads, Rows, cols, band, masks, kv, tile_list, begin, end,
-            score, noise, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
+            score, dropout, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     # store it
     if grads.k is not None:

@@ -6,14 +6,14 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a b
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout, gradient, masks as hidden, row_sums, scores, softmax, span, tiles, walk
+from .vocabulary import dropout as dropping, gradient, masks as masking, row_sums, scores, softmax, span, tiles, walk
 
 
 @triton.jit
 def _walk_keys(
     dq, sums, q, do, k, v,
     GradWeights, GradQ,
-    grads, row, rows, band, masks, plane, tile_list, begin, end, score, noise,
+    grads, row, rows, band, masks, plane, tile_list, begin, end, score, dropout,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Add to dq and to the sums by row what key blocks [begin, end) give.
@@ -25,20 +25,20 @@ def _walk_keys(
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
-        shown = hidden.shown(masks, band, plane, r, c, CHECK)
+        shown = masking.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         known = gradient.down(row)
-        p, dcap = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, noise, CHECK)
+        p, dcap = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, dropout, CHECK)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, noise, GradWeights)
+        ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, dropout, GradWeights)
         if grads.bias is not None:
             tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
-            sums = row_sums.add(sums, dropout.before(noise, p), ds, span.distance(band, r, c).to(ds.dtype))
+            sums = row_sums.add(sums, dropping.before(dropout, p), ds, span.distance(band, r, c).to(ds.dtype))
         if GradQ is not None:
             ds = scores.apply_dcap(score, dcap, ds).to(k_tile.dtype)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
@@ -48,7 +48,7 @@ def _walk_keys(
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def dq(
     Q, K, V, GradOut, GradWeights, Rows, GradQ,
-    grads, sequences, masks, lists, noise, q_len, k_len, left, right, score,
+    grads, sequences, masks, tile_lists, dropout, q_len, k_len, left, right, score,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def dq(
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
-    real = hidden.real_rows(masks, plane, rows, q_len)
+    real = masking.real_rows(masks, plane, rows, q_len)
     q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
     do = tiles.load(tiles.of_rows(GradOut, plane), rows, real, DV)
     row = gradient.load(Rows, plane, rows, q_len)
@@ -77,12 +77,12 @@ def dq(
     grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    for n in tl.static_range(3 if lists is None else 2):
-        tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
+    for n in tl.static_range(3 if tile_lists is None else 2):
+        tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         grad, sums = _walk_keys(
             grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, masks, plane, tile_list, begin, end,
-            score, noise, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+            score, dropout, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
     # store it
     if GradQ is not None:
@@ -94,5 +94,5 @@ def dq(
     if grads.slope_sums is not None:
         tiles.store_column(tiles.table(grads.slope_sums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
     if grads.sink_sums is not None:
-        p = softmax.weights(scores.sink(score, plane, wide), row.softmax, score.unit)
+        p = softmax.weights(scores.sink(score, plane, wide), row.softmax, score.softmax_scale)
         tiles.store_column(tiles.table(grads.sink_sums, plane, q_len, 1), rows, q_len, 0, -p * delta)

@@ -6,13 +6,13 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from .vocabulary import kept, masks as hidden, scores, softmax, span, tiles, walk
+from .vocabulary import kept, masks as masking, scores, softmax, span, tiles, walk
 from .vocabulary.attend import attend
 
 
 @triton.jit
 def _walk(
-    out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, noise,
+    out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, dropout,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Fold key blocks [begin, end), or as many entries of an tile_list, into the running softmax."""
@@ -20,10 +20,10 @@ def _walk(
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = hidden.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         out, state = attend(
-            out, state, q, k, v, cols, exists, r, c, band, masks, plane, plane, score, noise, D, DV, PRECISION, CHECK
+            out, state, q, k, v, cols, exists, r, c, band, masks, plane, plane, score, dropout, D, DV, PRECISION, CHECK
         )
     return out, state
 
@@ -31,13 +31,13 @@ def _walk(
 @triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
 def forward(
     Q, K, V, Out, Lse, Stats,
-    sequences, masks, lists, noise, q_len, k_len, left, right, score,
+    sequences, masks, tile_lists, dropout, q_len, k_len, left, right, score,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
-    Q, K, V and Out are Views; Lse and Stats are contiguous. lists, of `block_mask`, is None if a band alone hides.
+    Q, K, V and Out are Views; Lse and Stats are contiguous. tile_lists, of `block_mask`, is None if a band alone hides.
     With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
     # ids
@@ -45,7 +45,7 @@ def forward(
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
-    real = hidden.real_rows(masks, plane, rows, q_len)
+    real = masking.real_rows(masks, plane, rows, q_len)
     q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
     kv = span.kv_head(plane, GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
@@ -57,24 +57,24 @@ def forward(
     out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
     nothing = None if score.sinks is None else scores.sink(score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
-    for n in tl.static_range(3 if lists is None else 2):
-        tile_list = None if lists is None else walk.tile_list(lists, plane, first // BLOCK_M, n)
+    for n in tl.static_range(3 if tile_lists is None else 2):
+        tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, noise,
+            out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, dropout,
             D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
         )  # fmt: skip
 
     # store it
-    out, lse, remainder = softmax.finish(out, state, score.unit)
+    out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
     if masks.rows is not None:
         out = tl.where(real[:, None], out, 0.0)
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
-        remainder = tl.where(real, remainder, float("inf"))
+        log2_sum = tl.where(real, log2_sum, float("inf"))
     if Stats is not None:
         dtype: tl.constexpr = Out.base.dtype.element_ty
         stats = kept.table(Stats, plane, q_len, dtype, DV)
-        kept.store(stats, rows, q_len, state.row_max, remainder)
+        kept.store(stats, rows, q_len, state.row_max, log2_sum)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:

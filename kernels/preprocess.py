@@ -13,9 +13,9 @@ def preprocess(
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows (B, Hq, Sq, 4: pivot and shift of the softmax, delta, the gradient of lse), contiguous.
+    """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
-    Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or largest score and rest alone, where
+    Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
@@ -27,9 +27,9 @@ def preprocess(
         zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
     stats = tiles.table(Stats, plane, q_len, COLUMNS)
-    rest = tiles.load_column(stats, rows, q_len, 1)
-    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), rest)
-    delta = tl.zeros([BLOCK_M], rest.dtype)
+    log2_sum = tiles.load_column(stats, rows, q_len, 1)
+    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), log2_sum)
+    delta = tl.zeros([BLOCK_M], log2_sum.dtype)
     dlse = delta
     if GradLse is not None:
         dlse = tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
@@ -37,7 +37,7 @@ def preprocess(
         out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
         grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
         # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
-        products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=rest.dtype)
+        products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=log2_sum.dtype)
         line = tl.arange(0, BLOCK_M)
         delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
         if COLUMNS > 2:
@@ -47,13 +47,13 @@ def preprocess(
             r = rows[:, None]
             for start in tl.range(0, k_len, 64):
                 c = start + tl.arange(0, 64)[None, :]
-                p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
-                dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(rest.dtype)
+                p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
+                dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
-        delta = tl.where(rest == float("inf"), 0.0, delta - dlse)
+        delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
     table = tiles.table(Rows, plane, q_len, 4)
     tiles.store_column(table, rows, q_len, 0, row.pivot)
-    tiles.store_column(table, rows, q_len, 1, row.shift)
+    tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
     tiles.store_column(table, rows, q_len, 2, delta)
     tiles.store_column(table, rows, q_len, 3, dlse)
 

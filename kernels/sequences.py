@@ -13,12 +13,12 @@ def _extent(offsets, i, exists, total, most):
 
 
 @triton.jit
-def _assign(
-    Turns, OffsetsQ, OffsetsK,
+def _fill(
+    Slots, OffsetsQ, OffsetsK,
     own, rows, keys, n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the turns of sequence `own`, which come after those of all sequences with more to do."""
+    """Write the slots of sequence `own`, which come after those of all sequences with more to do."""
     walk = rows if BY_KEYS else keys
     before = own.to(tl.int64) * 0  # offsets that fall may name more rows than 32 bits count
     for start in tl.range(0, n, CHUNK):
@@ -32,22 +32,22 @@ def _assign(
     count = tl.cdiv(keys if BY_KEYS else rows, BLOCK)
     for start in tl.range(0, count, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        turn = Turns + (before + block) * 2
+        slot = Slots + (before + block) * 2
         exists = (block < count) & (before + block < size)
-        tl.store(turn, block * 0 + own, mask=exists)
-        tl.store(turn + 1, block, mask=exists)
+        tl.store(slot, block * 0 + own, mask=exists)
+        tl.store(slot + 1, block, mask=exists)
 
 
 @triton.jit(do_not_specialize=["n", "q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "size"])
-def take_turns(
-    Turns, Extents, OffsetsQ, OffsetsK,
+def fill_slots(
+    Slots, Extents, OffsetsQ, OffsetsK,
     n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Extents (n, 4: first row, rows, first key, keys) and Turns (size, 2: sequence, block) of int32.
+    """Extents (n, 4: first row, rows, first key, keys) and Slots (size, 2: sequence, block) of int32.
 
-    Turns may be None. Offsets are those of a Call, of sequences in q_len rows and k_len keys. Blocks are of BLOCK rows,
-    or keys; those with most to do come first, so that none is begun when all others are done. Turns that nobody takes
+    Slots may be None. Offsets are those of a Call, of sequences in q_len rows and k_len keys. Blocks are of BLOCK rows,
+    or keys; those with most to do come first, so that none is begun when all others are done. Slots that nobody takes
     stay as they are. One program a sequence, each of which looks at all others.
     """
     own = tl.program_id(0)
@@ -57,21 +57,8 @@ def take_turns(
     tl.store(Extents + own * 4 + 1, rows)
     tl.store(Extents + own * 4 + 2, key)
     tl.store(Extents + own * 4 + 3, keys)
-    if Turns is not None:
-        _assign(
-            Turns,
-            OffsetsQ,
-            OffsetsK,
-            own,
-            rows,
-            keys,
-            n,
-            q_len,
-            k_len,
-            max_seqlen_q,
-            max_seqlen_k,
-            size,
-            BLOCK,
-            BY_KEYS,
-            CHUNK,
-        )
+    if Slots is not None:
+        _fill(
+            Slots, OffsetsQ, OffsetsK, own, rows, keys, n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
+            BLOCK, BY_KEYS, CHUNK,
+        )  # fmt: skip

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout, kept, masks as hidden, scores, softmax, span, tiles
+from .vocabulary import dropout as dropping, kept, masks as masking, scores, softmax, span, tiles
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "columns", "left", "right"])
 def weights(
     Q, K, Weights, Stats,
-    sequences, masks, noise, q_len, k_len, columns, left, right, score,
+    sequences, masks, dropout, q_len, k_len, columns, left, right, score,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -26,19 +26,21 @@ def weights(
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    begin, full, rest, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     if (tile >= begin) & (tile < end):
-        q = tiles.load(tiles.of_rows(Q, plane), rows, hidden.real_rows(masks, plane, rows, q_len), D)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, masking.real_rows(masks, plane, rows, q_len), D)
         kv = tiles.of_keys(K, span.kv_head(plane, GROUP))
-        k = tiles.load(kv, cols, hidden.real_keys(masks, plane, cols, k_len), D)
+        k = tiles.load(kv, cols, masking.real_keys(masks, plane, cols, k_len), D)
         stats = kept.table(Stats, plane, q_len, Q.base.dtype.element_ty, DV)
         row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
-        row = softmax.Row(row.pivot[:, None], row.shift[:, None])
+        row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=p.dtype)
-        shown = hidden.shown(masks, band, plane, r, c, CHECK=True)
+        shown = masking.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(score, x, bias, band, plane, r, c)
-        p = tl.where(hidden.visible(masks, shown, band, plane, r, c), softmax.weights(s, row, score.unit), 0.0)
-        p = dropout.drop(noise, p, plane, r, c)
+        p = tl.where(
+            masking.visible(masks, shown, band, plane, r, c), softmax.weights(s, row, score.softmax_scale), 0.0
+        )
+        p = dropping.drop(dropout, p, plane, r, c)
     tiles.store_pairs(tiles.of_rows(Weights, plane), r, c, q_len, columns, p)

@@ -52,12 +52,12 @@ def _distinct(blocks):
 
 
 def block_mask(masks, size):
-    """`launch.blocks.mark` of masks whose lengths are multiples of the size of a block, by the kernel that fills it.
+    """`launch.blocks.block_mask` of masks whose lengths are multiples of the size of a block, by its own kernel.
 
     It marks each different block once, for a mark depends on nothing but the block: of the 65,536 of a grid of 16384 x
     16384 a few dozen differ, and the interpreter takes 12 ms for each.
     """
-    from fusedattn.launch.blocks import mark
+    from fusedattn.launch.blocks import block_mask as marks_of
 
     found = {}
     for name, mask in masks.items():
@@ -74,7 +74,7 @@ def block_mask(masks, size):
     together, place = torch.unique(torch.stack(numbers, -1).flatten(0, -2), dim=0, return_inverse=True)
     columns = zip(found.items(), together.unbind(1), strict=True)
     blocks = {name: contents[column] for (name, (contents, _)), column in columns}
-    marks = mark(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, size)
+    marks = marks_of(*(blocks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, size)
     return marks.flatten()[place].view(numbers[0].shape)
 
 
@@ -102,7 +102,7 @@ def count(case, tiles, size):
     marks = block_mask(masks, size) if masks else torch.full((1, 1, 1, 1), SOME.value | ALL.value, dtype=torch.uint8)
     visible, counts = _pairs_visible(call), []
     for kernel, tile in tiles:
-        lists = blocks.list_blocks(call, marks, size, tile, KERNELS[kernel]).base
+        lists = blocks.tile_lists(call, marks, size, tile, KERNELS[kernel]).base
         masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
         area, total = tile.rows * tile.keys, -(-case.Sq // tile.rows) * -(-case.Sk // tile.keys) * case.B
         some = masked + bare
@@ -140,7 +140,7 @@ def _count_all(chosen, every, arguments):
         command = [sys.executable, "-m", "fusedattn.bench", "skipping", *arguments]
         return subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET="1")).returncode
     for case in chosen:
-        print(told(case, count(case, _tiles(case, every), tile_table.grain(GPU))), flush=True)
+        print(told(case, count(case, _tiles(case, every), tile_table.block_mask_size(GPU))), flush=True)
     return 0
 
 

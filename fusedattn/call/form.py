@@ -42,15 +42,15 @@ class Arguments(NamedTuple):
 class Plan(NamedTuple):
     """Masks, and which blocks of pairs they leave: what `fusedattn.plan` makes, to be passed as mask= again and again.
 
-    mask, key_mask and query_mask are what it was made of: while a plan is in use they must not change. marks, bytes of
-    (1 or B, 1 or Hq, blocks of queries, blocks of keys), are for 64 x 64 pairs each: 0 where none is seen, 3 where all
-    are; None where no kernel could read them.
+    mask, key_mask and query_mask are what it was made of: while a plan is in use they must not change. block_mask has
+    a byte for 64 x 64 pairs each, (1 or B, 1 or Hq, blocks of queries, blocks of keys): 0 where none is seen, 3 where
+    all are; None where no kernel could read them.
     """
 
     mask: Tensor | None
     key_mask: Tensor | None
     query_mask: Tensor | None
-    marks: Tensor | None
+    block_mask: Tensor | None
 
 
 class Lengths(NamedTuple):
@@ -72,8 +72,8 @@ class Call(NamedTuple):
 
     query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). bias and mask, of rank 4, broadcast to
     (B, Hq, Sq, Sk); alibi_slopes and sinks are (1 or B, Hq), key_mask (1 or B, Sk), query_mask (1 or B, Sq). seed is a
-    tensor of one int64 where dropout_p is not 0, otherwise None. marks are those of a Plan. Row i sees keys
-    shift + i - left .. shift + i + right; None is unbounded; shift is 0 if top_left, otherwise Sk - Sq.
+    tensor of one int64 where dropout_p is not 0, otherwise None. block_mask is that of a Plan. Row i sees keys
+    diagonal + i - left .. diagonal + i + right; None is unbounded; diagonal is 0 if top_left, otherwise Sk - Sq.
 
     With cu_seqlens, int32 (n + 1,), it is n calls at once: B is 1, and sequence b has rows cu_seqlens_q[b] up to
     cu_seqlens_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
@@ -94,7 +94,7 @@ class Call(NamedTuple):
     key_mask: Tensor | None = None
     query_mask: Tensor | None = None
     seed: Tensor | None = None
-    marks: Tensor | None = None
+    block_mask: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     left: int | None = None
@@ -118,16 +118,16 @@ class Call(NamedTuple):
 
     @property
     def hiding(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """mask, key_mask, query_mask and bias, as blocks of pairs are marked by them.
+        """mask, key_mask, query_mask and bias, as a block mask is made from them.
 
-        Of packed sequences without query_mask: marks that differ along rows and along keys are as many as the square of
-        the longest, for each, and rows that it hides give nothing without them as well.
+        Of packed sequences without query_mask: with it, the block mask of each sequence would have the square of the
+        longest length, and rows that query_mask hides give nothing without it as well.
         """
         return self.mask, self.key_mask, self.query_mask if self.cu_seqlens_q is None else None, self.bias
 
 
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
-def shift(call: Call) -> int:
+def diagonal(call: Call) -> int:
     """How far below the diagonal of the score matrix a row of a call stands level with a key."""
     return 0 if call.top_left else call.key.shape[2] - call.query.shape[2]
 

@@ -144,14 +144,14 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
         named: whether the caller names a backend.
     """
     query, key, value, *_ = autocast(Arguments(*packed[:3]))
-    packed, marks = packed._replace(query=query, key=key, value=value), None
+    packed, block_mask = packed._replace(query=query, key=key, value=value), None
     arguments = Arguments(query, key, value, **options)
     if isinstance(plan := arguments.mask, Plan):
         for name in ("key_mask", "query_mask"):
             if getattr(plan, name) is not None:
                 fail(ValueError, "mask", f"a plan without a {name}, which is of packed rows here", "one that has it")
         # Its blocks that are all seen may hold keys that key_mask hides.
-        arguments, marks = arguments._replace(mask=plan.mask), plan.marks if packed.key_mask is None else None
+        arguments, block_mask = arguments._replace(mask=plan.mask), plan.block_mask if packed.key_mask is None else None
     apply(TENSORS, packed, packed)
     for name, rules in OPTIONS.items():
         if getattr(packed, name) is not None:
@@ -178,4 +178,4 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
         max_seqlen_k=max_seqlen_k,
     )
     arguments = arguments._replace(query=query, key=key, value=value, **tokens)
-    return normalise(arguments, marks=marks, named=named, **lengths)
+    return normalise(arguments, block_mask=block_mask, named=named, **lengths)

@@ -374,17 +374,17 @@ def checked(arguments: Arguments, named: bool = False) -> Call:
 
     Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed.
     """
-    arguments, marks = autocast(arguments), None
+    arguments, block_mask = autocast(arguments), None
     if isinstance(arguments.mask, Plan):
         plan = arguments.mask
         for name in ("key_mask", "query_mask"):
             if getattr(arguments, name) is not None:
                 fail(ValueError, name, "None beside a plan, which holds the masks that it was made of", "a mask")
         arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
-        marks = plan.marks
+        block_mask = plan.block_mask
     apply(TENSORS, arguments, arguments)
     query, rank, keys = arguments.query, arguments.query.dim(), arguments.key.shape[-2]
     batch, scores = query.shape[0] if rank > 2 else 1, (*query.shape[:-1], keys)
     sizes = Sizes(query.device, query.dtype, rank, batch, heads(query), query.shape[-2], keys, scores)
     check_options(arguments, sizes)
-    return normalise(arguments, marks=marks, named=named)
+    return normalise(arguments, block_mask=block_mask, named=named)

@@ -3,8 +3,8 @@
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.form import shift
-from ..kernels.vocabulary.dropout import noise
+from ..call.form import diagonal
+from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.scores import score
 from ..kernels.vocabulary.tiles import View, width
@@ -86,7 +86,7 @@ def scored(call):
 
 def hides(call):
     """Whether the caller's masks, or a bias, may hide blocks of pairs."""
-    return not (call.mask is call.key_mask is call.query_mask is call.bias is call.marks is None)
+    return not (call.mask is call.key_mask is call.query_mask is call.bias is call.block_mask is None)
 
 
 def band(call):
@@ -104,7 +104,7 @@ def common(call):
         K=of(key),
         V=of(value),
         masks=masks_of(call),
-        noise=None if call.seed is None else noise(call.seed, call.dropout_p),
+        dropout=None if call.seed is None else dropout.of(call.seed, call.dropout_p),
         score=scored(call),
         HEADS=query.shape[1],
         GROUP=query.shape[1] // key.shape[1],
@@ -120,10 +120,10 @@ def _merges(tensor):
     return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
-def packs(call, out):
+def can_pack_gqa(call, out):
     """Whether the query heads of a kv head can be rows of one head: few rows, that differ in nothing but the query."""
     (_, heads, rows, keys), kv_heads = sizes(call), call.key.shape[1]
-    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.marks, call.cu_seqlens_q
+    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads
@@ -131,13 +131,13 @@ def packs(call, out):
         and all(x is None for x in each_head)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and (call.left is None or call.left >= keys + rows)
-        and (call.right is None or shift(call) + call.right >= keys - 1)
+        and (call.right is None or diagonal(call) + call.right >= keys - 1)
         and _merges(call.query)
         and _merges(out)
     )
 
 
-def packed(call, out):
+def pack_gqa(call, out):
     """(the call that it then is, its output): keys and values are read once for all these heads."""
 
     def rows(tensor):

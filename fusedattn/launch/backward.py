@@ -12,7 +12,7 @@ from . import arguments, blocks, run, tiles
 
 
 class _Pass(NamedTuple):
-    """What the passes over one call share: arguments of kernels, marks and their grain, sizes.
+    """What the passes over one call share: arguments of kernels, a block mask and its size, sizes.
 
     batch, heads, rows and keys are `arguments.sizes`; `batches` of `length` rows are what lies in memory: of packed
     sequences one batch of all their rows.
@@ -20,8 +20,8 @@ class _Pass(NamedTuple):
 
     call: Call
     launched: dict[str, Any]
-    marks: Any
-    grain: int | None
+    block_mask: Any
+    mask_size: int | None
     batch: int
     heads: int
     rows: int
@@ -106,9 +106,9 @@ def _dq(p, grad_query, grads):
     run.run_tiled(
         "dq",
         p.call,
-        lambda tile: blocks.turns(p.call, tile.rows) * p.heads,
+        lambda tile: blocks.slots(p.call, tile.rows) * p.heads,
         launched,
-        lambda tile: blocks.walks(p.call, p.marks, p.grain, tile),
+        lambda tile: blocks.walks(p.call, p.block_mask, p.mask_size, tile),
     )
 
 
@@ -117,14 +117,14 @@ def _dkdv(name, p, query_sums, grads):
     call, packed = p.call, p.call.cu_seqlens_q is not None
 
     def programs(tile):
-        blocks_of_keys = blocks.turns(call, tile.keys, by_keys=True) if packed else cdiv(p.keys, tile.keys) * p.batch
+        blocks_of_keys = blocks.slots(call, tile.keys, by_keys=True) if packed else cdiv(p.keys, tile.keys) * p.batch
         return blocks_of_keys * call.key.shape[1]
 
     def more(tile):
         added = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
-        if p.marks is None and not packed:
-            return dict(GradQ=added, sequences=None, lists=None)
-        return dict(GradQ=added) | blocks.walks(call, p.marks, p.grain, tile, by_keys=True)
+        if p.block_mask is None and not packed:
+            return dict(GradQ=added, sequences=None, tile_lists=None)
+        return dict(GradQ=added) | blocks.walks(call, p.block_mask, p.mask_size, tile, by_keys=True)
 
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
@@ -139,11 +139,13 @@ def _postprocess(p, query_sums, grad_query):
 def _dbias(p, grad_bias):
     """The gradient of a bias that planes share."""
     batch, heads = grad_bias.shape[:2]
-    some = p.marks & 1
+    some = p.block_mask & 1
     some = some if batch == p.batch else some.amax(0, keepdim=True)
     some = some if heads == p.heads else some.amax(1, keepdim=True)
-    some = some.expand(batch, heads, cdiv(p.rows, p.grain), cdiv(p.keys, p.grain))
-    launched = p.launched | dict(GradBias=arguments.of(grad_bias), marks=arguments.of(some), GRAIN=p.grain)
+    some = some.expand(batch, heads, cdiv(p.rows, p.mask_size), cdiv(p.keys, p.mask_size))
+    launched = p.launched | dict(
+        GradBias=arguments.of(grad_bias), block_mask=arguments.of(some), BLOCK_MASK_SIZE=p.mask_size
+    )
     launched |= dict(batches=p.batch // batch, BIAS_HEADS=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
     run.run_tiled(
         "dbias",
@@ -177,10 +179,10 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     """
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     names = passes(call, [x is not None for x in grads])
-    marks, grain = blocks.marked(call) if arguments.hides(call) else (None, None)
+    block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
-    p = _Pass(call, launched, marks, grain, batch, heads, rows, keys, batches, length)
+    p = _Pass(call, launched, block_mask, mask_size, batch, heads, rows, keys, batches, length)
 
     where = None if grad_bias is None else _bias_sum(call)
     of_scores = arguments.of(grad_bias.zero_()) if where == "pairs" else None

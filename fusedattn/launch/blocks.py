@@ -20,8 +20,8 @@ def _narrowed(mask, key_mask, query_mask, bias, lengths):
     return _narrow(mask), *tokens, _narrow(bias)
 
 
-def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
-    """(uninitialised marks of grain x grain pairs, (rows, keys) that they are of).
+def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
+    """(an uninitialised block mask of mask_size x mask_size pairs a byte, (rows, keys) of its pairs).
 
     The masks, the bias and the lengths are those of a Call; any may be None, but not all of the first four. Sizes along
     which none differs are 1.
@@ -37,35 +37,35 @@ def new_marks(mask, key_mask, query_mask, bias, lengths, grain):
         shapes += [] if query_mask is None else [(count, 1, lengths.max_seqlen_q, 1)]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     given = next(x for x in masks if x is not None)
-    marks = given.new_empty((batch, heads, -(-rows // grain), -(-keys // grain)), dtype=torch.uint8)
-    return marks, (rows, keys)
+    block_mask = given.new_empty((batch, heads, -(-rows // mask_size), -(-keys // mask_size)), dtype=torch.uint8)
+    return block_mask, (rows, keys)
 
 
-def mark(mask, key_mask, query_mask, bias, lengths, grain):
-    """The marks of blocks of grain x grain pairs: bytes, as `kernels.block_mask.mark` has them."""
-    marks, (rows, keys) = new_marks(mask, key_mask, query_mask, bias, lengths, grain)
+def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
+    """A block mask of mask_size x mask_size pairs a byte, as the kernel `block_mask` writes it."""
+    block_mask, (rows, keys) = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
     mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
-    batch, heads = marks.shape[:2]
-    if marks.numel():
+    batch, heads = block_mask.shape[:2]
+    if block_mask.numel():
         # What hides pairs alone, of one batch maybe, need not know that there are sequences.
         packed = lengths is not None and not (key_mask is query_mask is None)
         launched = dict(
-            Marks=marks,
+            BlockMask=block_mask,
             masks=arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
             bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
             rows=rows,
             keys=keys,
             HEADS=heads,
-            GRAIN=grain,
+            BLOCK_MASK_SIZE=mask_size,
         )
-        with run.surroundings(run.device_of(marks)):
+        with run.surroundings(run.device_of(block_mask)):
             launched |= dict(extents=extents(lengths) if packed else None)
-            run.run_kernel("mark", marks.numel(), launched, run.device_of(marks), num_warps=4)
-    return marks
+            run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)
+    return block_mask
 
 
-def turns(call, block, by_keys=False):
-    """How many turns blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
+def slots(call, block, by_keys=False):
+    """How many slots blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
     batch, _, rows, keys = arguments.sizes(call)
     if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch
@@ -73,13 +73,13 @@ def turns(call, block, by_keys=False):
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0):
-    """The Sequences of Lengths, with `count` turns of blocks of so many rows, or keys; None of None."""
+    """The Sequences of Lengths, with `count` slots of blocks of so many rows, or keys; None of None."""
     if lengths is None:
         return None
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     found = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     launched = dict(
-        Turns=found.turns,
+        Slots=found.slots,
         Extents=found.extents,
         OffsetsQ=lengths.cu_seqlens_q.contiguous(),
         OffsetsK=lengths.cu_seqlens_k.contiguous(),
@@ -94,15 +94,15 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
         CHUNK=64 if run.interpreting() else 1024,
     )
     if batch:
-        run.run_kernel("take_turns", batch, launched, run.device_of(found.extents), num_warps=4)
+        run.run_kernel("fill_slots", batch, launched, run.device_of(found.extents), num_warps=4)
     return found
 
 
 def sequences_of(call, block, by_keys=False):
-    """The Sequences of a call, with turns of blocks of so many rows, or keys; None if it is not packed."""
+    """The Sequences of a call, with slots of blocks of so many rows, or keys; None if it is not packed."""
     if call.cu_seqlens_q is None:
         return None
-    return packed_sequences(call.lengths, block, by_keys, turns(call, block, by_keys))
+    return packed_sequences(call.lengths, block, by_keys, slots(call, block, by_keys))
 
 
 def extents(lengths):
@@ -110,58 +110,58 @@ def extents(lengths):
     return None if lengths is None else packed_sequences(lengths, 1).extents
 
 
-def list_blocks(call, marks, grain, tile, by_keys=False, sequences=None):
+def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None):
     """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
     batch, heads, rows, keys = arguments.sizes(call)
     group = heads // call.key.shape[1]
-    planes, length, across = marks.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
+    planes, length, across = block_mask.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
         planes, length, across = max(1, planes // group), across, length
-    batches = marks.shape[0]
+    batches = block_mask.shape[0]
     if sequences is not None:
-        batches, length = 1, sequences.turns.shape[0]
+        batches, length = 1, sequences.slots.shape[0]
     most = across * group if by_keys else across
-    lists = marks.new_empty((batches, planes, length, 2, most + 2), dtype=torch.int64)
+    lists = block_mask.new_empty((batches, planes, length, 2, most + 2), dtype=torch.int64)
     if lists.numel():
         launched = arguments.band(call) | dict(
             Lists=lists,
             sequences=sequences,
-            turns=across,
-            marks=arguments.of(marks.expand(-1, -1, cdiv(rows, grain), cdiv(keys, grain))),
+            tile_count=across,
+            block_mask=arguments.of(block_mask.expand(-1, -1, cdiv(rows, mask_size), cdiv(keys, mask_size))),
             HEADS=planes,
             GROUP=group if by_keys else 1,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
-            GRAIN=grain,
+            BLOCK_MASK_SIZE=mask_size,
             BY_KEYS=by_keys,
             CHUNK=256,
         )
-        run.run_kernel("list_blocks", batches * planes * length, launched, run.device_of(lists), num_warps=4)
+        run.run_kernel("tile_lists", batches * planes * length, launched, run.device_of(lists), num_warps=4)
     return arguments.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
-def marked(call):
-    """(marks, their grain) of a call: those that it has, or else new ones; None where nothing but a band hides."""
+def block_mask_of(call):
+    """(block mask, its mask_size) of a call: its own, or else a new one; None where nothing but a band hides pairs."""
     if not arguments.hides(call):
         return None, None
-    size = grain(run.device_of(call.query))
-    if call.marks is not None:
-        return call.marks, size
+    size = block_mask_size(run.device_of(call.query))
+    if call.block_mask is not None:
+        return call.block_mask, size
     if all(x is None for x in call.hiding):
         return None, None
-    return mark(*call.hiding, call.lengths, size), size
+    return block_mask(*call.hiding, call.lengths, size), size
 
 
-def walks(call, marks, grain, tile, by_keys=False):
-    """The arguments `sequences` and `lists` of a kernel with a program for each block of rows, or of keys."""
+def walks(call, block_mask, mask_size, tile, by_keys=False):
+    """The arguments `sequences` and `tile_lists` of a kernel with a program for each block of rows, or of keys."""
     block = tile.keys if by_keys else tile.rows
     found = sequences_of(call, block, by_keys)
     return dict(
         sequences=found,
-        lists=None if marks is None else list_blocks(call, marks, grain, tile, by_keys, found),
+        tile_lists=None if block_mask is None else tile_lists(call, block_mask, mask_size, tile, by_keys, found),
     )
 
 
-def grain(device):
+def block_mask_size(device):
     """Rows and keys of a block that is marked as seen or not, on a device."""
-    return tiles.grain(run.capability(device))
+    return tiles.block_mask_size(run.capability(device))

@@ -87,5 +87,7 @@ def attend(out, lse, decode: Decode):
 
     run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if "partials" in partials:
-        sizes = dict(rows=length, HEADS=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, unit=launched["score"].unit)
+        sizes = dict(
+            rows=length, HEADS=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, scale=launched["score"].softmax_scale
+        )
         run.run_tiled("combine", call, lambda tile: batch * heads * length, results | partials | sizes)

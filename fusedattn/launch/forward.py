@@ -23,20 +23,22 @@ def _forward_on_hopper(out, lse, stats, call):
 def _forward(out, lse, stats, call):
     """`forward` without weights, by the kernel for every GPU."""
     planes = call.query.shape[0] * call.key.shape[1]
-    if arguments.packs(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
-        call, out = arguments.packed(call, out)
+    if arguments.can_pack_gqa(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
+        call, out = arguments.pack_gqa(call, out)
     batch, heads, rows, _ = call.query.shape
-    launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, lists=None)
+    launched = arguments.common(call) | dict(
+        Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, tile_lists=None
+    )
     if call.cu_seqlens_q is None and not arguments.hides(call):
         run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched)
         return
-    marks = blocks.marked(call)
+    block_mask = blocks.block_mask_of(call)
     run.run_tiled(
         "forward",
         call,
-        lambda tile: blocks.turns(call, tile.rows) * heads,
+        lambda tile: blocks.slots(call, tile.rows) * heads,
         launched,
-        lambda tile: blocks.walks(call, *marks, tile),
+        lambda tile: blocks.walks(call, *block_mask, tile),
     )
 
 
@@ -47,7 +49,7 @@ def _weights(weights, stats, call):
     run.run_tiled(
         "weights",
         call,
-        lambda tile: blocks.turns(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
+        lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
         launched | dict(Weights=arguments.of(weights), Stats=stats, columns=columns),
         lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
     )

@@ -22,7 +22,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
-_LACKS = ("mask", "key_mask", "query_mask", "marks", "bias", "alibi_slopes", "sinks", "softcap")
+_LACKS = ("mask", "key_mask", "query_mask", "block_mask", "bias", "alibi_slopes", "sinks", "softcap")
 _DESCRIPTORS = (views.TensorDescriptor,) if kernel is None else (views.TensorDescriptor, TensorDescriptor)
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
 
@@ -54,7 +54,7 @@ def limits(call: Call) -> list[str]:
         found.append("it knows no dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
-    if views.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).unit is None:
+    if views.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).softmax_scale is None:
         found.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
     if call.key.shape[2] == 0:
         found.append("there are no keys")
@@ -128,7 +128,7 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         K=descriptor(key, taken.keys),
         V=descriptor(value, taken.keys),
         Out=descriptor(out, each),
-        unit=views.scored(call).unit,
+        scale=views.scored(call).softmax_scale,
         planes=batch * heads,
         section=min(batch * heads, max(1, together) * group),
         HEADS=heads,

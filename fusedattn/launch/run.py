@@ -124,9 +124,9 @@ KERNELS = {
         dq.dq,
         dkdv.dkdv,
         dbias.dbias,
-        block_mask.mark,
-        block_mask.list_blocks,
-        sequences.take_turns,
+        block_mask.block_mask,
+        block_mask.tile_lists,
+        sequences.fill_slots,
         append.append,
         combine.combine,
     )
@@ -210,10 +210,10 @@ def failed(call: Call, names) -> "failures.Unusable | None":
     device = device_of(call.query)
     kinds = [(name, device) if name == "hopper" else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
-    if not reads_caches and (call.marks is not None or any(x is not None for x in call.hiding)):
-        kinds += [(name, device) for name in ("mark", "list_blocks")]
+    if not reads_caches and (call.block_mask is not None or any(x is not None for x in call.hiding)):
+        kinds += [(name, device) for name in ("block_mask", "tile_lists")]
     if call.lengths is not None:
-        kinds.append(("take_turns", device))
+        kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
 
 

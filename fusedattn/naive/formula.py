@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..call.cached import Decode
-from ..call.form import DIFFERENTIABLE, Call, autocasting, shift
+from ..call.form import DIFFERENTIABLE, Call, autocasting, diagonal
 from ..call.layout import arrange
 from ..private import transforms_active
 from . import cached, dropout
@@ -81,7 +81,7 @@ def _offsets(call: Call, first: int, last: int) -> Tensor:
     device = call.query.device
     row = torch.arange(first, last, device=device)[:, None]
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
-        row = row + shift(call)
+        row = row + diagonal(call)
     else:
         row = row + (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff())[:, None, None, None]
     return torch.arange(call.key.shape[2], device=device)[None, :] - row

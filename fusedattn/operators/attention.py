@@ -1,4 +1,4 @@
-"""The operators forward, backward and mark of torch.library, and their derivatives.
+"""The operators forward, backward and block_mask of torch.library, and their derivatives.
 
 Operators are opaque to the compiler: a schema, an implementation for CUDA and for CPU (Triton's interpreter), and a
 fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
@@ -21,7 +21,7 @@ from .namespace import OPERATORS, register, register_derivative
 
 _CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? marks, "
+    "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? block_mask, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named"
@@ -129,24 +129,26 @@ def _backward(*arguments):
     return grads
 
 
-def _grain(*masks):
+def _block_mask_size(*masks):
     from ..launch import blocks
 
-    return blocks.grain(next(mask.device for mask in masks if mask is not None))
+    return blocks.block_mask_size(next(mask.device for mask in masks if mask is not None))
 
 
-def _new_marks(*arguments):
-    from ..launch import blocks
-
-    masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return blocks.new_marks(*masks, lengths if lengths.cu_seqlens_q is not None else None, _grain(*masks))[0]
-
-
-def _mark(*arguments):
+def _new_block_mask(*arguments):
     from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return blocks.mark(*masks, lengths if lengths.cu_seqlens_q is not None else None, _grain(*masks))
+    return blocks.new_block_mask(
+        *masks, lengths if lengths.cu_seqlens_q is not None else None, _block_mask_size(*masks)
+    )[0]
+
+
+def _block_mask(*arguments):
+    from ..launch import blocks
+
+    masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
+    return blocks.block_mask(*masks, lengths if lengths.cu_seqlens_q is not None else None, _block_mask_size(*masks))
 
 
 register(
@@ -164,11 +166,11 @@ register(
     functools.partial(rules.check_backward, stats_columns),
 )
 register(
-    "mark(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
+    "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
-    _mark,
-    _new_marks,
-    rules.check_mark,
+    _block_mask,
+    _new_block_mask,
+    rules.check_block_mask,
 )
 
 
@@ -320,7 +322,7 @@ def _attend(
     elif save or transformed:
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
         if not (transformed or call.mask is call.key_mask is call.query_mask is call.bias is None):
-            call = _marked(call)
+            call = _with_block_mask(call)
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
     else:
         arguments = *call, need_lse, need_weights, False, on_hopper
@@ -338,32 +340,32 @@ def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, on_hopper=True)
 
 
-def mark(
+def block_mask(
     mask: Tensor | None,
     key_mask: Tensor | None,
     query_mask: Tensor | None,
     bias: Tensor | None = None,
     lengths: Lengths | None = None,
 ) -> Tensor:
-    """The marks of a Plan of these masks, in the form that a Call has them; a bias of -inf hides as well."""
+    """The block mask of these masks, in the form that a Call has them; a bias of -inf hides as well."""
     bias = None if bias is None else bias.detach()
-    return OPERATORS.mark(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
+    return OPERATORS.block_mask(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
 
 
-def marks_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
-    """`mark`; None where its kernel does not compile or load on this machine, which a call will say."""
+def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
+    """`block_mask`; None where its kernel does not compile or load on this machine, which a call will say."""
     try:
         mask, key_mask, query_mask, bias = masks
-        return mark(mask, key_mask, query_mask, bias, lengths)
+        return block_mask(mask, key_mask, query_mask, bias, lengths)
     except Unusable:
         return None
 
 
-def _marked(call: Call) -> Call:
-    """A call with the marks of its masks."""
-    if call.marks is not None or all(x is None for x in call.hiding):
+def _with_block_mask(call: Call) -> Call:
+    """A call with the block mask of its masks."""
+    if call.block_mask is not None or all(x is None for x in call.hiding):
         return call
-    return call._replace(marks=marks_or_none(call.hiding, call.lengths))
+    return call._replace(block_mask=block_mask_or_none(call.hiding, call.lengths))
 
 
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:

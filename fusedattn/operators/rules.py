@@ -1,7 +1,7 @@
 """Checks the arguments of operators that are called by name, with the rules of `call`.
 
-Sizes, dtypes, devices and numbers. What offsets, lengths, pages and marks hold is not looked at: kernels stay inside of
-the tensors whatever that is.
+Sizes, dtypes, devices and numbers. What offsets, lengths, pages and block masks hold is not looked at: kernels stay
+inside of the tensors whatever that is.
 """
 
 from collections.abc import Callable
@@ -95,8 +95,8 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         for name in table:
             if getattr(call, name) is not None:
                 apply(table[name], call, about)
-    if call.marks is not None:
-        _check_marks(call.marks, sizes)
+    if call.block_mask is not None:
+        _check_block_mask(call.block_mask, sizes)
 
 
 def _check_packed(call: Call, need_weights: bool) -> None:
@@ -124,19 +124,19 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
             fail(ValueError, name, f"an int beside {needed}", None)
 
 
-def _check_marks(marks: Tensor, s: Sizes) -> None:
-    from ..launch import blocks  # it has imported Triton before there were marks
+def _check_block_mask(block_mask: Tensor, s: Sizes) -> None:
+    from ..launch import blocks  # Triton was imported before there was a block mask
 
-    grain = blocks.grain(s.device)
-    shape = (s.B, s.Hq, -(-s.Sq // grain), -(-s.Sk // grain))
-    if marks.layout != torch.strided or marks.is_nested:
-        fail(TypeError, "marks", "a strided tensor", marks.layout)
-    if marks.device != s.device:
-        fail(ValueError, "marks", f"the device of query, {s.device}", marks.device)
-    if marks.dtype != torch.uint8:
-        fail(TypeError, "marks", "a tensor of uint8", marks.dtype)
-    if marks.dim() != 4 or not rules.broadcasts(marks, shape):
-        fail(ValueError, "marks", f"rank 4, broadcastable to {shape}", tuple(marks.shape))
+    mask_size = blocks.block_mask_size(s.device)
+    shape = (s.B, s.Hq, -(-s.Sq // mask_size), -(-s.Sk // mask_size))
+    if block_mask.layout != torch.strided or block_mask.is_nested:
+        fail(TypeError, "block_mask", "a strided tensor", block_mask.layout)
+    if block_mask.device != s.device:
+        fail(ValueError, "block_mask", f"the device of query, {s.device}", block_mask.device)
+    if block_mask.dtype != torch.uint8:
+        fail(TypeError, "block_mask", "a tensor of uint8", block_mask.dtype)
+    if block_mask.dim() != 4 or not rules.broadcasts(block_mask, shape):
+        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
 
 
 def check_forward(*arguments: Any) -> None:
@@ -184,8 +184,8 @@ def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments:
             fail(ValueError, "need", f"False for {name}, which is None", True)
 
 
-def check_mark(*arguments: Any) -> None:
-    """Those of `mark`."""
+def check_block_mask(*arguments: Any) -> None:
+    """Those of `block_mask`."""
     names = "mask", "key_mask", "query_mask", "bias"
     given = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
     lengths = Lengths(*arguments[len(names) :])

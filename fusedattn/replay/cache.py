@@ -27,8 +27,8 @@ RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C+
 
 REPEATS = attention.run, attention.run_on_hopper
 _QUERY_KEY_VALUE = 3
-_SEED, _MARKS = Call._fields.index("seed"), Call._fields.index("marks")
-TENSORS = _MARKS + 1  # a packed call is of no kind
+_SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask")
+TENSORS = _BLOCK_MASK + 1  # a packed call is of no kind
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float))
 
@@ -65,7 +65,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     query, key, value, mask, bias, key_mask, query_mask, *options, slopes, sinks, dropout_p, seed = arguments
     tensors: tuple[Any, ...] = (query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, None)
     if type(mask) is Plan and key_mask is None and query_mask is None:
-        tensors = *tensors[:6], *mask[:3], seed, mask.marks
+        tensors = *tensors[:6], *mask[:3], seed, mask.block_mask
     named = backends.chosen.name if backend is None else backend
     numbers = *options, dropout_p, return_lse, return_weights, named, torch.is_grad_enabled()
     replay = find(tensors, numbers)
@@ -76,7 +76,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     chosen = backends.choose(call, return_weights, named)
     replay = learn(tensors, numbers, call, chosen.run) if chosen.run in REPEATS else None
     if replay is not None:
-        return replay((*tensors[:9], call.seed, call.marks))
+        return replay((*tensors[:9], call.seed, call.block_mask))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
     return results(query.dim(), out, lse if return_lse else None, weights)
 
@@ -227,15 +227,15 @@ class Replay:
             new = attention.new_forward(*bare, return_lse, return_weights, self.save, on_hopper)
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
-            if self.save and bare.marks is None and any(x is not None for x in masks):
-                bare = bare._replace(marks=blocks.mark(*masks, None, blocks.grain(self.device)))
+            if self.save and bare.block_mask is None and any(x is not None for x in masks):
+                bare = bare._replace(block_mask=blocks.block_mask(*masks, None, blocks.block_mask_size(self.device)))
             out, lse, weights, stats = made
             forward.forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
-        self.marks = recorder.number(bare.marks)
+        self.block_mask = recorder.number(bare.block_mask)
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
         self.inputs = [number for number, x in enumerate(bare[:DIFFERENTIABLE]) if x is not None]
-        kept = *(number for number, x in enumerate(bare[:_MARKS]) if x is not None), self.marks, self.out
+        kept = *(number for number, x in enumerate(bare[:_BLOCK_MASK]) if x is not None), self.block_mask, self.out
         self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
         self.take_results, self.take_inputs, self.take_kept = (
             itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
@@ -246,17 +246,17 @@ class Replay:
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call of this kind."""
         if self.drops:
-            tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_MARKS]
+            tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_BLOCK_MASK]
         if self.save:
             return _differentiable((self, tensors), *self.take_inputs(tensors))
         return self.take_results(self.forward.run(tensors))
 
     def fields(self, tensors) -> Call:
         """The Call of tensors as the caller gave them."""
-        query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, marks = tensors
+        query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
         bias, slopes, sinks = rank4(bias), rows(slopes), rows(sinks)
         masks = rank4(mask), rows(key_mask), rows(query_mask)
-        return Call(query, key, value, bias, slopes, sinks, *masks, seed, marks, *self.numbers)
+        return Call(query, key, value, bias, slopes, sinks, *masks, seed, block_mask, *self.numbers)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
         """Gradients of the first fields of a Call, None where there is no need.
@@ -264,8 +264,8 @@ class Replay:
         Args:
             kept: what the forward has saved, by its number. incoming: gradients of output, lse and weights, or None.
         """
-        tensors = [kept.get(number) for number in range(_MARKS)]
-        tensors.append(kept.get(self.marks))
+        tensors = [kept.get(number) for number in range(_BLOCK_MASK)]
+        tensors.append(kept.get(self.block_mask))
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)

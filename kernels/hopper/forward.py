@@ -47,7 +47,7 @@ class Results(NamedTuple):
 @gluon.jit
 def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """(last block of keys that some of the rows see, how many before and with it): one where none is seen."""
-    begin, full, rest, end = span.blocks(band, first, ROWS, BLOCK_N)
+    begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
     count = gl.maximum(end - begin, 1)
     return begin + count - 1, count
 
@@ -73,12 +73,12 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
 
 
 @gluon.jit
-def _weights(s, state, masked, unit, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
     """p in the registers that p @ v reads, the factor for what was summed before, the new State."""
     if masked:  # a branch: p would have to be packed again between the loops of masked and other blocks
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
-    p, decay, state = softmax.step(state, s, unit)
+    p, decay, state = softmax.step(state, s, scale)
     return gl.convert_layout(p.to(dtype), LAYOUT), decay, state
 
 
@@ -98,7 +98,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    g: gl.constexpr, shared, results, order, band, unit, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
+    g: gl.constexpr, shared, results, order, band, scale, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
 ):  # fmt: skip
     """A warpgroup: rows g * 64 .. g * 64 + 63 of each block of rows."""
     GROUPS: gl.constexpr = shared.q.tiles.shape[0]
@@ -116,7 +116,7 @@ def _consume(
     for n in range(schedule.share(order, program, programs)):
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
-        _, full, rest, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
+        _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
@@ -131,7 +131,7 @@ def _consume(
         _pass_ping_pong(shared.ping_pong, g)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.k, step)
-        p, decay, state = _weights(s, state, True, unit, band, rows, last, P_LAYOUT, dtype)
+        p, decay, state = _weights(s, state, True, scale, band, rows, last, P_LAYOUT, dtype)
         ring.wait(shared.k, step + 1, pred=count > 1)
         for i in range(1, count):
             step += 1
@@ -143,8 +143,8 @@ def _consume(
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             ring.release(shared.k, step)
             block = last - i
-            masked = (block < full) | (block >= rest)
-            next_p, decay, state = _weights(s, state, masked, unit, band, rows, block, P_LAYOUT, dtype)
+            masked = (block < full) | (block >= full_end)
+            next_p, decay, state = _weights(s, state, masked, scale, band, rows, block, P_LAYOUT, dtype)
             # ptxas moves the wait for p @ v up over the exponentials, and the two no longer overlap. It moves nothing
             # over the end of a basic block, and waiting on a barrier is a loop: so the wait for the next k stands here.
             ring.wait(shared.k, step + 1, pred=i + 1 < count)
@@ -158,15 +158,15 @@ def _consume(
         ring.release(shared.v, step)
         step += 1
 
-        largest, total = gl.convert_layout(state.row_max, O_ROWS), gl.convert_layout(state.row_sum, O_ROWS)
-        out, lse, remainder = softmax.finish(out, softmax.State(largest, total), unit)
+        row_max, row_sum = gl.convert_layout(state.row_max, O_ROWS), gl.convert_layout(state.row_sum, O_ROWS)
+        out, lse, log2_sum = softmax.finish(out, softmax.State(row_max, row_sum), scale)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:
             tiles.store_column(tiles.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
         if results.Stats is not None:
             c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             stats = kept.table(results.Stats, plane, band.rows, dtype, DV)
-            kept.store(stats, rows, band.rows, largest, remainder)
+            kept.store(stats, rows, band.rows, row_max, log2_sum)
             kept.store_tail(stats, rows, band.rows, out, c, DV, dtype)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
@@ -182,7 +182,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section"])
 def forward(
     Q, K, V, Out, Lse, Stats,
-    q_len, k_len, left, right, unit, planes, section,
+    q_len, k_len, left, right, scale, planes, section,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -214,8 +214,8 @@ def forward(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, order, band, unit, HEADS, DV, SHARE)),
-                (_consume, (1, shared, results, order, band, unit, HEADS, DV, SHARE)),
+                (_consume, (0, shared, results, order, band, scale, HEADS, DV, SHARE)),
+                (_consume, (1, shared, results, order, band, scale, HEADS, DV, SHARE)),
                 (_produce, produce),
             ],
             [WARPS, 1],
@@ -224,9 +224,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, order, band, unit, HEADS, DV, SHARE)),
-                (_consume, (1, shared, results, order, band, unit, HEADS, DV, SHARE)),
-                (_consume, (2, shared, results, order, band, unit, HEADS, DV, SHARE)),
+                (_consume, (0, shared, results, order, band, scale, HEADS, DV, SHARE)),
+                (_consume, (1, shared, results, order, band, scale, HEADS, DV, SHARE)),
+                (_consume, (2, shared, results, order, band, scale, HEADS, DV, SHARE)),
                 (_produce, produce),
             ],
             [WARPS, WARPS, 1],

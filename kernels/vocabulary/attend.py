@@ -3,29 +3,29 @@
 import triton
 import triton.language as tl
 
-from . import dropout, masks as hidden, scores, softmax, tiles
+from . import dropout as dropping, masks as masking, scores, softmax, tiles
 
 
 @triton.jit
 def attend(
-    out, state, q, k, v, slots, exists, r, c, band, masks, plane, kv, score, noise,
+    out, state, q, k, v, k_rows, exists, r, c, band, masks, plane, kv, score, dropout,
     D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """(out, State) after the keys at some slots of the matrices k and v, of which those that exist are loaded.
+    """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
 
     r [rows, 1] and c [1, keys] count rows and keys from the start of their sequence, for masks, scores and dropout.
     plane is that of the query heads, of one or of each row; kv one whose batch the masks of keys are those of. Without
     CHECK every row sees every key.
     """
-    k_tile = tiles.load(k, slots, exists, D)  # [keys, D]
-    shown = hidden.shown(masks, band, plane, r, c, CHECK)
+    k_tile = tiles.load(k, k_rows, exists, D)  # [keys, D]
+    shown = masking.shown(masks, band, plane, r, c, CHECK)
     bias = scores.bias(score, band, plane, r, c, CHECK)
     x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)  # [rows, keys]
     s, dcap = scores.apply(score, x, bias, band, plane, r, c)
     if CHECK:
-        s = tl.where(hidden.visible(masks, shown, band, kv, r, c), s, float("-inf"))
-    p, decay, state = softmax.step(state, s, score.unit)
-    v_tile = tiles.load(v, slots, exists, DV)  # [keys, DV]
-    p = dropout.drop(noise, p, plane, r, c).to(v_tile.dtype)
+        s = tl.where(masking.visible(masks, shown, band, kv, r, c), s, float("-inf"))
+    p, decay, state = softmax.step(state, s, score.softmax_scale)
+    v_tile = tiles.load(v, k_rows, exists, DV)  # [keys, DV]
+    p = dropping.drop(dropout, p, plane, r, c).to(v_tile.dtype)
     out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
     return out, state

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 
-class Noise(NamedTuple):
-    """A call's dropout; `noise` makes one. seed points to one int64, so that a graph can be replayed with a new one.
+class Dropout(NamedTuple):
+    """A call's dropout; `of` makes one. seed points to one int64, so that a graph can be replayed with a new one.
 
     Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale.
     """
@@ -21,9 +21,9 @@ class Noise(NamedTuple):
     scale: tl.tensor
 
 
-def noise(seed, dropout_p):
-    """The Noise of a call. Where all is dropped the threshold wraps to 0, but then the scale is 0."""
-    return Noise(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+def of(seed, dropout_p):
+    """The Dropout of a call. Where all is dropped the threshold wraps to 0, but then the scale is 0."""
+    return Dropout(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _kept(noise, plane, r, c):
+def _kept(dropout, plane, r, c):
     """Which pairs (r, c) are kept; r and c come already broadcast, either way round.
 
     The four words of a call of Philox go to rows i, i + 8 and keys j, j + 8: a thread that holds one of these elements
@@ -49,7 +49,7 @@ def _kept(noise, plane, r, c):
     else:
         i, j = tl.broadcast(i[None, :], j[:, None])
     zero = tl.full(i.shape, 0, tl.int32)
-    w0, w1, w2, w3 = tl.philox(tl.load(noise.seed), i, j, zero + plane.index, zero, 7)
+    w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + plane.index, zero, 7)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [.., .., bit 3 of the key, bit 3 of the row]
     if r.shape[1] == 1:
         words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
@@ -57,40 +57,40 @@ def _kept(noise, plane, r, c):
     else:
         words = tl.permute(tl.reshape(words, [KEYS // 16, 8, ROWS // 16, 8, 2, 2]), [0, 4, 1, 2, 5, 3])
         words = tl.reshape(words, [KEYS, ROWS])
-    return words >= tl.cast(noise.threshold, tl.uint32)
+    return words >= tl.cast(dropout.threshold, tl.uint32)
 
 
 @triton.jit
-def drop(noise, p, plane, r, c):
+def drop(dropout, p, plane, r, c):
     """What dropout makes of the weights p of pairs (r, c)."""
-    if noise is None:
+    if dropout is None:
         return p
     else:
-        return tl.where(_kept(noise, plane, r, c), p * noise.scale, 0.0)
+        return tl.where(_kept(dropout, plane, r, c), p * dropout.scale, 0.0)
 
 
 @triton.jit
-def mark(noise, p, plane, r, c):
-    """The weights p, negative where they are dropped: the backward needs both, and has no registers for both."""
-    if noise is None:
+def sign_dropped(dropout, p, plane, r, c):
+    """The weights p, negated where they are dropped: the backward needs both, and has no registers for both."""
+    if dropout is None:
         return p
     else:
-        return tl.where(_kept(noise, plane, r, c), p, -p)
+        return tl.where(_kept(dropout, plane, r, c), p, -p)
 
 
 @triton.jit
-def before(noise, marked):
+def before(dropout, signed):
     """The weights as they were before dropout."""
-    return marked if noise is None else tl.abs(marked)
+    return signed if dropout is None else tl.abs(signed)
 
 
 @triton.jit
-def after(noise, marked):
+def after(dropout, signed):
     """The weights that dropout leaves."""
-    return marked if noise is None else tl.maximum(marked, 0.0) * noise.scale
+    return signed if dropout is None else tl.maximum(signed, 0.0) * dropout.scale
 
 
 @triton.jit
-def grad(noise, marked, dp):
+def grad(dropout, signed, dp):
     """Gradient of the weights before dropout, from that of the weights after it."""
-    return dp if noise is None else tl.where(marked > 0, dp * noise.scale, 0.0)
+    return dp if dropout is None else tl.where(signed > 0, dp * dropout.scale, 0.0)

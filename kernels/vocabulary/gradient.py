@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import dropout, masks as hidden, scores, softmax, tiles
+from . import dropout as dropping, masks as masking, scores, softmax, tiles
 
 
 class Row(NamedTuple):
@@ -34,45 +34,45 @@ class Grads(NamedTuple):
 @triton.jit
 def load(Rows, plane, rows, n):
     """The Row of each of some rows, from what `preprocess` wrote."""
-    pivot, shift, delta, dlse = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
-    return Row(softmax.Row(pivot, shift), delta, dlse)
+    pivot, neg_log2_sum, delta, dlse = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
+    return Row(softmax.Row(pivot, neg_log2_sum), delta, dlse)
 
 
 @triton.jit
 def down(row):
     """For tiles of [rows, keys]."""
     s = row.softmax
-    return Row(softmax.Row(s.pivot[:, None], s.shift[:, None]), row.delta[:, None], row.dlse[:, None])
+    return Row(softmax.Row(s.pivot[:, None], s.neg_log2_sum[:, None]), row.delta[:, None], row.dlse[:, None])
 
 
 @triton.jit
 def across(row):
     """For tiles of [keys, rows]."""
     s = row.softmax
-    return Row(softmax.Row(s.pivot[None, :], s.shift[None, :]), row.delta[None, :], row.dlse[None, :])
+    return Row(softmax.Row(s.pivot[None, :], s.neg_log2_sum[None, :]), row.delta[None, :], row.dlse[None, :])
 
 
 @triton.jit
-def weights(x, shown, bias, row, r, c, band, masks, plane, score, noise, CHECK: tl.constexpr):
-    """(weights that dropout has marked, dcap of the cap) of one tile of products x = q @ k.T.
+def weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK: tl.constexpr):
+    """(weights, negative where dropout drops them; the derivative of the cap) of one tile of products x = q @ k.T.
 
     row, r and c come already broadcast, either way round.
     """
     s, dcap = scores.apply(score, x, bias, band, plane, r, c)
-    p = softmax.weights(s, row.softmax, score.unit)
+    p = softmax.weights(s, row.softmax, score.softmax_scale)
     if CHECK:
-        seen = hidden.visible(masks, shown, band, plane, r, c)
+        seen = masking.visible(masks, shown, band, plane, r, c)
         if score.slopes is not None:
             seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
         p = tl.where(seen, p, 0.0)
-    return dropout.mark(noise, p, plane, r, c), dcap
+    return dropping.sign_dropped(dropout, p, plane, r, c), dcap
 
 
 @triton.jit
-def of_scores(marked, dp, row, r, c, band, masks, plane, noise, GradWeights):
+def of_scores(signed, dp, row, r, c, band, masks, plane, dropout, GradWeights):
     """Gradient of the scores of one tile, from what `weights` gave and dp = dout @ v.T."""
     if GradWeights is not None:
         # Incoming gradients may be anything where a row or a key is hidden.
-        exists = hidden.real_rows(masks, plane, r, band.rows) & hidden.real_keys(masks, plane, c, band.keys)
+        exists = masking.real_rows(masks, plane, r, band.rows) & masking.real_keys(masks, plane, c, band.keys)
         dp += tl.load(tiles.pointers(tiles.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
-    return dropout.before(noise, marked) * (dropout.grad(noise, marked, dp) - row.delta)
+    return dropping.before(dropout, signed) * (dropping.grad(dropout, signed, dp) - row.delta)

@@ -14,7 +14,7 @@ from . import tiles
 
 @triton.constexpr_function
 def columns(dtype, DV):
-    """How many numbers of float32, or float64, are kept of a row: its largest score, rest, and the bytes."""
+    """How many numbers of float32, or float64, are kept of a row: its row_max, log2_sum, and the bytes."""
     return 2 + (triton.cdiv(DV, 4) if dtype.primitive_bitwidth == 16 else 0)
 
 
@@ -26,7 +26,7 @@ def _shift(dtype):
 
 @triton.jit
 def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
-    """The matrix of a plane: a row is largest score, rest, and the tail of DV columns of an output of a dtype."""
+    """The matrix of a plane: a row is row_max, log2_sum, and the tail of DV columns of an output of a dtype."""
     return tiles.table(Kept, plane, n, columns(dtype, DV))
 
 
@@ -37,10 +37,10 @@ def _bytes(m):
 
 
 @triton.jit
-def store(m, rows, n, largest, rest):
+def store(m, rows, n, row_max, log2_sum):
     """Write the softmax of rows."""
-    tiles.store_column(m, rows, n, 0, largest)
-    tiles.store_column(m, rows, n, 1, rest)
+    tiles.store_column(m, rows, n, 0, row_max)
+    tiles.store_column(m, rows, n, 1, log2_sum)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The page that block j of a sequence lies in, or one of each of its positions, [BLOCK, 1], if it may be several.
 
-    To be read a turn ahead, past the last one too, so that loads of tiles can start early.
+    To be read a step ahead, past the last one too, so that loads of tiles can start early.
     """
     if cache.table is None:
         return plane.batch
@@ -61,18 +61,18 @@ def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def slots(at, PAGE: tl.constexpr):
+def rows(at, PAGE: tl.constexpr):
     """Where in their pages positions lie."""
     return at if PAGE is None else at % PAGE
 
 
 @triton.jit
-def slots_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """`slots` of the positions of block j."""
+def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """`rows` of the positions of block j."""
     if _several(PAGE, BLOCK):
-        return slots(j * BLOCK + tl.arange(0, BLOCK), PAGE)
+        return rows(j * BLOCK + tl.arange(0, BLOCK), PAGE)
     else:
-        return slots(j * BLOCK, PAGE) + tl.arange(0, BLOCK)
+        return rows(j * BLOCK, PAGE) + tl.arange(0, BLOCK)
 
 
 @triton.jit

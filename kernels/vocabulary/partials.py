@@ -11,7 +11,7 @@ from . import softmax, tiles
 class Partials(NamedTuple):
     """Sums of weights times values (B, H, rows, splits, DV), and states of the softmax (B, H, rows, splits, 2).
 
-    Both contiguous. A part whose total is 0 has a state alone.
+    Both contiguous. A part whose row_sum is 0 has a state alone.
     """
 
     sums: tl.tensor
@@ -22,8 +22,8 @@ class Partials(NamedTuple):
 def states(partials, plane, at, last, n):
     """The States of the partials at `at` of the n of a head; those past the last saw nothing."""
     m = tiles.table(partials.states, plane, n, 2)
-    largest, total = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
-    return softmax.State(tl.where(total > 0, largest, float("-inf")), total)
+    row_max, row_sum = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
+    return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
 
 
 @triton.jit

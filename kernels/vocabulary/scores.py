@@ -11,12 +11,12 @@ from . import span, tiles
 class Score(NamedTuple):
     """What turns products into scores; None is absent. `score` makes one.
 
-    Products are multiplied by scale here, or by unit inside the softmax; with a cap, by slope_at_zero inside the tanh.
-    Views of (B, H, Sq, Sk): bias; slopes and sinks have one number a head.
+    Products are multiplied by scale here, or by softmax_scale inside the softmax; with a cap, by slope_at_zero inside
+    the tanh. Views of (B, H, Sq, Sk): bias; slopes and sinks have one number a head.
     """
 
     scale: tl.tensor
-    unit: tl.tensor
+    softmax_scale: tl.tensor
     cap: tl.tensor
     slope_at_zero: tl.tensor
     slopes: tiles.View
@@ -108,5 +108,5 @@ def apply_dcap(score, dcap, ds):
 
 @triton.jit
 def grad(score, total):
-    """Gradient of q or k, from the sum over tiles of (what came `through`) @ (k or q)."""
-    return total * (score.unit if score.scale is None else score.scale)
+    """Gradient of q or k, from the sum over tiles of (what `apply_dcap` gave) @ (k or q)."""
+    return total * (score.softmax_scale if score.scale is None else score.scale)

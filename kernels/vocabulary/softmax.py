@@ -1,6 +1,6 @@
 """The running softmax of a block of rows. Natural log outside, base 2 inside.
 
-A score is worth `unit`, a positive number; None is 1. Nothing is assumed about the size of scores, for a row's largest
+A score is worth `scale`, a positive number; None is 1. Nothing is assumed about the size of scores, for a row's largest
 is subtracted before anything is scaled: the difference of two scores is exact where it matters, a product is not.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.
 """
@@ -22,78 +22,78 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What gives the weights of a row back: what is taken from a score, and what is added to its power of two."""
+    """What gives the weights of a row back: a pivot to subtract from a score, and what to add to its exponent."""
 
     pivot: tl.tensor
-    shift: tl.tensor
+    neg_log2_sum: tl.tensor
 
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Rows that have seen nothing, or nothing but a sink: a score, where unit is None."""
+    """Rows that have seen nothing, or nothing but a sink: a score, where scale is None."""
     if sink is None:
         return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
     else:
-        largest = tl.zeros([ROWS], dtype) + sink
-        return State(largest, tl.where(largest == float("-inf"), 0.0, tl.full([ROWS], 1.0, dtype)))
+        row_max = tl.zeros([ROWS], dtype) + sink
+        return State(row_max, tl.where(row_max == float("-inf"), 0.0, tl.full([ROWS], 1.0, dtype)))
 
 
 @triton.jit
-def _pivot(largest):
+def _pivot(row_max):
     """What to subtract: 0 for a row that has seen no key, for -inf - -inf is NaN."""
-    return tl.where(largest == float("-inf"), 0.0, largest)
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
-def _log2(difference, unit):
+def _log2(difference, scale):
     """A difference of two scores, as the power of two that it is."""
-    return difference * (LOG2E if unit is None else unit * LOG2E)
+    return difference * (LOG2E if scale is None else scale * LOG2E)
 
 
 @triton.jit
-def step(state, s, unit):
+def step(state, s, scale):
     """Weights of one tile of scores, the factor that rescales what was summed before, and the new State."""
-    largest = tl.maximum(state.row_max, tl.max(s, 1))
-    pivot = _pivot(largest)
-    p = tl.math.exp2(_log2(s - pivot[:, None], unit))
-    decay = tl.math.exp2(_log2(state.row_max - pivot, unit))
-    return p, decay, State(largest, state.row_sum * decay + tl.sum(p, 1))
+    row_max = tl.maximum(state.row_max, tl.max(s, 1))
+    pivot = _pivot(row_max)
+    p = tl.math.exp2(_log2(s - pivot[:, None], scale))
+    decay = tl.math.exp2(_log2(state.row_max - pivot, scale))
+    return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
 
 
 @triton.jit
-def share(state, whole, unit):
+def share(state, whole, scale):
     """What the sums of a State are worth in those of another, whose keys are its own and more."""
-    return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), unit))
+    return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), scale))
 
 
 @triton.jit
-def join(states, unit):
+def join(states, scale):
     """The State of rows of whose keys there are several, one after the other along the first axis."""
-    largest = tl.max(states.row_max, 0)
-    return State(largest, tl.sum(states.row_sum * share(states, State(largest, largest), unit), 0))
+    row_max = tl.max(states.row_max, 0)
+    return State(row_max, tl.sum(states.row_sum * share(states, State(row_max, row_max), scale), 0))
 
 
 @triton.jit
-def finish(out, state, unit):
-    """(normalised output, lse, rest, which `row` needs). A row that saw nothing has 0, -inf and rest +inf."""
+def finish(out, state, scale):
+    """(normalised output, lse, log2_sum, which `row` needs). A row that saw nothing has 0, -inf and log2_sum +inf."""
     seen = state.row_sum != 0  # of what is not a number, too
-    rest = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
-    largest = state.row_max if unit is None else state.row_max * unit
+    log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
+    row_max = state.row_max if scale is None else state.row_max * scale
     out = tl.where(seen[:, None], out * (1 / state.row_sum)[:, None], 0.0)
-    return out, tl.where(seen, largest + rest * LN2, float("-inf")), tl.where(seen, rest, float("inf"))
+    return out, tl.where(seen, row_max + log2_sum * LN2, float("-inf")), tl.where(seen, log2_sum, float("inf"))
 
 
 @triton.jit
-def row(largest, rest):
+def row(row_max, log2_sum):
     """The Row of what `finish` left.
 
     The log of the sum stays apart from the largest score: where that is large their float32 sum would lose it, and each
     of n equal keys would weigh 1, not 1 / n.
     """
-    return Row(_pivot(largest), -rest)
+    return Row(_pivot(row_max), -log2_sum)
 
 
 @triton.jit
-def weights(s, row, unit):
+def weights(s, row, scale):
     """The weights again, from scores and their rows, which come already broadcast. Rows that saw nothing weigh 0."""
-    return tl.math.exp2(_log2(s - row.pivot, unit) + row.shift)
+    return tl.math.exp2(_log2(s - row.pivot, scale) + row.neg_log2_sum)

@@ -7,23 +7,23 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each a batch of its own: the Turns and Extents of `sequences.take_turns`."""
+    """Packed sequences, each a batch of its own: the Slots and Extents of `sequences.fill_slots`."""
 
-    turns: tl.tensor
+    slots: tl.tensor
     extents: tl.tensor
 
 
 class Packed(NamedTuple):
     """Where a packed sequence begins: its first row and its first key, of so many of all sequences together.
 
-    turn is the one that a program has, or ().
+    slot is the one that a program has, or ().
     """
 
     row: tl.tensor
     key: tl.tensor
     rows: tl.tensor
     keys: tl.tensor
-    turn: tl.tensor
+    slot: tl.tensor
 
 
 class Plane(NamedTuple):
@@ -39,13 +39,13 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A grid of rows x keys in which row r sees keys r + low .. r + high, and is level with key r + shift."""
+    """A grid of rows x keys in which row r sees keys r + low .. r + high, and is level with key r + diagonal."""
 
     rows: tl.tensor
     keys: tl.tensor
     low: tl.tensor
     high: tl.tensor
-    shift: tl.tensor
+    diagonal: tl.tensor
 
 
 @triton.jit
@@ -57,13 +57,13 @@ def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def within(extents, plane, q_len, k_len, turn):
+def within(extents, plane, q_len, k_len, slot):
     """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or, with Extents, in all sequences."""
     if extents is None:
         return plane, q_len, k_len
     else:
         extent = extents + tl.cast(plane.batch, tl.int64) * 4
-        packed = Packed(tl.load(extent), tl.load(extent + 2), q_len, k_len, turn)
+        packed = Packed(tl.load(extent), tl.load(extent + 2), q_len, k_len, slot)
         return Plane(plane.batch, plane.head, plane.index, packed), tl.load(extent + 1), tl.load(extent + 3)
 
 
@@ -71,22 +71,22 @@ def within(extents, plane, q_len, k_len, turn):
 def locate(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     """(block of rows, or keys, its Plane, rows and keys there) of one of the programs of a one-dimensional grid.
 
-    With sequences each head has all of their turns, so that what works at the same time reads the same keys. A program
-    without a turn has no rows and no keys; its block of rows is -1, the first one when counted from the end.
+    With sequences each head has all of their slots, so that what works at the same time reads the same keys. A program
+    without a slot has no rows and no keys; its block of rows is -1, the first one when counted from the end.
     """
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, HEADS, BLOCK)
         return block, plane, q_len, k_len
     else:
-        turns = programs // HEADS
-        turn, head = pid % turns, pid // turns
-        entry = sequences.turns + turn.to(tl.int64) * 2
+        slots = programs // HEADS
+        slot, head = pid % slots, pid // slots
+        entry = sequences.slots + slot.to(tl.int64) * 2
         batch, block = tl.load(entry), tl.load(entry + 1)
         none, batch = block < 0, tl.maximum(batch, 0)
         if BY_KEYS:
             block = tl.maximum(block, 0)
         plane = Plane(batch, head, batch * HEADS + head, ())
-        plane, rows, keys = within(sequences.extents, plane, q_len, k_len, turn)
+        plane, rows, keys = within(sequences.extents, plane, q_len, k_len, slot)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
 
 
@@ -128,22 +128,22 @@ def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
 
     Row 0 is level with key 0 if TOP_LEFT, otherwise the last row is level with the last key.
     """
-    shift = 0 if TOP_LEFT else keys - rows
-    low = -rows if left is None else shift - left
-    high = keys if right is None else shift + right
-    return Band(rows, keys, low, high, shift)
+    diagonal = 0 if TOP_LEFT else keys - rows
+    low = -rows if left is None else diagonal - left
+    high = keys if right is None else diagonal + right
+    return Band(rows, keys, low, high, diagonal)
 
 
 @triton.jit
 def flip(b):
     """The same band seen from the keys: key c is seen by rows c + low .. c + high."""
-    return Band(b.keys, b.rows, -b.high, -b.low, -b.shift)
+    return Band(b.keys, b.rows, -b.high, -b.low, -b.diagonal)
 
 
 @triton.jit
 def distance(b, r, c):
     """How far key c stands from where row r is level; r and c come already broadcast, either way round."""
-    return tl.abs(r + b.shift - c)
+    return tl.abs(r + b.diagonal - c)
 
 
 @triton.jit
@@ -157,11 +157,11 @@ def inside(b, r, c):
 
 @triton.jit
 def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Key blocks met by rows first .. first + ROWS - 1: [begin, full), [full, rest), [rest, end).
+    """Key blocks met by rows first .. first + ROWS - 1: [begin, full), [full, full_end), [full_end, end).
 
     Every row sees every key of the middle range, so it takes no mask; the outer two do:
 
-                 begin    full         rest     end
+                 begin    full       full_end   end
         first      |  . x x|x x x x x x x|x .     |
                    |    . x|x x x x x x x|x x .   |
         last       |      .|x x x x x x x|x x x . |
@@ -170,9 +170,9 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     begin = tl.maximum(first + b.low, 0) // BLOCK
     end = tl.cdiv(tl.maximum(tl.minimum(last + b.high + 1, b.keys), 0), BLOCK)
     full = tl.cdiv(tl.maximum(last + b.low, 0), BLOCK)
-    rest = tl.maximum(tl.minimum(first + b.high + 1, b.keys), 0) // BLOCK
+    full_end = tl.maximum(tl.minimum(first + b.high + 1, b.keys), 0) // BLOCK
     full = tl.minimum(tl.maximum(full, begin), end)
-    return begin, full, tl.minimum(tl.maximum(rest, full), end), end
+    return begin, full, tl.minimum(tl.maximum(full_end, full), end), end
 
 
 @triton.jit
@@ -181,5 +181,5 @@ def masked_past(ranges, n, length):
 
     Keys past the end are zeros, and what they weigh is exp(-lse): it may be inf, and inf * 0 would reach dq.
     """
-    begin, full, rest, end = ranges
-    return begin, full, tl.where(n <= length, rest, full), end
+    begin, full, full_end, end = ranges
+    return begin, full, tl.where(n <= length, full_end, full), end

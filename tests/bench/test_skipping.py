@@ -79,7 +79,7 @@ def test_marking_each_different_block_once_marks_them_all(options):
 
     case = cases.Case(2, 1, 1, 192, 192, 16, 16, False, "float32", options)
     masks = case.masks("cpu")
-    whole = blocks.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
+    whole = blocks.block_mask(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, 16)
     assert torch.equal(skipping.block_mask(masks, 16), whole)
 
 

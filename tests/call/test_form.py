@@ -73,7 +73,7 @@ def test_masks_and_what_belongs_to_heads_get_the_dimensions_they_lack():
 def test_the_band(options, left, right, top_left):
     call = normalise(arguments(**options))
     assert (call.left, call.right, call.top_left) == (left, right, top_left)
-    assert form.shift(call) == (0 if top_left else 2)
+    assert form.diagonal(call) == (0 if top_left else 2)
 
 
 def test_numbers_are_floats_and_a_scale_is_there():

@@ -72,6 +72,6 @@ def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, monkeypatc
     from fusedattn.launch import arguments as views, run as launch
 
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 5)
-    monkeypatch.setattr(views, "packed", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))
+    monkeypatch.setattr(views, "pack_gqa", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

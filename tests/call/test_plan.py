@@ -20,17 +20,17 @@ NONE, SOME, ALL = 0, 1, 3
 def grain(device):
     from fusedattn.launch import run as launch, tiles
 
-    return tiles.grain(launch.capability(torch.device(device)))
+    return tiles.block_mask_size(launch.capability(torch.device(device)))
 
 
 def by_hand(mask, grain):
     """Marks of a (B, H, Sq, Sk) mask of bool."""
     batch, heads, rows, keys = mask.shape
-    marks = torch.zeros(batch, heads, -(-rows // grain), -(-keys // grain), dtype=torch.uint8)
-    for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in marks.shape)).tolist():
+    block_mask = torch.zeros(batch, heads, -(-rows // grain), -(-keys // grain), dtype=torch.uint8)
+    for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in block_mask.shape)).tolist():
         block = mask[b, h, i * grain : (i + 1) * grain, j * grain : (j + 1) * grain]
-        marks[b, h, i, j] = ALL if block.all() else SOME if block.any() else NONE
-    return marks
+        block_mask[b, h, i, j] = ALL if block.all() else SOME if block.any() else NONE
+    return block_mask
 
 
 def blocky(*shape, device, grain):
@@ -43,21 +43,21 @@ def blocky(*shape, device, grain):
 @pytest.mark.parametrize("shape", [(2, 3, 40, 70), (1, 1, 33, 17), (2, 1, 1, 50), (1, 2, 50, 1)], ids=str)
 def test_marks_of_a_mask(shape, device, grain):
     mask = blocky(*shape, device=device, grain=grain)
-    assert torch.equal(fa.plan(mask).marks.cpu(), by_hand(mask.cpu(), grain))
+    assert torch.equal(fa.plan(mask).block_mask.cpu(), by_hand(mask.cpu(), grain))
 
 
 def test_marks_of_all_masks_together(device, grain):
     mask = blocky(1, 2, 50, 70, device=device, grain=grain)
     key_mask, query_mask = (torch.arange(n, device=device)[None] < m for n, m in ((70, 40), (50, 35)))
-    marks = fa.plan(mask, key_mask, query_mask).marks.cpu()
+    block_mask = fa.plan(mask, key_mask, query_mask).block_mask.cpu()
     seen = (mask & key_mask[:, None, None, :] & query_mask[:, None, :, None]).cpu()
     want = by_hand(seen, grain)
     # Rows that are hidden keep no block from being all seen.
     others = by_hand((mask & key_mask[:, None, None, :] | ~query_mask[:, None, :, None]).cpu(), grain)
-    assert torch.equal(marks & 1, want & 1)
-    assert torch.equal(marks[want > 0] == ALL, others[want > 0] == ALL)
-    assert fa.plan(key_mask=key_mask).marks.shape == (1, 1, 1, -(-70 // grain))
-    assert fa.plan(query_mask=query_mask[0]).marks.shape == (1, 1, -(-50 // grain), 1)
+    assert torch.equal(block_mask & 1, want & 1)
+    assert torch.equal(block_mask[want > 0] == ALL, others[want > 0] == ALL)
+    assert fa.plan(key_mask=key_mask).block_mask.shape == (1, 1, 1, -(-70 // grain))
+    assert fa.plan(query_mask=query_mask[0]).block_mask.shape == (1, 1, -(-50 // grain), 1)
 
 
 def tiles_of(lists, planes):
@@ -95,7 +95,7 @@ def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, gr
     seen = seen & (j >= i - left) & (j <= i + right)
     size = tiles.Tile(*tile, 4, 1)
     for by_keys in (False, True):
-        listed = blocks.list_blocks(call, call.marks, grain, size, by_keys)
+        listed = blocks.tile_lists(call, call.block_mask, grain, size, by_keys)
         found = tiles_of(listed, 4 if by_keys else 8)
         got = torch.zeros(8, -(-70 // tile[0]), -(-90 // tile[1]), dtype=torch.long)
         for (plane, block), (partly, fully) in found.items():
@@ -171,7 +171,7 @@ def test_marks_of_what_was_expanded_are_those_of_what_it_was_expanded_from(given
         "query_mask": ((1, 40), (2, 40)),
     }[given]
     mask = torch.rand(shape, device=device) < 0.5
-    assert torch.equal(fa.plan(**{given: mask.expand(whole)}).marks, fa.plan(**{given: mask}).marks)
+    assert torch.equal(fa.plan(**{given: mask.expand(whole)}).block_mask, fa.plan(**{given: mask}).block_mask)
     query, key = torch.randn(2, 3, 40, 16, device=device), torch.randn(2, 3, 50, 16, device=device)
     one, two = (fa.attention(query, key, key, backend="triton", **{given: x}) for x in (mask, mask.expand(whole)))
     assert torch.equal(one, two)
@@ -181,8 +181,8 @@ def test_a_plan_is_looked_at_once(device, monkeypatch):
     from fusedattn.launch import blocks
 
     marked = []
-    run = blocks.mark
-    monkeypatch.setattr(blocks, "mark", lambda *masks: marked.append(masks) or run(*masks))
+    run = blocks.block_mask
+    monkeypatch.setattr(blocks, "block_mask", lambda *masks: marked.append(masks) or run(*masks))
     query = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
     mask = torch.ones(20, 20, dtype=torch.bool, device=device).tril()
     plan = fa.plan(mask)
@@ -219,7 +219,7 @@ def test_work_follows_the_real_tokens(device, grain):
     x = torch.zeros(4, 1, 160, 16, device=device)
     call = checked(Arguments(x, x, x, mask=fa.plan(key_mask=real, query_mask=real)))
     for by_keys in (False, True):
-        found = tiles_of(blocks.list_blocks(call, call.marks, grain, size, by_keys), 4)
+        found = tiles_of(blocks.tile_lists(call, call.block_mask, grain, size, by_keys), 4)
         counted = [sum(len(a) + len(b) for (p, _), (a, b) in found.items() if p == plane) for plane in range(4)]
         if grain <= 32:
             assert counted == [(-(-length // 32)) ** 2 for length in lengths.tolist()]
@@ -233,6 +233,6 @@ def test_without_kernels_a_plan_holds_its_masks(monkeypatch):
     monkeypatch.setattr(backends, "machine_reasons", lambda device: ["no Triton"])
     mask = torch.rand(4, 5) < 0.5
     plan = fa.plan(mask)
-    assert plan.marks is None and plan.mask is mask
+    assert plan.block_mask is None and plan.mask is mask
     x = torch.randn(1, 1, 5, 8)
     assert torch.equal(fa.attention(x[:, :, :4], x, x, mask=plan), fa.attention(x[:, :, :4], x, x, mask=mask))

@@ -196,7 +196,7 @@ SLIPS = {
     "the output is not fenced": ("        fence_async_shared()\n        place", "        place", "no fence"),
     "q is given back before the output left": ("        if not SHARE:", "        if True:", None),
     "the other warpgroup is never let in": ("ping_pong.index(1 - g)", "ping_pong.index(g)", "wait for each other"),
-    "the diagonal takes no mask": ("(block >= rest)", "(block > rest)", None),
+    "the diagonal takes no mask": ("(block >= full_end)", "(block > full_end)", None),
     "a tile is used before it is there": ("        ring.wait(shared.k, step)\n", "", "changed while it was read"),
 }
 

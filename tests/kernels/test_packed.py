@@ -235,15 +235,15 @@ def test_marks_know_how_long_sequences_are(device):
 
     rows, keys = (3, 40), (20, 33)
     query, key, value, _ = draw_packed(rows, keys, device)
-    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), blocks.grain(query.device)
+    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), blocks.block_mask_size(query.device)
     seen = torch.zeros(grain + 53, dtype=torch.bool, device=device)[:53]
     seen[20:] = True
     call = checked_packed(
         Packed(query, key, value, offsets(rows, device), offsets(keys, device), **most, key_mask=seen), {}, False
     )
-    marks = blocks.mark(*call.hiding, call.lengths, grain)
-    assert marks.shape == (2, 1, 1, -(-33 // grain))
-    assert not marks[0, 0, 0, : -(-20 // grain)].fmod(2).any() and (marks[1] == 3).all()
+    block_mask = blocks.block_mask(*call.hiding, call.lengths, grain)
+    assert block_mask.shape == (2, 1, 1, -(-33 // grain))
+    assert not block_mask[0, 0, 0, : -(-20 // grain)].fmod(2).any() and (block_mask[1] == 3).all()
 
 
 @pytest.mark.parametrize("bulk", [False, True], ids=["threads", "copy engine"])
@@ -279,7 +279,7 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
         rows, keys = ([generator.choice((0, 1, generator.randint(2, 200))) for _ in range(count)] for _ in range(2))
         query, key, value, _ = draw_packed(rows, keys, device, (1, 1), (1, 1))
         call = checked_packed(Packed(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False)
-        size = blocks.turns(call, 32, by_keys)
+        size = blocks.slots(call, 32, by_keys)
         turns, extents = blocks.packed_sequences(call.lengths, 32, by_keys, size)
         starts = [offsets(lengths)[:-1].tolist() for lengths in (rows, keys)]
         assert extents.tolist() == [list(each) for each in zip(starts[0], rows, starts[1], keys, strict=True)]
@@ -301,7 +301,7 @@ def test_no_turn_is_written_where_there_is_no_room(device):
     for size in (0, 5, 13, 14):
         whole.fill_(-7)
         more = dict(Turns=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)
-        launch.run_kernel("take_turns", 3, lengths | more, wrong.device, num_warps=4)
+        launch.run_kernel("fill_slots", 3, lengths | more, wrong.device, num_warps=4)
         assert (whole[size:] == -7).all() and (whole[:size] >= 0).all()
         assert extents.tolist()[:4] == [[0, 200, 0, 200], [200, 0, 200, 0], [0, 200, 0, 200], [-7] * 4]
 

@@ -179,19 +179,19 @@ def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch
 
 @compiled
 def test_masks_that_cannot_be_marked(failing):
-    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"mark"})
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"block_mask"})
     inputs, options = draw("cpu", requires_grad=True), OPTIONS["masks"](9, 11, "cpu")
     want = fa.reference.attention(*inputs, **options)
     with gpu, pytest.warns(UserWarning, match="PTXASError"):
         plan = fa.plan(options["mask"])
-        assert plan.marks is None
+        assert plan.block_mask is None
         same([fa.attention(*inputs, **options)], [want])
         same([fa.attention(*inputs, mask=plan)], [fa.reference.attention(*inputs, mask=plan)])
 
 
 @compiled
 def test_packed_sequences_and_caches(failing):
-    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"take_turns", "append", "decode"})
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"fill_slots", "append", "decode"})
     query, key, value = leaves(*[torch.randn(10, 2, 8) for _ in range(3)])
     offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
     cache = torch.randn(2, 2, 2, 12, 8)

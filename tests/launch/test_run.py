@@ -161,9 +161,9 @@ def test_a_kernel_that_is_known_not_to_run_is_found_with_those_before_it():
         return str(run.failed(call, names) or "")
 
     assert not why(masked, "forward")
-    known("list_blocks", "no lists")
+    known("tile_lists", "no lists")
     assert "no lists" in why(masked, "forward") and not why(plain, "forward")
-    known("take_turns", "no turns")
+    known("fill_slots", "no turns")
     assert "no turns" in why(packed, "forward") and not why(plain, "forward")
     known("dq", "no dq", run.kind_of("dq", plain))
     assert "no dq" in why(plain, "forward", "dq") and not why(plain, "forward")

@@ -38,7 +38,7 @@ GPUS = {
 
 
 class Bound(NamedTuple):
-    """Clocks of one turn of a loop by what they are spent on, all blocks of a multiprocessor alike; TFLOP/s of a GPU.
+    """Clocks of one step of a loop by what they are spent on, all blocks of a multiprocessor alike; TFLOP/s of a GPU.
 
     `overlapped` is if all of it runs at once, `serial` if the tensor cores and the rest of the instructions take turns.
     The operations are those of the kernel's own products, less what is padding.
@@ -100,7 +100,7 @@ def bound(loop, capability, warps, useful=1.0, copied=0):
 
     Args:
         useful: the share of its operations that is no padding.
-        copied: bytes that another warp of the block brings into shared memory for each turn.
+        copied: bytes that another warp of the block brings into shared memory for each step.
     Raises: ValueError if no tensor core works in it: what its products are is then not to be told from the rest.
     """
     gpu, kinds = GPUS[capability], sass.mix(loop)

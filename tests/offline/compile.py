@@ -74,7 +74,7 @@ def noted(version):
 def write_noted(version, rows, reports):
     """Put (Row, Report)s that a version is to be noted for into VERSIONS; what it said of other rows stays."""
     known = {row: x for row, x in noted(version).items() if row not in {str(row).rstrip() for row in rows}}
-    known |= {str(row).rstrip(): Noted(x.spills, tuple(map(len, x.turns))) for row, x in reports}
+    known |= {str(row).rstrip(): Noted(x.spills, tuple(map(len, x.loops))) for row, x in reports}
     text = VERSIONS.read_text() if VERSIONS.exists() else VERSIONS_HEADING
     heading, *parts = text.split("\ntriton ")
     parts = {part.partition(":")[0]: part for part in parts}
@@ -110,7 +110,7 @@ def faults(row, report, committed=None, known=None):
     yield from map(str, report.overwritten)
     if on_hopper:
         length = (committed or {}).get(str(row).rstrip())
-        yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.turns))
+        yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.loops))
 
 
 def _faults_on_hopper(row, report, lengths):
@@ -125,14 +125,14 @@ def _faults_on_hopper(row, report, lengths):
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
     if missing := sorted({"UTMALDG", "UTMASTG"} - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
-    if len(report.turns) != groups:
-        yield f"has {len(report.turns)} main loops, of {groups} warpgroups"
-    for number, (turn, length) in enumerate(zip(report.turns, lengths, strict=False)):
-        under, exponentials = hazards.overlapped(turn)
+    if len(report.loops) != groups:
+        yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
+    for number, (step, length) in enumerate(zip(report.loops, lengths, strict=False)):
+        under, exponentials = hazards.overlapped(step)
         if not 0 < under == exponentials:
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
-        if length is not None and abs(len(turn) - length) > DRIFT * length:
-            yield f"has {len(turn)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
+        if length is not None and abs(len(step) - length) > DRIFT * length:
+            yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
 
 
 def _hopper_table():
@@ -150,7 +150,7 @@ def _hopper_table():
 
 def _packed_table(capability):
     """Rows of packed sequences: their loops are those of the others, what comes before is not."""
-    yield Row("take_turns", capability, "bf16", 128, "packed", configs.Tile(64, None, 4, 1), (0, 1))
+    yield Row("fill_slots", capability, "bf16", 128, "packed", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),
         ("forward", 128),
@@ -161,7 +161,7 @@ def _packed_table(capability):
     ):
         tiles = configs.tiles(kernel, capability, 2, width)
         yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
-    for kernel in ("mark", "list_blocks"):
+    for kernel in ("block_mask", "tile_lists"):
         yield Row(kernel, capability, "bf16", 128, "packed all", configs.Tile(64, None, 4, 1), (0, 1))
     for kernel in ("forward", "weights", "dq", "dkdv", "dbias"):
         tiles = configs.tiles(kernel, capability, 2, 128, "rich")
@@ -210,7 +210,7 @@ def table(capabilities=(80, 90)):
     if 86 not in capabilities:
         yield from _small_table()
     yield from _packed_table(capabilities[-1])
-    for kernel, capability in itertools.product(("mark", "list_blocks"), capabilities):
+    for kernel, capability in itertools.product(("block_mask", "tile_lists"), capabilities):
         yield Row(kernel, capability, "bf16", 128, "everything", configs.Tile(64, None, 4, 1), (0, 1))
     yield from _cache_table(capabilities)
     others = [kernel for kernel in configs.INTERPRETED if kernel not in configs.ON_CACHES]

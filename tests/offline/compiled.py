@@ -107,7 +107,7 @@ class Row(NamedTuple):
 class Report(NamedTuple):
     """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop.
 
-    What is read where its compiled code is: turns, one of each main loop, of which `loop` is the shortest; asked,
+    What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
     numbers of registers that warps go on with; copied, names of tensor copies; overwritten, as `hazards` has it.
     """
 
@@ -119,7 +119,7 @@ class Report(NamedTuple):
     loop: tuple | None  # instructions, if it was read
     seconds: float
     asm: dict
-    turns: tuple = ()
+    loops: tuple = ()
     asked: frozenset = frozenset()
     copied: frozenset = frozenset()
     overwritten: tuple = ()
@@ -249,7 +249,7 @@ def compile_row(row, read=False, heads=None):
     ptx = compiled.asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
     sass = disassemble(compiled.asm["cubin"]) if plain or read or row.kernel == "hopper" else ""
-    turns = flow.turns(sass)
+    loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
@@ -258,10 +258,10 @@ def compile_row(row, read=False, heads=None):
         # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
         serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", log) is not None,
         counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
-        loop=min(turns, key=len, default=None),
+        loop=min(loops, key=len, default=None),
         seconds=seconds,
         asm=dict(ptx=ptx, sass=sass, log=log),
-        turns=turns,
+        loops=loops,
         asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
         copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
         overwritten=hazards.overwritten(sass),

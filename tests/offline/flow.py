@@ -1,4 +1,4 @@
-"""Ways through compiled code: its blocks, the loops that they make, and one turn of a loop that multiplies."""
+"""Ways through compiled code: its blocks, the loops that they make, and one step of a loop that multiplies."""
 
 import itertools
 import re
@@ -144,18 +144,18 @@ def _turn(blocks, head, body, inner):
         return best[n]
 
     find(head)
-    turn, n = list(blocks[head].code), best[head][2]
+    step, n = list(blocks[head].code), best[head][2]
     while n != head:
-        turn += blocks[n].code
+        step += blocks[n].code
         n = best[n][2]
-    return tuple(turn)
+    return tuple(step)
 
 
-def turns(sass):
-    """One turn of each loop that multiplies matrices and has none inside that does, but for those with few products.
+def steps(sass):
+    """One step of each loop that multiplies matrices and has none inside that does, but for those with few products.
 
-    Where masks are a matter of a branch it is a turn without, and what only some of the warps store, or wait for in all
-    turns but the last, is in it: of the ways around that store, copy, wait and multiply the most, it is the shortest.
+    Where masks are a matter of a branch it is a step without, and what only some of the warps store, or wait for in all
+    steps but the last, is in it: of the ways around that store, copy, wait and multiply the most, it is the shortest.
     """
     code = blocks(sass)
     names = [[operation(text) for text in block.code] for block in code]

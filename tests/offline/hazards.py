@@ -108,12 +108,12 @@ def overwritten(sass):
     return tuple(found.values())
 
 
-def overlapped(turn):
-    """(exponentials of a turn of a loop that run while a product does, all of them)."""
+def overlapped(step):
+    """(exponentials of a step of a loop that run while a product does, all of them)."""
     running, counted = 0, (0, 0)
-    for _ in range(2):  # the first finds what is running when a turn begins
+    for _ in range(2):  # the first finds what is running when a step begins
         under = total = 0
-        for instruction in turn:
+        for instruction in step:
             name, wait = operation(instruction), _WAIT.search(instruction)
             running += name.startswith("HGMMA") and bool(_COMMIT.search(instruction))
             running = min(running, int(wait[1], 16)) if wait else running

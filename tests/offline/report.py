@@ -18,7 +18,7 @@ file; another version of Triton gives other numbers.
   many a multiprocessor holds by registers, shared memory and their own number.
 - `hopper`: its `tile` has the warps that multiply, and pp where warpgroups take turns; a block has four more, of which
   one copies. `regs` are those of a thread when it starts. Nothing of it changes with the number of programs.
-- `loop`: the instructions of one warp in one turn of the loop over blocks that take no mask, by kind (of `hopper`: of
+- `loop`: the instructions of one warp in one step of the loop over blocks that take no mask, by kind (of `hopper`: of
   one that multiplies, where the branch around the mask is taken and no barrier has to be waited for); `alu` is
   selections, conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles, branches and
   what is computed once a warp. `clocks`: what they take of a multiprocessor, of all warps of one block: tensor cores,

@@ -51,11 +51,11 @@ def test_options_are_what_is_compiled():
 def test_the_kernel_for_hopper_is_read_as_it_is():
     found = report("hopper")
     sass = found.asm["sass"]
-    assert [hazards.overlapped(turn) for turn in found.turns] == [(66, 66)] * 2
+    assert [hazards.overlapped(step) for step in found.loops] == [(66, 66)] * 2
     assert found.asked >= {24, 240} and found.copied == {"UTMALDG", "UTMASTG"}
-    for turn in found.turns:  # without the mask, with the wait
-        assert sum(text.startswith("FSEL") for text in turn) < 10
-        assert sum("SYNCS.PHASECHK" in text for text in turn) == 2
+    for step in found.loops:  # without the mask, with the wait
+        assert sum(text.startswith("FSEL") for text in step) < 10
+        assert sum("SYNCS.PHASECHK" in text for text in step) == 2
     planted = re.sub(r"^(\s+/\*[0-9a-f]{4,}\*/\s+)WARPGROUP\.DEPBAR\S* gsb0, 0x0 ;", r"\1NOP ;", sass, flags=re.M)
     assert hazards.overwritten(sass) == () != hazards.overwritten(planted)
 
@@ -102,10 +102,10 @@ QK = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0"
 PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
 LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 EXP2 = "MUFU.EX2 R24, R24"
-TURN = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
+STEP = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
 ON_HOPPER = GOOD._replace(
     registers=168,
-    turns=(TURN, TURN),
+    loops=(STEP, STEP),
     asked=frozenset({24, 120, 240, 256}),
     copied=frozenset({"UTMALDG", "UTMASTG"}),
 )
@@ -120,17 +120,17 @@ ON_HOPPER = GOOD._replace(
         (dict(registers=160), "takes 160 registers a thread, and is launched with 168"),
         (dict(asked=frozenset({24, 120, 232, 256})), "not with 240 and 24"),
         (dict(copied=frozenset({"UTMALDG"})), "no UTMASTG"),
-        (dict(turns=(TURN,)), "1 main loops, of 2"),
-        (dict(turns=(TURN, (QK, PV, LEAVE_ONE, LEAVE_NONE, *TURN[3:]))), "0 of 34 exponentials of loop 1"),
-        (dict(turns=((*TURN[:3], EXP2, *TURN[-2:]), TURN)), "6 instructions in loop 0, not within 5% of 39"),
-        (dict(turns=((*TURN, "NOP"), TURN)), None),  # within 5%
-        (dict(turns=((*TURN, "NOP", "NOP"), TURN)), "41 instructions in loop 0"),
+        (dict(loops=(STEP,)), "1 main loops, of 2"),
+        (dict(loops=(STEP, (QK, PV, LEAVE_ONE, LEAVE_NONE, *STEP[3:]))), "0 of 34 exponentials of loop 1"),
+        (dict(loops=((*STEP[:3], EXP2, *STEP[-2:]), STEP)), "6 instructions in loop 0, not within 5% of 39"),
+        (dict(loops=((*STEP, "NOP"), STEP)), None),  # within 5%
+        (dict(loops=((*STEP, "NOP", "NOP"), STEP)), "41 instructions in loop 0"),
         (dict(overwritten=(hazards.Overwritten("MOV R152, R2", 152, PV),)), "'MOV R152, R2' writes R152"),
     ],
 )
 def test_what_is_wrong_with_the_kernel_for_hopper_is_said(change, said):
     row = first("hopper")
-    found = list(offline.faults(row, ON_HOPPER._replace(**change), {str(row).rstrip(): len(TURN)}))
+    found = list(offline.faults(row, ON_HOPPER._replace(**change), {str(row).rstrip(): len(STEP)}))
     assert found == [] if said is None else len(found) == 1 and said in found[0]
 
 
@@ -246,16 +246,16 @@ def test_how_many_blocks_a_multiprocessor_holds(registers, shared, warps, expect
 def test_what_another_triton_makes_of_a_row_is_noted_and_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(offline, "VERSIONS", tmp_path / "versions.md")
     row = first("hopper")
-    length = {str(row).rstrip(): len(TURN)}
-    found = ON_HOPPER._replace(spills=8, turns=((*TURN, "NOP", "NOP"), TURN))
+    length = {str(row).rstrip(): len(STEP)}
+    found = ON_HOPPER._replace(spills=8, loops=((*STEP, "NOP", "NOP"), STEP))
     assert len(list(offline.faults(row, found, length, offline.noted("3.9.0")))) == 2
     offline.write_noted("3.9.0", [row], [(row, found)])
     offline.write_noted("3.8.0", [], [])
     known = offline.noted("3.9.0")
-    assert known == {str(row).rstrip(): (8, (len(TURN) + 2, len(TURN)))} and offline.noted("3.8.0") == {}
+    assert known == {str(row).rstrip(): (8, (len(STEP) + 2, len(STEP)))} and offline.noted("3.8.0") == {}
     assert list(offline.faults(row, found, length, known)) == []
     assert list(offline.faults(row, found._replace(spills=12), length, known)) == ["spills 12 bytes, of 8 allowed"]
-    offline.write_noted("3.9.0", [row], [(row, found._replace(turns=()))])  # one whose loops were not read
+    offline.write_noted("3.9.0", [row], [(row, found._replace(loops=()))])  # one whose loops were not read
     assert offline.noted("3.9.0") == {str(row).rstrip(): (8, ())}
     offline.write_noted("3.9.0", [row], [])
     assert offline.noted("3.9.0") == {} and offline.noted("3.8.0") == {}

@@ -1,4 +1,4 @@
-"""Compiled code, read: the ways through it, one turn of its loops, and what it does while a product runs."""
+"""Compiled code, read: the ways through it, one step of its loops, and what it does while a product runs."""
 
 import pytest
 
@@ -31,9 +31,9 @@ def test_a_turn_is_of_the_shortest_loop_that_multiplies():
     plain = ["PLAIN: NOP", *[QK] * 20, "@P0 BRA PLAIN"]
     copy = ["COPY: NOP", *["LDG.E R2, desc[UR4][R8.64]"] * 5, "@P0 BRA COPY"]
     few = ["FEW: NOP", QK, "@P0 BRA FEW"]
-    turns = flow.turns(written("OUTER: NOP", *masked, *plain, *copy, *few, "@P1 BRA OUTER", "EXIT"))
-    assert sorted(map(len, turns)) == [22, 42]
-    assert flow.turns(written("EXIT")) == flow.turns("") == ()
+    loops = flow.steps(written("OUTER: NOP", *masked, *plain, *copy, *few, "@P1 BRA OUTER", "EXIT"))
+    assert sorted(map(len, loops)) == [22, 42]
+    assert flow.steps(written("EXIT")) == flow.steps("") == ()
 
 
 def test_a_turn_goes_around_the_mask_and_through_the_waits():
@@ -46,7 +46,7 @@ def test_a_turn_goes_around_the_mask_and_through_the_waits():
         *["OTHER: NOP", QK, "BRA OTHER"],
         *["SPIN: NOP", wait, "@!P0 BRA SPIN", "BRA NEXT"],
     ]
-    first, other = flow.turns(written(*lines))
+    first, other = flow.steps(written(*lines))
     assert [text.partition(" ")[0] for text in first if not text.startswith("@")] == [
         *["NOP", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "NOP", QK.partition(" ")[0], "NOP", "STS", "MUFU.EX2"]
     ]
@@ -116,7 +116,7 @@ WRITE = "F2FP.BF16.F32.PACK_AB R153, R25, R24"
         ([PV, "@P0 " + LEAVE_NONE, WRITE], 1),
         ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # on one of two ways
         ([PV, "@P0 BRA AFTER", LEAVE_NONE, "EXIT", "AFTER: NOP", LEAVE_NONE, WRITE], 0),
-        (["LOOP: NOP", WRITE, PV, "@P0 BRA LOOP", LEAVE_NONE], 1),  # in the next turn
+        (["LOOP: NOP", WRITE, PV, "@P0 BRA LOOP", LEAVE_NONE], 1),  # in the next step
         (["LOOP: NOP", WRITE, PV, LEAVE_NONE, "@P0 BRA LOOP"], 0),
         (["LOOP: NOP", QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE, "@P0 BRA LOOP", PV, WRITE], 1),  # behind it
         (["LOOP: NOP", PV, "@P0 BRA LOOP", LEAVE_NONE, WRITE], 0),
@@ -134,7 +134,7 @@ EXP2 = "MUFU.EX2 R24, R24"
 
 
 @pytest.mark.parametrize(
-    "turn, expected",
+    "step, expected",
     [
         ([QK, PV, LEAVE_ONE, EXP2, EXP2, LEAVE_NONE], (2, 2)),
         ([QK, PV, LEAVE_ONE, LEAVE_NONE, EXP2], (0, 1)),
@@ -144,5 +144,5 @@ EXP2 = "MUFU.EX2 R24, R24"
         ([QK, LEAVE_NONE], (0, 0)),
     ],
 )
-def test_exponentials_under_a_product_are_counted(turn, expected):
-    assert hazards.overlapped(turn) == expected
+def test_exponentials_under_a_product_are_counted(step, expected):
+    assert hazards.overlapped(step) == expected

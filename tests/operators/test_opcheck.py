@@ -60,8 +60,8 @@ def _bias_of_rows(device):
 
 def _bias_over_batch(device):
     bias = torch.randn(1, HQ, SQ, SK, device=device)
-    marks = OPERATORS.mark(None, None, None, bias, *WHOLE)
-    return fields(*dense(device), bias=bias, marks=marks)
+    block_mask = OPERATORS.block_mask(None, None, None, bias, *WHOLE)
+    return fields(*dense(device), bias=bias, block_mask=block_mask)
 
 
 def _no_keys(device):
@@ -143,6 +143,8 @@ def test_backward_and_its_derivative(name, device):
 def test_mark(device):
     masks, bias = _masks(device), _bias_of_keys(device).bias.requires_grad_()
     given = masks.mask, masks.key_mask, masks.query_mask, bias
-    torch.library.opcheck(OPERATORS.mark.default, (*given, *WHOLE))
+    torch.library.opcheck(OPERATORS.block_mask.default, (*given, *WHOLE))
     call = _packed_bias(device)
-    torch.library.opcheck(OPERATORS.mark.default, (None, call.key_mask, call.query_mask, bias[..., :4], *call.lengths))
+    torch.library.opcheck(
+        OPERATORS.block_mask.default, (None, call.key_mask, call.query_mask, bias[..., :4], *call.lengths)
+    )

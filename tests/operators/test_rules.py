@@ -55,8 +55,8 @@ RIGHT = {  # arguments that an operator takes
     "forward": DENSE | AFTER,
     "packed forward": PACKED | AFTER,
     "backward": INCOMING | KEPT | DENSE | dict(need=[True, True, True, False, False, False]),
-    "mark": MASKS | WHOLE_MASKS,
-    "packed mark": PACKED_MASKS | dict(rows=TQ, keys=TK) | LONGEST,
+    "block_mask": MASKS | WHOLE_MASKS,
+    "packed block_mask": PACKED_MASKS | dict(rows=TQ, keys=TK) | LONGEST,
     "append": CACHES | dict(new_key=ones(B, HKV, 1, D), new_value=ones(B, HKV, 1, DV)) | TURNING | dict(named=True),
     "decode": dict(query=ones(B, HQ, SQ, D)) | CACHES | dict(added=1) | TURNING | OPTIONS | NUMBERS,
 }
@@ -91,9 +91,9 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("softcap", ValueError, "above 0", dict(softcap=0.0)),
         ("left", ValueError, "no negative number", dict(left=-1)),
         ("right", ValueError, "no negative number", dict(right=-2)),
-        ("marks", TypeError, "uint8", dict(mask=bools(B, 1, SQ, SK), marks=ones(B, 1, 1, 1))),
-        ("marks", ValueError, "broadcastable to (2, 4, 1, 1)", dict(marks=ones(1, 1, 1, 2).to(torch.uint8))),
-        ("marks", ValueError, "rank 4", dict(marks=ones(1, 1, 1).to(torch.uint8))),
+        ("block_mask", TypeError, "uint8", dict(mask=bools(B, 1, SQ, SK), block_mask=ones(B, 1, 1, 1))),
+        ("block_mask", ValueError, "broadcastable to (2, 4, 1, 1)", dict(block_mask=ones(1, 1, 1, 2).to(torch.uint8))),
+        ("block_mask", ValueError, "rank 4", dict(block_mask=ones(1, 1, 1).to(torch.uint8))),
         ("query", ValueError, "a batch of 1 beside cu_seqlens_q", dict(OFFSETS)),
         ("on_hopper", ValueError, "False where it knows no key_mask", dict(key_mask=bools(1, SK), on_hopper=True)),
         ("on_hopper", ValueError, "False where it knows no softcap", dict(softcap=2.0, on_hopper=True)),
@@ -129,7 +129,7 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("need", ValueError, "False for bias, which is None", dict(need=[True] * DIFFERENTIABLE)),
         ("need", ValueError, "6 bools", dict(need=[True] * 3)),
     ],
-    "mark": [
+    "block_mask": [
         ("mask", ValueError, "rank 4", dict(mask=bools(SQ, SK))),
         ("mask", TypeError, "a bool tensor", dict(mask=ones(B, 1, SQ, SK))),
         ("key_mask", ValueError, "rank 2", dict(key_mask=bools(SK))),
@@ -139,7 +139,7 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("bias", TypeError, "a floating tensor", dict(bias=bools(B, 1, SQ, SK))),
         ("bias", ValueError, "fits the other masks", dict(bias=ones(B, 1, SQ, SK + 1))),
     ],
-    "packed mark": [
+    "packed block_mask": [
         ("key_mask", ValueError, "shape (1, 9), of all packed rows", dict(key_mask=bools(1, TK - 1))),
         ("query_mask", ValueError, "shape (1, 7)", dict(query_mask=bools(1, TQ + 1))),
         ("max_seqlen_k", ValueError, "an int beside key_mask", dict(max_seqlen_k=None)),
@@ -304,9 +304,9 @@ def test_what_has_no_derivative_says_so(name, device):
 
 
 def test_marks_have_no_gradient_and_want_none(device):
-    given = moved(RIGHT["mark"], device)
+    given = moved(RIGHT["block_mask"], device)
     given["bias"] = given["bias"].clone().requires_grad_()
-    assert not OPERATORS.mark(**given).requires_grad
+    assert not OPERATORS.block_mask(**given).requires_grad
 
 
 @pytest.mark.parametrize("sizes", [(0, SK), (SQ, 0)], ids=["no queries", "no keys"])
