@@ -12,7 +12,7 @@ from .call.form import Arguments, Plan, packed_results, rank4, results, rows
 from .call.packed import Packed, checked_packed
 from .call.plan import check_plan
 from .call.rules import FLOATING, check_flags, fail
-from .operators import attention as ops
+from .operators.attention import block_mask_or_none
 from .replay import cache
 
 
@@ -252,7 +252,7 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     check_plan(Plan(mask, key_mask, query_mask, None))
     device = next(x.device for x in (mask, key_mask, query_mask) if x is not None)
     masks = rank4(mask), rows(key_mask), rows(query_mask), None
-    return Plan(mask, key_mask, query_mask, None if backends.machine_reasons(device) else ops.block_mask_or_none(masks))
+    return Plan(mask, key_mask, query_mask, None if backends.machine_reasons(device) else block_mask_or_none(masks))
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

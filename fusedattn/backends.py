@@ -13,7 +13,7 @@ from torch import Tensor
 from .call.cached import Decode
 from .call.form import Arguments, Call
 from .call.rules import check_flags, checked, fail
-from .launch import tiles as configs
+from .launch import tiles as tile_table
 from .launch.failures import warn_once
 from .naive import formula
 from .operators import attention, cached
@@ -117,7 +117,7 @@ class Backend(NamedTuple):
 _UNPROVEN = "it has not passed its tests on a GPU yet, so it runs only when named"
 BACKENDS = {
     "hopper": Backend(
-        "hopper", _hopper_reasons, attention.run_on_hopper, None if configs.HOPPER_PROVEN is not None else _UNPROVEN
+        "hopper", _hopper_reasons, attention.run_on_hopper, None if tile_table.HOPPER_PROVEN is not None else _UNPROVEN
     ),
     "triton": Backend("triton", _triton_reasons, attention.run),
     "naive": Backend("naive", lambda call, need_weights: [], formula.run),
@@ -212,14 +212,14 @@ class Explanation(NamedTuple):
     """
 
     backend: str | None
-    tiles: dict[str, configs.Tile | configs.Pipeline]
+    tiles: dict[str, tile_table.Tile | tile_table.Pipeline]
     reasons: dict[str, list[str]]
 
     def __str__(self) -> str:
         lines = [f"takes {self.backend}" if self.backend else "raises NotImplementedError"]
         for kernel, tile in self.tiles.items():
             size = f"{tile.rows} rows" if tile.keys is None else f"{tile.rows} rows x {tile.keys} keys"
-            warps = f"{tile.warps} warps" if isinstance(tile, configs.Tile) else f"{tile.warpgroups} warpgroups"
+            warps = f"{tile.warps} warps" if isinstance(tile, tile_table.Tile) else f"{tile.warpgroups} warpgroups"
             lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]

@@ -150,13 +150,13 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
 def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    from fusedattn.launch import run as launch, tiles as configs
+    from fusedattn.launch import run as launch, tiles as tile_table
 
     tried = []
-    tiles = (configs.Tile(64, 64, 4, 1), configs.Tile(32, 16, 4, 1), configs.Tile(16, 16, 4, 1))
-    table = {**configs.INTERPRETED, "forward": tiles}
-    monkeypatch.setattr(configs, "INTERPRETED", table)
-    monkeypatch.setattr(configs, "fitting", {})
+    tiles = (tile_table.Tile(64, 64, 4, 1), tile_table.Tile(32, 16, 4, 1), tile_table.Tile(16, 16, 4, 1))
+    table = {**tile_table.INTERPRETED, "forward": tiles}
+    monkeypatch.setattr(tile_table, "INTERPRETED", table)
+    monkeypatch.setattr(tile_table, "fitting", {})
     real = launch.KERNELS["forward"]
 
     class Small:
@@ -178,7 +178,7 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
         out = torch.ops.fusedattn.forward(*call, False, False, False, False)[0]
         torch.testing.assert_close(out, fa.attention(query, key, value), rtol=0, atol=1e-6)
     assert tried == [64, 32, 32]
-    monkeypatch.setattr(configs, "INTERPRETED", {**table, "forward": tiles[:1]})
-    monkeypatch.setattr(configs, "fitting", {})
+    monkeypatch.setattr(tile_table, "INTERPRETED", {**table, "forward": tiles[:1]})
+    monkeypatch.setattr(tile_table, "fitting", {})
     with pytest.raises(OutOfResources):
         torch.ops.fusedattn.forward(*call, False, False, False, False)

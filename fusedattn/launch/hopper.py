@@ -10,7 +10,7 @@ from triton import cdiv
 from ..call.form import Call
 from ..kernels.vocabulary.tiles import width
 from ..private import has_storage
-from . import arguments as views, tiles
+from . import arguments as kernel_arguments, tiles
 from .tiles import Pipeline
 
 try:
@@ -23,7 +23,9 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
 _LACKS = ("mask", "key_mask", "query_mask", "block_mask", "bias", "alibi_slopes", "sinks", "softcap")
-_DESCRIPTORS = (views.TensorDescriptor,) if kernel is None else (views.TensorDescriptor, TensorDescriptor)
+_DESCRIPTORS = (
+    (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
+)
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
 
 
@@ -54,7 +56,10 @@ def limits(call: Call) -> list[str]:
         found.append("it knows no dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
-    if views.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).softmax_scale is None:
+    if (
+        kernel_arguments.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).softmax_scale
+        is None
+    ):
         found.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
     if call.key.shape[2] == 0:
         found.append("there are no keys")
@@ -105,13 +110,13 @@ def descriptor(tensor: Tensor, rows: int) -> "TensorDescriptor":
 
 
 def is_descriptor(value) -> bool:
-    """Whether an argument is one that `descriptor`, here or in `views`, has made."""
+    """Whether an argument is one that `descriptor`, here or in `launch.arguments`, has made."""
     return isinstance(value, _DESCRIPTORS)
 
 
 def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
     """How many programs share the blocks of rows."""
-    batch, heads, rows, _ = views.sizes(call)
+    batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks = cdiv(rows, taken.rows) * batch * heads
     return min(blocks, multiprocessors) if taken.persistent else blocks
 
@@ -128,7 +133,7 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         K=descriptor(key, taken.keys),
         V=descriptor(value, taken.keys),
         Out=descriptor(out, each),
-        scale=views.scored(call).softmax_scale,
+        scale=kernel_arguments.scored(call).softmax_scale,
         planes=batch * heads,
         section=min(batch * heads, max(1, together) * group),
         HEADS=heads,
@@ -139,5 +144,5 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         PING_PONG=taken.ping_pong,
         REGISTERS=registers,
         PRODUCER_REGISTERS=fewer,
-        **views.band(call),
+        **kernel_arguments.band(call),
     )

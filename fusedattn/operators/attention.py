@@ -111,7 +111,8 @@ def _backward(*arguments):
         for grad in grads:
             grad.zero_()
         return grads
-    from ..launch import backward as gradients, run as launch
+    from ..launch import run as launch
+    from ..launch.backward import fill
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
@@ -123,7 +124,7 @@ def _backward(*arguments):
         names = ["forward", *["weights"] * (weights.dim() == 4)]
         if failures.known_kinds and (why := launch.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        gradients.fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
+        fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
     except Unusable as why:
         fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
     return grads
@@ -372,18 +373,20 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
     if not failures.known_kinds or torch.compiler.is_compiling():
         return []
-    from ..launch import backward as gradients, run as launch
+    from ..launch import run as launch
+    from ..launch.backward import passes
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
-    backward = gradients.passes(call, need) if torch.is_grad_enabled() and any(need) else ()
+    backward = passes(call, need) if torch.is_grad_enabled() and any(need) else ()
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
     return [str(why)] if (why := launch.failed(call, names)) is not None else []
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, its backward to query, key, value and what is learned."""
-    from ..launch import backward as gradients, run as launch
+    from ..launch import run as launch
+    from ..launch.backward import passes
 
     learned = call.bias, call.alibi_slopes, call.sinks
     need = True, True, True, *(x is not None and x.requires_grad for x in learned)
-    return launch.tiles(call, need_weights, on_hopper, gradients.passes(call, need))
+    return launch.tiles(call, need_weights, on_hopper, passes(call, need))

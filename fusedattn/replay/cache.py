@@ -294,7 +294,7 @@ class Replay:
 
     def _backward(self, given, need):
         """(Recording of a backward, where its gradients are)."""
-        from ..launch import backward as gradients
+        from ..launch.backward import fill
         from .recording import Recorder
 
         bare = _without_data(given)
@@ -303,7 +303,7 @@ class Replay:
         with Recorder(self.device, bare) as recorder:
             grads = attention.new_backward(*incoming, out, weights, stats, *call, need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
-            gradients.fill(made, *incoming, out, weights, stats, call)
+            fill(made, *incoming, out, weights, stats, call)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recording(), places
 

@@ -69,9 +69,9 @@ def test_a_mask_of_keys_is_packed(device):
 
 
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, monkeypatch):
-    from fusedattn.launch import arguments as views, run as launch
+    from fusedattn.launch import arguments as kernel_arguments, run as launch
 
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 5)
-    monkeypatch.setattr(views, "pack_gqa", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))
+    monkeypatch.setattr(kernel_arguments, "pack_gqa", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

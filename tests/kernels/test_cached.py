@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 import fusedattn as fa
 from fusedattn import backends
 from fusedattn.call import cached
-from fusedattn.launch import cached as decode_launch, run as launch, tiles as configs
+from fusedattn.launch import cached as decode_launch, run as launch, tiles as tile_table
 from fusedattn.naive import cached as decode_naive
 
 from ..caches import EVERYTHING, Cached, bits, touched, widest
@@ -39,14 +39,14 @@ def attend(arguments, **options):
     ],
 )
 def test_how_many_share_a_sequence(programs, blocks, multiprocessors, expected):
-    assert configs.splits(programs, blocks, multiprocessors) == expected
+    assert tile_table.splits(programs, blocks, multiprocessors) == expected
 
 
 @pytest.mark.parametrize("programs", [1, 2, 8, 13, 64, 100, 131, 132, 200])
 def test_every_share_is_worth_having(programs):
     for blocks in (1, 4, 5, 8, 16, 100, 999, 2048):
-        n = configs.splits(programs, blocks, 132)
-        assert 1 <= n <= min(blocks, configs.MOST_SPLITS)
+        n = tile_table.splits(programs, blocks, 132)
+        assert 1 <= n <= min(blocks, tile_table.MOST_SPLITS)
         assert n == 1 or (blocks > 4 and -(-blocks // n) < -(-blocks // (n - 1)))
 
 
@@ -78,7 +78,7 @@ def test_however_many_share_a_sequence_the_answer_is_the_same(case, device, pois
     found, names, (dtype, error) = [], launched(monkeypatch), widest(device)
     case = case._replace(dtype=dtype, lengths=(0, 44))
     for n in (1, 2, 5):
-        monkeypatch.setattr(configs, "splits", lambda *_, n=n: n)
+        monkeypatch.setattr(tile_table, "splits", lambda *_, n=n: n)
         names.clear()
         found.append(attend(case.draw(device)))
         assert names == ["append", "decode_16", *(["combine"] if n > 1 else [])]
@@ -90,7 +90,7 @@ def test_however_many_share_a_sequence_the_answer_is_the_same(case, device, pois
 @pytest.mark.parametrize("splits", [1, 3])
 def test_what_is_not_a_number_is_not_hidden(splits, device, monkeypatch):
     """Whichever share it is in."""
-    monkeypatch.setattr(configs, "splits", lambda *_: splits)
+    monkeypatch.setattr(tile_table, "splits", lambda *_: splits)
     case = Cached("wrong", lengths=(44, 44, 44))
     arguments = case.draw(device)
     arguments["key_cache"][0, 0, 3, 1] = float("nan")
@@ -112,7 +112,7 @@ def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, monkeypatch)
         return run(name, programs, arguments, *rest, **options)
 
     monkeypatch.setattr(launch, "run_kernel", spy)
-    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
     for page in (None, 1):
         found = []
         for capacity in (20, 48, 64):
@@ -124,23 +124,23 @@ def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, monkeypatch)
 
 def test_heads_and_queries_share_tiles_of_their_number(device, monkeypatch):
     names = launched(monkeypatch)
-    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
     for rows, group, name in ((1, 1, "decode_16"), (4, 4, "decode_16"), (9, 2, "decode_32"), (33, 1, "decode_64")):
         attend(Cached("rows", Sq=rows, Hq=group, Hkv=1, lengths=(3,)).draw(device))
         attend(Cached("rows", Sq=rows, Hq=group, Hkv=1, lengths=(3,)).draw(device))
         assert names.pop() == name
-    assert configs.decoder(1000) == "decode_64"
+    assert tile_table.decoder(1000) == "decode_64"
 
 
 def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     """The next one may share the keys of a sequence in another way, or not at all."""
     case, run = PACKED._replace(lengths=(0, 44)), launch.run_kernel
     want = attend(case.draw(device))
-    tiles = configs.Tile(16, 32, 4, 1), configs.Tile(16, 16, 4, 1)
-    monkeypatch.setattr(configs, "fitting", {})
-    monkeypatch.setattr(configs, "INTERPRETED", {**configs.INTERPRETED, "decode_16": tiles})
-    monkeypatch.setitem(configs.TABLE, ("decode_16", 80, 4, 64), tiles)
-    monkeypatch.setitem(configs.TABLE, ("decode_16", 90, 4, 64), tiles)
+    tiles = tile_table.Tile(16, 32, 4, 1), tile_table.Tile(16, 16, 4, 1)
+    monkeypatch.setattr(tile_table, "fitting", {})
+    monkeypatch.setattr(tile_table, "INTERPRETED", {**tile_table.INTERPRETED, "decode_16": tiles})
+    monkeypatch.setitem(tile_table.TABLE, ("decode_16", 80, 4, 64), tiles)
+    monkeypatch.setitem(tile_table.TABLE, ("decode_16", 90, 4, 64), tiles)
     names = []
 
     def small(name, programs, arguments, *rest, **options):
@@ -152,8 +152,8 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     monkeypatch.setattr(launch, "run_kernel", small)
     for first, second in ((2, 1), (1, 2)):
         # 48 keys are two blocks of the first tile, and three of the second.
-        monkeypatch.setattr(configs, "splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
-        monkeypatch.setattr(configs, "fitting", {})
+        monkeypatch.setattr(tile_table, "splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
+        monkeypatch.setattr(tile_table, "fitting", {})
         names.clear()
         for got, right in zip(attend(case.draw(device)), want, strict=True):
             torch.testing.assert_close(got, right)
@@ -246,7 +246,7 @@ def _slots(arguments, name):
 @pytest.mark.parametrize("case", [PACKED, EVERYTHING], ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore")
 def test_operators_pass_opcheck(case, device, monkeypatch):
-    monkeypatch.setattr(configs, "splits", lambda *_: 1)
+    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
     case = case._replace(lengths=(7,), C=16, Hq=2, Hkv=1)
     arguments = case.draw(device)
     decode = _checked(arguments)

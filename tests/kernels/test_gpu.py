@@ -45,13 +45,13 @@ def test_lengths(lengths, dim, cuda, poison):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
     """A tile that only smaller GPUs would take is tested on this one, alone."""
-    from fusedattn.launch import run as launch, tiles as configs
+    from fusedattn.launch import run as launch, tiles as tile_table
     from fusedattn.replay import cache
 
     case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
     rich = case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights")
-    choose = configs.tiles
-    most = max(len(tiles) for tiles in configs.TABLE.values())
+    choose = tile_table.tiles
+    most = max(len(tiles) for tiles in tile_table.TABLE.values())
     for capability in (80, launch.capability(torch.device(cuda, torch.cuda.current_device()))):
         for place in range(most):
 
@@ -59,8 +59,8 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
                 tiles = choose(kernel, capability, *of)
                 return tiles[min(place, len(tiles) - 1) :]
 
-            monkeypatch.setattr(configs, "tiles", one)
-            monkeypatch.setattr(configs, "fitting", {})
+            monkeypatch.setattr(tile_table, "tiles", one)
+            monkeypatch.setattr(tile_table, "fitting", {})
             cache.forget()
             for same_each_time in (False, True):
                 monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda same=same_each_time: same)

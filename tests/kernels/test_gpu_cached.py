@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import run, tiles as configs
+from fusedattn.launch import run, tiles as tile_table
 from fusedattn.testing.compare import in_float64
 from fusedattn.testing.tolerance import verdicts
 
@@ -64,7 +64,7 @@ def test_rows_and_groups(rows, kv_heads, cuda, poison):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
-    choose = configs.tiles
+    choose = tile_table.tiles
     here = run.capability(torch.device(cuda, torch.cuda.current_device()))
     for capability in (80, here):
         for place in range(2):
@@ -73,8 +73,8 @@ def test_every_tile_of_the_table(dim, dtype, cuda, monkeypatch):
                 tiles = choose(kernel, capability, *of)
                 return tiles[min(place, len(tiles) - 1) :]
 
-            monkeypatch.setattr(configs, "tiles", one)
-            monkeypatch.setattr(configs, "fitting", {})
+            monkeypatch.setattr(tile_table, "tiles", one)
+            monkeypatch.setattr(tile_table, "fitting", {})
             for rows in (2, 7, 16):
                 judged(*filled(cuda, rows=rows, dim=dim, dtype=dtype, page=64), causal=True)
     check(EVERYTHING._replace(D=dim, Dv=dim, dtype=dtype), cuda, "triton")  # by the last of them

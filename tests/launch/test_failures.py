@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn import backends
-from fusedattn.launch import failures, forward, launcher, tiles as configs
+from fusedattn.launch import failures, forward, launcher, tiles as tile_table
 
 from ..inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
 from ..offline import absent
@@ -48,11 +48,11 @@ def test_this_file_without_the_interpreter():
 def failing(monkeypatch):
     """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
-    monkeypatch.setattr(configs, "fitting", {})
-    tiles = configs.tiles
-    small = configs.Tile(16, 16, 4, 1)
+    monkeypatch.setattr(tile_table, "fitting", {})
+    tiles = tile_table.tiles
+    small = tile_table.Tile(16, 16, 4, 1)
     monkeypatch.setattr(
-        configs, "tiles", lambda *a, **b: tuple(small._replace(keys=x.keys and 16) for x in tiles(*a, **b)[:1])
+        tile_table, "tiles", lambda *a, **b: tuple(small._replace(keys=x.keys and 16) for x in tiles(*a, **b)[:1])
     )
     compile_one, tried = JITFunction._do_compile, []
 

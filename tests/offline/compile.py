@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import triton
 
-from fusedattn.launch import run, tiles as configs
+from fusedattn.launch import run, tiles as tile_table
 
 from . import hazards, kept, report as kernels
 from .compiled import ALL, DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
@@ -91,7 +91,7 @@ def faults(row, report, committed=None, known=None):
     """
     was = (known or {}).get(str(row).rstrip(), Noted(0, ()))
     index, count = row.place
-    on_hopper = isinstance(row.tile, configs.Pipeline)
+    on_hopper = isinstance(row.tile, tile_table.Pipeline)
     extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_SPILLS
     budget = max(was.spills, 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0))
     if report.spills > budget:
@@ -115,7 +115,7 @@ def faults(row, report, committed=None, known=None):
 
 def _faults_on_hopper(row, report, lengths):
     groups = row.tile.warpgroups
-    launched, each, fewer = configs.REGISTERS[groups]
+    launched, each, fewer = tile_table.REGISTERS[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
     if asked > there:
         yield f"asks for {asked} registers, a thread of each warpgroup, of {there} that it is launched with"
@@ -137,7 +137,7 @@ def _faults_on_hopper(row, report, lengths):
 
 def _hopper_table():
     """Rows of each pipeline that compiles to a kernel of its own: how many programs there are is no part of one."""
-    for width, pipelines in configs.HOPPER.items():
+    for width, pipelines in tile_table.HOPPER.items():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
@@ -150,7 +150,7 @@ def _hopper_table():
 
 def _packed_table(capability):
     """Rows of packed sequences: their loops are those of the others, what comes before is not."""
-    yield Row("fill_slots", capability, "bf16", 128, "packed", configs.Tile(64, None, 4, 1), (0, 1))
+    yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),
         ("forward", 128),
@@ -159,18 +159,18 @@ def _packed_table(capability):
         ("dq", 256),
         ("dkdv", 256),
     ):
-        tiles = configs.tiles(kernel, capability, 2, width)
+        tiles = tile_table.tiles(kernel, capability, 2, width)
         yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
     for kernel in ("block_mask", "tile_lists"):
-        yield Row(kernel, capability, "bf16", 128, "packed all", configs.Tile(64, None, 4, 1), (0, 1))
+        yield Row(kernel, capability, "bf16", 128, "packed all", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel in ("forward", "weights", "dq", "dkdv", "dbias"):
-        tiles = configs.tiles(kernel, capability, 2, 128, "rich")
+        tiles = tile_table.tiles(kernel, capability, 2, 128, "rich")
         yield Row(kernel, capability, "bf16", 128, "packed all", tiles[0], (0, len(tiles)))
 
 
 def _small_table():
     """Rows of the tiles that GPUs of little shared memory have of their own."""
-    for (kernel, capability, _, width), tiles in (configs.TABLE | configs.RICH).items():
+    for (kernel, capability, _, width), tiles in (tile_table.TABLE | tile_table.RICH).items():
         if capability == 86:
             for index, tile in enumerate(tiles):
                 yield Row(kernel, 86, "bf16", width, "full", tile, (index, len(tiles)))
@@ -179,12 +179,12 @@ def _small_table():
 def _cache_table(capabilities):
     """Rows of the kernels that know a cache: the first tile of each width, and what else a call may ask of one."""
     last = capabilities[-1]
-    for kernel, capability, width in itertools.product(configs.ON_CACHES, capabilities, (64, 128, 256)):
+    for kernel, capability, width in itertools.product(tile_table.ON_CACHES, capabilities, (64, 128, 256)):
         if kernel != "decode_16" and capability != last:
             continue
-        of = functools.partial(configs.tiles, kernel, capability, 2, width)
+        of = functools.partial(tile_table.tiles, kernel, capability, 2, width)
         first = of()[0], (0, len(of()))
-        if kernel not in configs.DECODE:
+        if kernel not in tile_table.DECODE:
             if width == 128:
                 yield Row(kernel, capability, "bf16", width, "everything", *first)
             if width == 128 and kernel == "append":
@@ -193,7 +193,7 @@ def _cache_table(capabilities):
         yield Row(kernel, capability, "bf16", width, "pages", *first)
         if capability == last and kernel == "decode_16":
             yield Row(kernel, capability, "bf16", width, "everything", of("rich")[0], (0, len(of("rich"))))
-            single = configs.tiles(kernel, capability, 4, width)
+            single = tile_table.tiles(kernel, capability, 4, width)
             yield Row(kernel, capability, "ieee", width, "pages", single[0], (0, len(single)))
             if width == 256:
                 yield Row(kernel, capability, "bf16", width, "pages", of()[-1], (len(of()) - 1, len(of())))
@@ -211,24 +211,24 @@ def table(capabilities=(80, 90)):
         yield from _small_table()
     yield from _packed_table(capabilities[-1])
     for kernel, capability in itertools.product(("block_mask", "tile_lists"), capabilities):
-        yield Row(kernel, capability, "bf16", 128, "everything", configs.Tile(64, None, 4, 1), (0, 1))
+        yield Row(kernel, capability, "bf16", 128, "everything", tile_table.Tile(64, None, 4, 1), (0, 1))
     yield from _cache_table(capabilities)
-    others = [kernel for kernel in configs.INTERPRETED if kernel not in configs.ON_CACHES]
+    others = [kernel for kernel in tile_table.INTERPRETED if kernel not in tile_table.ON_CACHES]
     for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
                 continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all
-            if kernel in ("one_pass", "postprocess") and width > configs.ONE_PASS:
+            if kernel in ("one_pass", "postprocess") and width > tile_table.ONE_PASS:
                 continue
             size = DTYPES[dtype].itemsize
-            of = functools.partial(configs.tiles, kernel, capability, size, width)
+            of = functools.partial(tile_table.tiles, kernel, capability, size, width)
             plain, masked, rich = of(), of("masked"), of("rich")
             for index, tile in enumerate(plain[:1] if dtype == "ieee" else plain):
                 variant = "biased" if kernel == "dbias" else "full"
                 yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
             best = plain[0], (0, len(plain))
             # Where one pass takes the calls without sums over rows, what else these two do is seen in `everything`.
-            seldom = kernel in ("dq", "dkdv") and width <= configs.ONE_PASS
+            seldom = kernel in ("dq", "dkdv") and width <= tile_table.ONE_PASS
             if kernel in ("preprocess", "postprocess", "dbias"):
                 continue
             if rich != plain:

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from fusedattn.call.form import DIFFERENTIABLE, Call
-from fusedattn.launch import hopper, run as launch, tiles as configs
+from fusedattn.launch import hopper, run as launch, tiles as tile_table
 from fusedattn.operators import attention, cached
 
 from . import absent, flow, hazards
@@ -85,18 +85,18 @@ class Row(NamedTuple):
     dtype: str
     dim: int
     variant: str
-    tile: configs.Tile | configs.Pipeline
+    tile: tile_table.Tile | tile_table.Pipeline
     place: tuple
 
     @property
     def turning(self):
         """Warps of a block that walk its loop."""
-        return self.tile.warps if isinstance(self.tile, configs.Tile) else 4 * self.tile.warpgroups
+        return self.tile.warps if isinstance(self.tile, tile_table.Tile) else 4 * self.tile.warpgroups
 
     @property
     def warps(self):
         """Those and the others: one that copies comes with three that sleep."""
-        return self.turning + (0 if isinstance(self.tile, configs.Tile) else 4)
+        return self.turning + (0 if isinstance(self.tile, tile_table.Tile) else 4)
 
     def __str__(self):
         tile = f"{self.tile.rows}{'' if self.tile.keys is None else f'x{self.tile.keys}'}"
@@ -159,7 +159,7 @@ class _Compiler(_Skipped):
 @contextlib.contextmanager
 def _everything_but_a_gpu(kernels, row, keep):
     """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
-    tiles = configs.INTERPRETED | {row.kernel: (row.tile,)}
+    tiles = tile_table.INTERPRETED | {row.kernel: (row.tile,)}
     precision = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if row.dtype == "tf32" else "ieee"
     try:
@@ -206,7 +206,7 @@ def _call(row, heads):
 def _call_on_cache(row):
     """The same of a kernel that knows a cache."""
     heads, capacity, dtype = 8, CAPACITY.get(row.variant, 32768), DTYPES[row.dtype]
-    rows = configs.DECODE.get(row.kernel, 16) // heads
+    rows = tile_table.DECODE.get(row.kernel, 16) // heads
     page = PAGES[row.variant]
     batch, table = BATCH, None
     if page is not None:
@@ -244,7 +244,7 @@ def compile_row(row, read=False, heads=None):
     compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
-        _call_on_cache(row) if row.kernel in configs.ON_CACHES else _call(row, heads or HEADS)
+        _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row, heads or HEADS)
     seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
     ptx = compiled.asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"

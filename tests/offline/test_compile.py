@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="kernels need Triton")
 
 
-from fusedattn.launch import tiles as configs
+from fusedattn.launch import tiles as tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from . import bounds, compile as offline, compiled as compiling, hazards, report as kernels, sass
@@ -22,7 +22,7 @@ def test_this_file_without_the_interpreter():
 
 def first(kernel, variant="full"):
     """The row of what a call in bfloat16 with D = 64 on a GPU of compute capability 9.0 tries first."""
-    tiles = configs.HOPPER[64] if kernel == "hopper" else configs.tiles(kernel, 90, 2, 64)
+    tiles = tile_table.HOPPER[64] if kernel == "hopper" else tile_table.tiles(kernel, 90, 2, 64)
     return compiling.Row(kernel, 90, "bf16", 64, variant, tiles[0], (0, len(tiles)))
 
 
@@ -62,8 +62,8 @@ def test_the_kernel_for_hopper_is_read_as_it_is():
 
 @compiled
 def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
-    tiles = configs.Tile(rows=128, keys=128, warps=4, stages=1), configs.Tile(64, 32, 4, 2)
-    monkeypatch.setitem(configs.TABLE, ("dq", 80, 2, 64), tiles)
+    tiles = tile_table.Tile(rows=128, keys=128, warps=4, stages=1), tile_table.Tile(64, 32, 4, 2)
+    monkeypatch.setitem(tile_table.TABLE, ("dq", 80, 2, 64), tiles)
     assert offline.main(["--capability", "80", "--filter", "dq          sm_80   bf16  d64  full"]) == 1
     assert "128x128 w4 s1" in capsys.readouterr().out.splitlines()[-1]
 
@@ -92,7 +92,7 @@ GOOD = compiling.Report(
     ],
 )
 def test_what_is_wrong_is_said(change, said):
-    tile = configs.Tile(128, 128, 8, 2)
+    tile = tile_table.Tile(128, 128, 8, 2)
     row = compiling.Row("forward", 90, "bf16", 64, "full", tile, place=(1, 2))
     found = list(offline.faults(row, GOOD._replace(**change)))
     assert found == [] if said is None else any(said in fault for fault in found)
@@ -136,7 +136,7 @@ def test_what_is_wrong_with_the_kernel_for_hopper_is_said(change, said):
 
 @pytest.mark.parametrize("registers, good", [((168, 240, 24), True), ((168, 240, 32), False), ((160, 240, 24), False)])
 def test_warpgroups_that_ask_for_more_registers_than_there_are_would_wait_for_ever(registers, good, monkeypatch):
-    monkeypatch.setitem(configs.REGISTERS, 2, registers)
+    monkeypatch.setitem(tile_table.REGISTERS, 2, registers)
     found = ON_HOPPER._replace(registers=registers[0], asked=frozenset(registers[1:]))
     faults = list(offline.faults(first("hopper"), found))
     assert faults == [] if good else len(faults) == 1 and faults[0].startswith("asks for")
@@ -145,7 +145,7 @@ def test_warpgroups_that_ask_for_more_registers_than_there_are_would_wait_for_ev
 def test_each_pipeline_is_compiled_once():
     rows = [row for row in offline.table() if row.kernel == "hopper"]
     assert len(set(map(str, rows))) == len(rows)
-    for width, pipelines in configs.HOPPER.items():
+    for width, pipelines in tile_table.HOPPER.items():
         for pipeline in pipelines:
             same = pipeline._replace(persistent=True)
             variants = {row.variant for row in rows if row.dim == width and row.tile == same}
@@ -153,12 +153,12 @@ def test_each_pipeline_is_compiled_once():
 
 
 def test_the_committed_table_has_the_tiles_that_there_are():
-    """After a change of `configs`: make compile ARGS=--report."""
+    """After a change of `tile_table`: make compile ARGS=--report."""
     rows = [str(row).rstrip() for row in offline.table() if offline.reported(row)]
     committed = kernels.loops(offline.TABLE.read_text())
     assert list(committed) == rows
     forward = [line for line in rows if line.startswith("forward     sm_90   bf16  d128 full")]
-    assert len(forward) == len(configs.TABLE["forward", 90, 2, 128])
+    assert len(forward) == len(tile_table.TABLE["forward", 90, 2, 128])
 
 
 @pytest.mark.parametrize("choice", [["--filter", "dq"], ["--capability", "90"]])

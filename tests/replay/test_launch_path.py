@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 import fusedattn as fa
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.launch import hopper, launcher, tiles as configs
+from fusedattn.launch import hopper, launcher, tiles as tile_table
 from fusedattn.operators import attention
 from fusedattn.replay import cache
 
@@ -37,13 +37,13 @@ def test_this_file_without_the_interpreter():
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """What kernels compile to is no matter here, so it is what compiles soonest."""
-    tiles = configs.tiles
+    tiles = tile_table.tiles
 
     def small(*key, **more):
         for n, tile in enumerate(tiles(*key, **more)):
             yield tile._replace(rows=16, keys=tile.keys and (16 if n else 32), stages=1)
 
-    monkeypatch.setattr(configs, "tiles", lambda *key, **more: tuple(small(*key, **more)))
+    monkeypatch.setattr(tile_table, "tiles", lambda *key, **more: tuple(small(*key, **more)))
 
 
 class Launches:
@@ -262,7 +262,7 @@ def test_hooks_of_launches_are_called():
 @compiled
 @pytest.mark.parametrize("mask", [None, torch.ones(128, 128, dtype=torch.bool).tril()], ids=["no mask", "mask"])
 def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
-    monkeypatch.setattr(configs, "fitting", {})
+    monkeypatch.setattr(tile_table, "fitting", {})
     seen, tried = Launches(), []
     query = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
 
@@ -276,9 +276,9 @@ def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
     with absent.gpu(load=load):
         for _ in range(2):
             fa.attention(query, query + 1, query + 2, mask=mask, backend="triton")
-        ((_, _, dtype, width, load, _), fitting), *_ = (x for x in configs.fitting.items() if x[0][0] == "forward")
+        ((_, _, dtype, width, load, _), fitting), *_ = (x for x in tile_table.fitting.items() if x[0][0] == "forward")
     assert len(tried) == 2 and len(seen.log) == (2 if mask is None else 6)
-    assert fitting == configs.tiles("forward", 90, dtype.itemsize, width, load)[1:]
+    assert fitting == tile_table.tiles("forward", 90, dtype.itemsize, width, load)[1:]
 
 
 @compiled
