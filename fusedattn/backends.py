@@ -87,8 +87,8 @@ def hopper_reasons(device: torch.device) -> tuple[str, ...]:
 
     if launch.interpreting():
         return ("Gluon, the language of its kernel, has no interpreter",)
-    if (found := launch.capability(device)) != 90:
-        return (f"the GPU has compute capability {found // 10}.{found % 10}, not 9.0",)
+    if (number := launch.capability(device)) != 90:
+        return (f"the GPU has compute capability {number // 10}.{number % 10}, not 9.0",)
     return ()
 
 
@@ -98,8 +98,8 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
         return reasons
     from .launch import hopper
 
-    found = [*hopper_reasons(call.query.device), *hopper.reasons(call)]
-    return found or attention.failed(call, need_weights, on_hopper=True)
+    reasons = [*hopper_reasons(call.query.device), *hopper.reasons(call)]
+    return reasons or attention.failed(call, need_weights, on_hopper=True)
 
 
 class Backend(NamedTuple):

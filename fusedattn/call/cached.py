@@ -71,8 +71,8 @@ def room(decode: Decode) -> int:
 def capacity(arguments: CacheArguments) -> int:
     """How many keys a sequence has room for."""
     page, table = arguments.key_cache.shape[2], arguments.block_table
-    found: int = page if table is None else page * table.shape[1]
-    return found
+    size: int = page if table is None else page * table.shape[1]
+    return size
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:

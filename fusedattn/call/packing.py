@@ -39,8 +39,8 @@ class Packing:
         sequence = torch.searchsorted(self.starts + self.lengths, row, right=True).clamp(max=len(self.starts) - 1)
         place = row - self.starts[sequence]
         real = (place >= 0) & (place < self.lengths[sequence])
-        found = padded[sequence, torch.where(real, place, 0)]
-        return torch.where(real.view(-1, *[1] * (found.dim() - 1)), found, nothing)
+        rows = padded[sequence, torch.where(real, place, 0)]
+        return torch.where(real.view(-1, *[1] * (rows.dim() - 1)), rows, nothing)
 
 
 def longest(offsets: Tensor, name: str) -> int:

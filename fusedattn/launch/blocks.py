@@ -77,10 +77,10 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
     if lengths is None:
         return None
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
-    found = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
+    sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     launched = dict(
-        Slots=found.slots,
-        Extents=found.extents,
+        Slots=sequences.slots,
+        Extents=sequences.extents,
         OffsetsQ=lengths.cu_seqlens_q.contiguous(),
         OffsetsK=lengths.cu_seqlens_k.contiguous(),
         n=batch,
@@ -94,8 +94,8 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
         CHUNK=64 if run.interpreting() else 1024,
     )
     if batch:
-        run.run_kernel("fill_slots", batch, launched, run.device_of(found.extents), num_warps=4)
-    return found
+        run.run_kernel("fill_slots", batch, launched, run.device_of(sequences.extents), num_warps=4)
+    return sequences
 
 
 def sequences_of(call, block, by_keys=False):
@@ -155,10 +155,10 @@ def block_mask_of(call):
 def walks(call, block_mask, mask_size, tile, by_keys=False):
     """The arguments `sequences` and `tile_lists` of a kernel with a program for each block of rows, or of keys."""
     block = tile.keys if by_keys else tile.rows
-    found = sequences_of(call, block, by_keys)
+    sequences = sequences_of(call, block, by_keys)
     return dict(
-        sequences=found,
-        tile_lists=None if block_mask is None else tile_lists(call, block_mask, mask_size, tile, by_keys, found),
+        sequences=sequences,
+        tile_lists=None if block_mask is None else tile_lists(call, block_mask, mask_size, tile, by_keys, sequences),
     )
 
 

@@ -26,18 +26,18 @@ def forget() -> None:
 
 def known(key: tuple) -> "Unusable | None":
     """Why a kernel is known not to run for calls of a kind; None if it is not."""
-    found = known_kinds.get(("every kernel", key[1])) or known_kinds.get(key) if known_kinds else None
-    return None if found is None else Unusable(found)
+    why = known_kinds.get(("every kernel", key[1])) or known_kinds.get(key) if known_kinds else None
+    return None if why is None else Unusable(why)
 
 
 def remember(key: tuple, error: Exception) -> "Unusable":
     """Keep that a kernel failed for calls of a kind, unless that may pass; returns what to raise."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
-    found = f"{what} on {device} ({_cause(error)}); {advice}"
+    message = f"{what} on {device} ({_cause(error)}); {advice}"
     if not (isinstance(error, OSError) and error.errno in _PASSING):
-        known_kinds[("every kernel", device) if whole else key] = found
-    return Unusable(found)
+        known_kinds[("every kernel", device) if whole else key] = message
+    return Unusable(message)
 
 
 def take_next(why: "Unusable", named: bool) -> None:

@@ -49,37 +49,37 @@ def _aligned(tensor: Tensor) -> bool:
 
 def limits(call: Call) -> list[str]:
     """What the kernel does not know of a call, wherever its tensors lie."""
-    found = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
+    lacks = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
     if call.cu_seqlens_q is not None:
-        found.append("it knows no packed sequences")
+        lacks.append("it knows no packed sequences")
     if call.seed is not None:
-        found.append("it knows no dropout_p")
+        lacks.append("it knows no dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
-        found.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
+        lacks.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
     if (
         kernel_arguments.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).softmax_scale
         is None
     ):
-        found.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
+        lacks.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
     if call.key.shape[2] == 0:
-        found.append("there are no keys")
+        lacks.append("there are no keys")
     if call.value.shape[3] % 8:
-        found.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
-    return found
+        lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
+    return lacks
 
 
 def reasons(call: Call) -> list[str]:
     """Why a call cannot take the kernel, whatever the machine; empty if it can."""
     if missing is not None:
         return [missing]
-    found = limits(call)
+    lacks = limits(call)
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
         if not _copied(tensor):
-            found.append(f"the strides of {name} are {tuple(tensor.stride())}, not 1 for the last and multiples of 8")
+            lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not 1 for the last and multiples of 8")
         elif not _aligned(tensor):
-            found.append(f"{name} lies at an address that is no multiple of 16")
-    return found
+            lacks.append(f"{name} lies at an address that is no multiple of 16")
+    return lacks
 
 
 def pipeline(call: Call) -> Pipeline:

@@ -98,13 +98,13 @@ class Encoded:
 
     def __call__(self, tensor: Tensor):
         address = tensor.data_ptr()
-        found = self.known.get(address)
-        if found is None:
+        encoded = self.known.get(address)
+        if encoded is None:
             if len(self.known) >= self.MOST:
                 self.known.clear()
-            found, *_ = self.encode(rebased(self.descriptor, tensor))
-            self.known[address] = found
-        return found
+            encoded, *_ = self.encode(rebased(self.descriptor, tensor))
+            self.known[address] = encoded
+        return encoded
 
 
 def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Encoded] | None:
@@ -119,7 +119,7 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Enco
     unused = 0 if make is None else len(inspect.signature(make).parameters) - 2  # since 3.8 one more, of other vendors
     if make is None or unused not in (0, 1):
         return None
-    found = []
+    encoded = []
     for descriptor, kind in zip(descriptors, kinds, strict=True):
 
         def encode(descriptor, kind=kind):
@@ -128,5 +128,5 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Enco
         _, *rest = encode(rebased(descriptor, torch.empty(16, dtype=descriptor.base.dtype, device=device)))
         if rest != [*descriptor.shape, *descriptor.strides]:
             return None
-        found.append(Encoded(descriptor, encode))
-    return found
+        encoded.append(Encoded(descriptor, encode))
+    return encoded

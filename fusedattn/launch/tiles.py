@@ -265,8 +265,8 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     if capability is None:
         return INTERPRETED[kernel]
     if narrow:
-        found = tiles(kernel, capability, itemsize, width, load)
-        return tuple(tile for tile in found if max(tile.rows, tile.keys or 0) <= 64)
+        wide = tiles(kernel, capability, itemsize, width, load)
+        return tuple(tile for tile in wide if max(tile.rows, tile.keys or 0) <= 64)
     width = 64 if width <= 64 else 128 if width <= 128 else 256
     for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:

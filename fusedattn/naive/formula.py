@@ -307,14 +307,14 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
                 return tuple(results[number] for number in present)
 
             _, pull = torch.func.vjp(outputs, *fields)
-            found = dict(zip(names, pull(tuple(grad[:, :, slice(*span)] for grad in given)), strict=True))
-            return tuple(found[name] for name in wanted)
+            gradients = dict(zip(names, pull(tuple(grad[:, :, slice(*span)] for grad in given)), strict=True))
+            return tuple(gradients[name] for name in wanted)
 
         pull = torch.func.vjp(grads, fields, given)[1]
         parts = [part for group in pull(tuple(grad for grad in grad_grads if grad is not None)) for part in group]
         total = [a + b for a, b in zip(total, parts, strict=True)] if total else parts
-    found = dict(zip([*names, *present], total, strict=True))
-    return tuple(found.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
+    gradients = dict(zip([*names, *present], total, strict=True))
+    return tuple(gradients.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
 
 
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:

@@ -216,8 +216,8 @@ def _differentiate_again(ctx, *grad_grads):
     incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
-    found = formula.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
-    return (*found[:3], None, None, None, *found[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
+    gradients = formula.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
+    return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
 
 
 def _folded(size, dims, arguments, batch, first=0):
@@ -267,13 +267,13 @@ class Backward(torch.autograd.Function):
         size, query = info.batch_size, _BEFORE
         batch = _sizes(arguments[query], in_dims[query])[0]
         grads = Backward.apply(*_folded(size, in_dims, arguments, batch, first=_BEFORE))
-        found = []
+        gradients = []
         for grad, x, dim in zip(grads, arguments[query:], in_dims[query:], strict=False):
             grad = _unfolded(size, grad)
             if grad.numel() and _sizes(x, dim)[0] == 1:
                 grad = grad.sum(1, keepdim=True)
-            found.append(grad)
-        return tuple(found), (0,) * len(found)
+            gradients.append(grad)
+        return tuple(gradients), (0,) * len(gradients)
 
 
 def backward(*arguments):

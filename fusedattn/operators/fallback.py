@@ -19,8 +19,8 @@ def forward(results: Sequence[Tensor], call: Call, why: Unusable) -> None:
     """
     take_next(why, call.named)
     out, lse, weights, stats = results
-    found = formula.run(call, bool(lse.numel()), bool(weights.numel()))
-    for target, x in zip((out, lse, weights), found, strict=True):
+    computed = formula.run(call, bool(lse.numel()), bool(weights.numel()))
+    for target, x in zip((out, lse, weights), computed, strict=True):
         if target.numel():
             target.copy_(x)
     stats.fill_(float("nan"))
@@ -37,8 +37,8 @@ def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: C
         pairs = [(x, grad.to(x.dtype)) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
         results, cotangents = zip(*pairs, strict=True)
         inputs = list(leaves.values())
-        found = torch.autograd.grad(results, inputs, cotangents, allow_unused=True, materialize_grads=True)
-    for grad, x in zip(wanted.values(), found, strict=True):
+        gradients = torch.autograd.grad(results, inputs, cotangents, allow_unused=True, materialize_grads=True)
+    for grad, x in zip(wanted.values(), gradients, strict=True):
         grad.copy_(x)
 
 
@@ -52,7 +52,7 @@ def decode(results: Sequence[Tensor], decode: Decode, why: Unusable) -> None:
     """Fill (output, lse) of a call to a cache, which has been appended to; an empty lse is not wanted."""
     take_next(why, decode.call.named)
     out, lse = results
-    found = formula.run(cached.dense(decode), bool(lse.numel()), False)
-    for target, x in zip((out, lse), found, strict=False):
+    computed = formula.run(cached.dense(decode), bool(lse.numel()), False)
+    for target, x in zip((out, lse), computed, strict=False):
         if target.numel():
             target.copy_(x)

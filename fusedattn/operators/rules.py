@@ -147,8 +147,8 @@ def check_forward(*arguments: Any) -> None:
     if on_hopper:
         from ..launch import hopper
 
-        if call.query.numel() and call.key.numel() and (found := hopper.limits(call)):
-            fail(ValueError, "on_hopper", f"False where {found[0]}", True)
+        if call.query.numel() and call.key.numel() and (lacks := hopper.limits(call)):
+            fail(ValueError, "on_hopper", f"False where {lacks[0]}", True)
 
 
 def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments: Any) -> None:

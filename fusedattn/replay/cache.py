@@ -279,16 +279,16 @@ class Replay:
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
         facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
         kind = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
-        found = self.backwards.get(kind)
-        if found is None:
+        recorded = self.backwards.get(kind)
+        if recorded is None:
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
             try:
-                found = self.backwards[kind] = self._backward(given, need)
+                recorded = self.backwards[kind] = self._backward(given, need)
             except Unusable:
                 forget()  # the next forward is better computed as its backward has to be
                 return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
-        recording, places = found
+        recording, places = recorded
         made = recording.run(given)
         return [None if place is None else made[place] for place in places]
 
@@ -337,8 +337,8 @@ class _Differentiable(torch.autograd.Function):
         incoming = [came.get(number) for number in (replay.out, replay.lse, replay.weights)]
         needed = dict(zip(replay.inputs, ctx.needs_input_grad[1:], strict=True))
         need = tuple([needed.get(number, False) for number in range(DIFFERENTIABLE)])
-        found = replay.differentiate(tensors, incoming, need)
-        return None, *[found[number] for number in replay.inputs]
+        gradients = replay.differentiate(tensors, incoming, need)
+        return None, *[gradients[number] for number in replay.inputs]
 
 
 # `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.

@@ -29,11 +29,11 @@ def with_gradients(
     outputs = dict(zip(("out", "lse", "weights"), function(**{**options, **inputs}, **call), strict=False))
     loss = {name: outputs[name] for name in outputs if name in grads}
     given = [tensors[name].to(outputs[name].dtype) for name in loss]
-    found = torch.autograd.grad(list(loss.values()), list(inputs.values()), given, allow_unused=True)
+    grads_of_inputs = torch.autograd.grad(list(loss.values()), list(inputs.values()), given, allow_unused=True)
     # What the loss does not depend on has gradient 0: value, if the loss is made of lse alone.
     gradients = {
         name: torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(inputs.items(), found, strict=True)
+        for (name, x), grad in zip(inputs.items(), grads_of_inputs, strict=True)
     }
     return {**{name: x.detach() for name, x in outputs.items()}, **gradients}
 
