@@ -14,6 +14,7 @@ from .rules import (
     check_options,
     fail,
     has_rank,
+    has_shape,
     heads,
     invalid,
     is_beside,
@@ -99,20 +100,12 @@ def _shape_of_new(a: Any, cache: Tensor) -> tuple[int, int, int]:
     return a.query.shape[0], cache.shape[1], cache.shape[3]
 
 
+_RANKS = tuple(has_rank(4, name) for name in ("query", "key_cache", "value_cache"))
 # In the order in which they are looked for: a rule may rely on those above it.
 RULES = (
-    *of_query_key_value(
-        "key_cache",
-        "value_cache",
-        tuple(has_rank(4, name) for name in ("query", "key_cache", "value_cache")),
-        heads,
-    ),
+    *of_query_key_value("key_cache", "value_cache", _RANKS, heads),
     *of_dtype("cache_seqlens", torch.int32),
-    invalid(
-        "cache_seqlens",
-        lambda _, a: f"shape ({a.query.shape[0]},)",
-        lambda x, a: tuple(x.shape) != (a.query.shape[0],),
-    ),
+    has_shape("cache_seqlens", lambda a: (a.query.shape[0],)),
 )
 WITHOUT_TABLE = (
     invalid(
@@ -139,11 +132,7 @@ NEW = (
         lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
         lambda x, a: x.dim() != 4 or (*x.shape[:2], x.shape[3]) != _shape_of_new(a, a.key_cache),
     ),
-    invalid(
-        "new_value",
-        lambda _, a: f"shape {(*a.new_key.shape[:3], a.value_cache.shape[3])}, as many as new_key",
-        lambda x, a: tuple(x.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
-    ),
+    has_shape("new_value", lambda a: (*a.new_key.shape[:3], a.value_cache.shape[3]), note=", as many as new_key"),
     _alone("key_cache"),
     _alone("value_cache"),
 )

@@ -15,6 +15,7 @@ from .rules import (
     dtype,
     fail,
     has_rank,
+    has_shape,
     invalid,
     is_bool,
     is_int,
@@ -100,15 +101,7 @@ def _is_longest(name: str, offsets: str) -> Rule:
 
 def _tokens(name: str, tensor: str) -> tuple[Rule, ...]:
     """A key_mask or query_mask of all packed rows."""
-
-    def other_rows(x: Tensor, a: Packed) -> bool:
-        return tuple(x.shape) != (getattr(a, tensor).shape[0],)
-
-    return (
-        is_bool(name),
-        *place(name),
-        invalid(name, lambda _, a: f"shape ({getattr(a, tensor).shape[0]},)", other_rows),
-    )
+    return is_bool(name), *place(name), has_shape(name, lambda a: (getattr(a, tensor).shape[0],))
 
 
 OFFSETS = (

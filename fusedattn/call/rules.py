@@ -134,6 +134,15 @@ def has_rank(rank: int, name: str, dims: str = "") -> Rule:
     return invalid(name, f"rank {rank}{dims}", lambda x, _: x.dim() != rank)
 
 
+def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]], note: str = "") -> Rule:
+    """Of one of some shapes, each of which is a function of what the rule is about."""
+
+    def expected(_: Tensor, about: Any) -> str:
+        return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}{note}"
+
+    return invalid(name, expected, lambda x, about: all(tuple(x.shape) != allowed(about) for allowed in shapes))
+
+
 def has_columns(name: str) -> Rule:
     return invalid(name, "a head dimension of 1 or more", lambda x, _: x.shape[-1] == 0)
 
@@ -324,16 +333,12 @@ OPTIONS = {
     "alibi_slopes": (
         is_floating("alibi_slopes"),
         *place("alibi_slopes"),
-        invalid(
-            "alibi_slopes",
-            lambda x, s: f"shape ({s.Hq},) or ({s.B}, {s.Hq})",
-            lambda x, s: tuple(x.shape) not in ((s.Hq,), (s.B, s.Hq)),
-        ),
+        has_shape("alibi_slopes", lambda s: (s.Hq,), lambda s: (s.B, s.Hq)),
     ),
     "sinks": (
         is_floating("sinks"),
         *place("sinks"),
-        invalid("sinks", lambda x, s: f"shape ({s.Hq},)", lambda x, s: tuple(x.shape) != (s.Hq,)),
+        has_shape("sinks", lambda s: (s.Hq,)),
     ),
     "dropout_p": (
         _is_number("dropout_p"),

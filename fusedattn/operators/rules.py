@@ -20,9 +20,12 @@ from ..call.rules import (
     Rule,
     Sizes,
     apply,
+    broadcasts,
+    dtype,
     fail,
     has_columns,
     has_rank,
+    has_shape,
     invalid,
     is_floating,
     is_strided,
@@ -32,15 +35,7 @@ from ..call.rules import (
 
 def _each_head(name: str) -> tuple[Rule, ...]:
     """One number a head, of each batch or of all."""
-    return (
-        is_floating(name),
-        *place(name),
-        invalid(
-            name,
-            lambda _, s: f"shape (1, {s.Hq}) or ({s.B}, {s.Hq})",
-            lambda x, s: tuple(x.shape) not in ((1, s.Hq), (s.B, s.Hq)),
-        ),
-    )
+    return is_floating(name), *place(name), has_shape(name, lambda s: (1, s.Hq), lambda s: (s.B, s.Hq))
 
 
 def _side(name: str) -> Rule:
@@ -96,7 +91,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
             if getattr(call, name) is not None:
                 apply(table[name], call, about)
     if call.block_mask is not None:
-        _check_block_mask(call.block_mask, sizes)
+        apply(BLOCK_MASK, call, sizes)
 
 
 def _check_packed(call: Call, need_weights: bool) -> None:
@@ -124,19 +119,23 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
             fail(ValueError, name, f"an int beside {needed}", None)
 
 
-def _check_block_mask(block_mask: Tensor, s: Sizes) -> None:
+def _blocks(s: Sizes) -> tuple[int, ...]:
+    """What a block mask broadcasts to."""
     from ..launch import blocks  # Triton was imported before there was a block mask
 
-    mask_size = blocks.block_mask_size(s.device)
-    shape = (s.B, s.Hq, -(-s.Sq // mask_size), -(-s.Sk // mask_size))
-    if block_mask.layout != torch.strided or block_mask.is_nested:
-        fail(TypeError, "block_mask", "a strided tensor", block_mask.layout)
-    if block_mask.device != s.device:
-        fail(ValueError, "block_mask", f"the device of query, {s.device}", block_mask.device)
-    if block_mask.dtype != torch.uint8:
-        fail(TypeError, "block_mask", "a tensor of uint8", block_mask.dtype)
-    if block_mask.dim() != 4 or not rules.broadcasts(block_mask, shape):
-        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
+    size = blocks.block_mask_size(s.device)
+    return s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
+
+
+BLOCK_MASK = (
+    *place("block_mask"),
+    Rule("block_mask", TypeError, "a tensor of uint8", lambda x, _: x.dtype != torch.uint8, dtype),
+    invalid(
+        "block_mask",
+        lambda _, s: f"rank 4, broadcastable to {_blocks(s)}",
+        lambda x, s: x.dim() != 4 or not broadcasts(x, _blocks(s)),
+    ),
+)
 
 
 def check_forward(*arguments: Any) -> None:

@@ -14,12 +14,24 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .. import backends
-from ..call.form import DIFFERENTIABLE, Arguments, Call, Plan, asked, rank4, results, rows, seed_tensor, watched
+from ..call.form import (
+    DIFFERENTIABLE,
+    Arguments,
+    Call,
+    Plan,
+    asked,
+    in_memory,
+    rank4,
+    results,
+    rows,
+    seed_tensor,
+    watched,
+)
 from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention
-from ..private import TensorGuards, any_autocast, can_replay, has_storage
+from ..private import TensorGuards, any_autocast, can_replay
 
 MAX_KEPT = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
 RECORD_AFTER = 2  # when a kind is learned, which costs as much again as the call: many never come back
@@ -114,11 +126,6 @@ def _aligned(tensors: tuple) -> bool:
     return True
 
 
-def _in_memory(tensors: tuple) -> bool:
-    """Whether ordinary tensors are what lies in memory: not wrappers of others, nor views that negate it."""
-    return all(has_storage(x) and not x.is_neg() for x in tensors)
-
-
 def _precision(tensor: Tensor) -> str | None:
     """How torch was told to round products of a tensor's dtype, if it has a say in it."""
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
@@ -141,7 +148,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
 
 
 def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
-    if any_autocast() or not _in_memory(given) or not _aligned(given):
+    if any_autocast() or not in_memory(given) or not _aligned(given):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
     return Signature(*most, tuple(facts))
@@ -274,7 +281,7 @@ class Replay:
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)
-        if not _ordinary(there) or not _in_memory(there) or not _aligned(there):
+        if not in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
         facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)

@@ -66,7 +66,7 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
 def compare(
     got: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-    options: Mapping,
+    options: dict,
     grads: str = "out and lse",
     apply: Callable = lambda function: function,
     lengths: tuple | None = None,
@@ -78,5 +78,6 @@ def compare(
             where not all of them are as long as the tensors.
     """
     eager = with_gradients(apply(reference.eager), tensors, options, grads)
-    oracle = with_gradients(apply(reference.attention), in_float64(tensors), options, grads)
+    exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
+    oracle = with_gradients(apply(reference.attention), in_float64(tensors), exact, grads)
     return verdicts(got, eager, oracle, _sizes_of_terms(tensors, options, grads, apply, lengths))
