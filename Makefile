@@ -5,7 +5,7 @@ READY := .venv/made-with
 PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
-OTHERS := 3.6.0 3.8.0 3.9.0# versions of Triton beside that of constraints.txt
+OTHERS := 3.6.0 3.9.0# the oldest and the newest version of Triton that we promise
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 

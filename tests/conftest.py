@@ -72,6 +72,12 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
 
 
+def pytest_configure(config):
+    """Workers of xdist are as many as there are cores: threads of torch would only wait for each other."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
 def pytest_generate_tests(metafunc):
     """A test that takes `device` runs its kernels in the interpreter, and again on a GPU."""
     if "device" in metafunc.fixturenames:
