@@ -12,17 +12,17 @@ from .rules import BOOL, FLOATING, fail
 
 def check_plan(plan: Plan) -> None:
     """Raise for masks that no call could take together; whether they fit a call, the call will see."""
-    given = {name: x for name, x in plan._asdict().items() if x is not None}
-    if not given:
+    masks = {name: x for name, x in plan._asdict().items() if x is not None}
+    if not masks:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
-    check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
-    check_fit({name: pairs_of(name, rank4(x) if name == "mask" else rows(x)) for name, x in given.items()})
+    check_masks(masks, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
+    check_fit({name: pairs_of(name, rank4(x) if name == "mask" else rows(x)) for name, x in masks.items()})
 
 
-def check_masks(given: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
+def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
     """Raise for masks, or a bias, of other dtypes or ranks, or on several devices."""
-    first = next(iter(given.values()))
-    for name, mask in given.items():
+    first = next(iter(masks.values()))
+    for name, mask in masks.items():
         floating = name == "bias"
         if not isinstance(mask, Tensor) or not (mask.dtype in FLOATING if floating else mask.dtype == torch.bool):
             expected = "a floating tensor" if floating else BOOL

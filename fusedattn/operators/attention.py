@@ -179,7 +179,7 @@ def _keep(ctx, inputs, output):
     """setup_context of the forward: what its derivative needs."""
     fields = inputs[:-_AFTER]
     out, _, weights, stats = output
-    # As `repeat` keeps them: what is computed again for a checkpoint may take the other way.
+    # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
     ctx.save_for_backward(*fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats)
     ctx.numbers, ctx.on_hopper = fields[TENSORS:], inputs[-1]
     ctx.mark_non_differentiable(stats)

@@ -80,9 +80,9 @@ def _new_decode(query, key_cache, value_cache, *rest):
 
 def _check_decode(*arguments):
     *caches, added, cos, sin, interleaved = arguments[:9]
-    given = CacheArguments(*caches, None, None, cos, sin, interleaved)
-    rules.check_caches(given, added)
-    rules.check_call(_call(*arguments), keys=capacity(given))
+    caches_and_angles = CacheArguments(*caches, None, None, cos, sin, interleaved)
+    rules.check_caches(caches_and_angles, added)
+    rules.check_call(_call(*arguments), keys=capacity(caches_and_angles))
 
 
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"

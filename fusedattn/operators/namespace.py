@@ -14,7 +14,14 @@ from ..private import any_requires_grad, forward_level, redispatch, transforms_a
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
 OPERATORS = getattr(torch.ops, NAME)
-MOST = 1024  # kinds of arguments that are remembered as right, before all are forgotten
+MOST = 1024  # facts of arguments that are remembered as right, before all are forgotten
+
+
+def _facts(x):
+    """What a check may look at of an argument, to compare and to hash."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.device
+    return (*x,) if isinstance(x, list) else x
 
 
 def _once(check: Callable) -> Callable:
@@ -22,21 +29,12 @@ def _once(check: Callable) -> Callable:
     known: set[tuple] = set()
 
     def checked(*arguments):
-        kind = tuple(
-            [
-                (x.shape, x.stride(), x.dtype, x.device)
-                if isinstance(x, torch.Tensor)
-                else (*x,)
-                if isinstance(x, list)
-                else x
-                for x in arguments
-            ]
-        )
-        if kind not in known:
+        facts = tuple(map(_facts, arguments))
+        if facts not in known:
             check(*arguments)
             if len(known) >= MOST:
                 known.clear()
-            known.add(kind)
+            known.add(facts)
 
     return checked
 

@@ -186,18 +186,18 @@ def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments:
 def check_block_mask(*arguments: Any) -> None:
     """Those of `block_mask`."""
     names = "mask", "key_mask", "query_mask", "bias"
-    given = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
+    masks = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
     lengths = Lengths(*arguments[len(names) :])
-    check_masks(given, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
-    shapes = {name: pairs_of(name, x) for name, x in given.items()}
+    check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
+    shapes = {name: pairs_of(name, x) for name, x in masks.items()}
     if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
-        shapes |= _tokens_of_packed(given, lengths)
+        shapes |= _tokens_of_packed(masks, lengths)
     check_fit(shapes)
 
 
-def _tokens_of_packed(given: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
+def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
     """The shapes among the pairs of masks of packed rows and keys."""
-    first = next(iter(given.values()))
+    first = next(iter(masks.values()))
     _, _, rows, keys, max_seqlen_q, max_seqlen_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
         if length < 0:
@@ -205,9 +205,9 @@ def _tokens_of_packed(given: dict[str, Tensor], lengths: Lengths) -> dict[str, t
     query, key = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys))
     _check_lengths(Packed(query, key, key, lengths.cu_seqlens_q, lengths.cu_seqlens_k, max_seqlen_q, max_seqlen_k))
     for name, length in (("key_mask", keys), ("query_mask", rows)):
-        if name in given and tuple(given[name].shape) != (1, length):
-            fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(given[name].shape))
-    tokens = [name for name in ("key_mask", "query_mask") if name in given]
+        if name in masks and tuple(masks[name].shape) != (1, length):
+            fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(masks[name].shape))
+    tokens = [name for name in ("key_mask", "query_mask") if name in masks]
     if tokens:
         _check_longest(max_seqlen_q, max_seqlen_k, tokens[0])
     count = lengths.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]

@@ -33,14 +33,14 @@ from ..launch.failures import Unusable
 from ..operators import attention
 from ..private import TensorGuards, any_autocast, can_replay
 
-MAX_KEPT = 1024  # kinds that are kept, before all are forgotten; and of backwards, of one kind, as many as are RECENT
-RECORD_AFTER = 2  # when a kind is learned, which costs as much again as the call: many never come back
-RECENT = 8  # kinds that differ in nothing but tensors, which are compared in C++ before all others are looked up
+MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
+RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
+RECENT = 8  # signatures that differ in their facts alone: compared in C++ before the others are looked up
 
-REPEATS = attention.run, attention.run_on_hopper
+REPLAYED = attention.run, attention.run_on_hopper
 _QUERY_KEY_VALUE = 3
 _SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask")
-TENSORS = _BLOCK_MASK + 1  # a packed call is of no kind
+TENSORS = _BLOCK_MASK + 1  # a packed call has no signature
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float))
 
@@ -60,7 +60,7 @@ class Signature(NamedTuple):
 
 
 _known: dict[Signature, "Replay"] = {}
-_met: dict[Signature, int] = {}  # how often kinds were met that are not known yet
+_met: dict[Signature, int] = {}  # how often signatures were met that are not recorded yet
 _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuards of the tensors, Replay)]}
 
 
@@ -86,7 +86,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call = checked(arguments, named is not None)
     chosen = backends.choose(call, return_weights, named)
-    replay = learn(tensors, numbers, call, chosen.run) if chosen.run in REPEATS else None
+    replay = learn(tensors, numbers, call, chosen.run) if chosen.run in REPLAYED else None
     if replay is not None:
         return replay((*tensors[:9], call.seed, call.block_mask))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
@@ -132,38 +132,38 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
-    """(the tensors that are there, a Signature but for its facts); None for a call of no kind."""
+    """(the tensors that are there, a Signature but for its facts); None for a call without a signature."""
     if watched():
         return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
-    given: tuple = (query, key, value)
+    present: tuple = (query, key, value)
     there = None
     if not (bias is slopes is sinks is mask is key_mask is query_mask is seed is None):
-        given, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(map(type, tensors))
+        present, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(map(type, tensors))
         if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
             return None
-    if not _usual(numbers) or not _ordinary(given):
+    if not _usual(numbers) or not _ordinary(present):
         return None
-    return given, (numbers, _precision(given[0]), asked.deterministic, there)
+    return present, (numbers, _precision(present[0]), asked.deterministic, there)
 
 
-def _kind(given: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
-    if any_autocast() or not in_memory(given) or not _aligned(given):
+def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
+    if any_autocast() or not in_memory(present) or not _aligned(present):
         return None
-    facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in given]
+    facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return Signature(*most, tuple(facts))
 
 
-def _remember(given: tuple, most: tuple, replay: "Replay") -> None:
-    if TensorGuards is None or len(set(map(id, given))) < len(given):
+def _remember(present: tuple, most: tuple, replay: "Replay") -> None:
+    if TensorGuards is None or len(set(map(id, present))) < len(present):
         return  # guards want each tensor to be another
     # Guards compare what dispatches too: autocast, and what wraps or negates a tensor, make it another.
-    guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
 def find(tensors: tuple, numbers: tuple) -> "Replay | None":
-    """What repeats a call that is like an earlier one.
+    """The Replay of a call that is like an earlier one.
 
     Args:
         tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
@@ -173,46 +173,46 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     split = _split(tensors, numbers)
     if split is None:
         return None
-    given, most = split
+    present, most = split
     for guards, replay in _recent.get(most, ()):
-        if guards.check(*given):
-            return replay if _aligned(given) else None
-    kind = _kind(given, most)
-    replay = None if kind is None else _known.get(kind)
+        if guards.check(*present):
+            return replay if _aligned(present) else None
+    signature = _signature(present, most)
+    replay = None if signature is None else _known.get(signature)
     if replay is not None:
-        _remember(given, most, replay)
+        _remember(present, most, replay)
     return replay
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay | None":
-    """What repeats a call, from the checked form of it, that one of REPEATS would run.
+    """The Replay of a call that one of REPLAYED would run, from its checked form.
 
-    None if it is of no kind, or of one that was met less than RECORD_AFTER times.
+    None if it has no signature, or one that was met less than RECORD_AFTER times.
     """
     split = _split(tensors, numbers) if can_replay else None
     if split is None or call.query is not tensors[0]:
         return None
-    given, most = split
-    kind = _kind(given, most)
-    if kind is None:
+    present, most = split
+    signature = _signature(present, most)
+    if signature is None:
         return None
     if max(len(_known), len(_met)) >= MAX_KEPT:
         forget()
-    _met[kind] = _met.get(kind, 0) + 1
-    if _met[kind] < RECORD_AFTER:
+    _met[signature] = _met.get(signature, 0) + 1
+    if _met[signature] < RECORD_AFTER:
         return None
-    _met.pop(kind, None)  # another thread may have learnt it, or forgotten all
+    _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
         replay = Replay(call, numbers, run is attention.run_on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
-    _known[kind] = replay
-    _remember(given, most, replay)
+    _known[signature] = replay
+    _remember(present, most, replay)
     return replay
 
 
 def _without_data(tensors) -> list:
-    """Tensors of the same kind, that take no memory."""
+    """Tensors with the same facts, that take no memory."""
     return [
         None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors
     ]
@@ -251,7 +251,7 @@ class Replay:
         self.backwards: dict[tuple, Any] = {}
 
     def __call__(self, tensors: tuple):
-        """What `attention` returns of a call of this kind."""
+        """What `attention` returns of a call with this signature."""
         if self.drops:
             tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_BLOCK_MASK]
         if self.save:
@@ -285,13 +285,13 @@ class Replay:
             return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
         facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
-        kind = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
-        recorded = self.backwards.get(kind)
+        wanted = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
+        recorded = self.backwards.get(wanted)
         if recorded is None:
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
             try:
-                recorded = self.backwards[kind] = self._backward(given, need)
+                recorded = self.backwards[wanted] = self._backward(given, need)
             except Unusable:
                 forget()  # the next forward is better computed as its backward has to be
                 return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
@@ -322,7 +322,7 @@ class Replay:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A call of which a gradient may be asked: of (what repeats it, all its tensors), and the inputs once more."""
+    """A call of which a gradient may be asked: of (its Replay, all its tensors), and the inputs once more."""
 
     @staticmethod
     def forward(ctx, call, *inputs):
