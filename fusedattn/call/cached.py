@@ -208,13 +208,13 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     number = a.block_table.long()
     if not number.numel() or not page:
         return
-    reached = torch.arange(number.shape[1]) * page < (before + new)[:, None]
+    reached = torch.arange(number.shape[1], device=number.device) * page < (before + new)[:, None]
     wrong = number[reached & ((number < 0) | (number >= pages))]
     if len(wrong):
         expected = f"pages from 0 to {pages - 1} where the lengths reach"
         fail(ValueError, "block_table", expected if pages else "no lengths without pages", int(wrong[0]))
     if new:
-        position = before[:, None] + torch.arange(new)
+        position = before[:, None] + torch.arange(new, device=before.device)
         place = number.gather(1, position // page) * page + position % page
         if len(place.unique()) < place.numel():
             fail(ValueError, "block_table", "a place of its own for each new key", "one that two sequences write to")

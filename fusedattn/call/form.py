@@ -235,6 +235,11 @@ def seed_tensor(seed: Any, device: torch.device) -> Tensor:
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
+def _default_scale(columns: Any) -> float:
+    scale = columns**-0.5
+    return float(scale) if isinstance(scale, Tensor) else scale  # a tensor while torch.jit traces
+
+
 def normalise(arguments: Arguments, **more: Any) -> Call:
     """The Call of arguments that have passed every check; more are fields that do not follow from these."""
     a = arguments
@@ -260,7 +265,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         # Where nothing is bounded and no distance counts, alignment means nothing: one kernel for both.
         top_left=a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
-        scale=query.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
+        scale=_default_scale(query.shape[-1]) if a.scale is None else float(a.scale),
         softcap=None if a.softcap is None else float(a.softcap),
         dropout_p=float(a.dropout_p),
         deterministic=asked.deterministic,

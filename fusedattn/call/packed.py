@@ -88,6 +88,7 @@ def _longest(name: str) -> tuple[Rule, ...]:
     return (
         Rule(name, TypeError, "an int or None", lambda x, _: not is_int(x), lambda x: type(x).__name__),
         invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),
+        invalid(name, "a length below 2**31, as offsets of int32 have", lambda x, _: x >= 2**31, lambda x: x),
     )
 
 

@@ -13,6 +13,8 @@ from ..private import transforms_active
 from . import cached, dropout
 from .packed import joined, packed, padded, parts
 
+# A larger cap no score feels, as in the kernels; by a smaller one a quotient, or its gradient, would be infinite.
+LARGEST_CAP, SMALLEST_CAP = 2.0**60, 2.0**-60
 BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
 
 
@@ -33,8 +35,8 @@ def formula(
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.mT * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None and softcap <= LARGEST_CAP:
+        scores = softcap * torch.tanh(scores / max(softcap, SMALLEST_CAP))
     for term in added:
         scores = scores + term
     empty = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain
 from ..call.layout import dense
+from ..call.rules import fail
 from ..launch import failures
 from ..launch.failures import Unusable, take_next
 from ..naive import formula
@@ -175,12 +176,27 @@ register(
 )
 
 
+def facts(tensors) -> list:
+    """(shape, dtype) of each tensor, or None."""
+    return [None if x is None else (x.shape, x.dtype) for x in tensors]
+
+
+def check_saved(before: list, after: list) -> None:
+    """Raise for saved tensors that came back from hooks with other `facts`: kernels would read outside of them."""
+    for saved, came in zip(before, after, strict=True):
+        if saved != came:
+            expected = f"a tensor of {saved[1]} and shape {tuple(saved[0])} back, as it was saved"
+            fail(ValueError, "saved_tensors_hooks", expected, f"{came[1]} and shape {tuple(came[0])}")
+
+
 def _keep(ctx, inputs, output):
     """setup_context of the forward: what its derivative needs."""
     fields = inputs[:-_AFTER]
     out, _, weights, stats = output
     # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
-    ctx.save_for_backward(*fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats)
+    saved = *fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats
+    ctx.save_for_backward(*saved)
+    ctx.facts = facts(saved)
     ctx.numbers, ctx.on_hopper = fields[TENSORS:], inputs[-1]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
@@ -195,7 +211,8 @@ def _differentiate(ctx, grad_out, grad_lse, grad_weights):
     if all(grad is None for grad in incoming):
         return (None,) * DIFFERENTIABLE + rest
     need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    *fields, out, weights, stats = ctx.saved_tensors
+    *fields, out, weights, stats = saved = ctx.saved_tensors
+    check_saved(ctx.facts, facts(saved))
     weights = out.new_empty(0) if weights is None else weights
     if stats.dim() == 1:  # a graph that was recorded without gradients saves nothing
         with torch.no_grad():

@@ -247,6 +247,7 @@ class Replay:
         self.take_results, self.take_inputs, self.take_kept = (
             itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
         )
+        self.facts: list = []  # of what is kept, as the first call has it
         self.forward = recorder.recording()
         self.backwards: dict[tuple, Any] = {}
 
@@ -275,26 +276,27 @@ class Replay:
         tensors.append(kept.get(self.block_mask))
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
-            return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
+            return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
         stats = stats.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)
         if not in_memory(there) or not _aligned(there):
-            return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
+            return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
-        facts = tuple(None if x is None else (x.stride(), x.dtype, x.device) for x in given)
+        facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
         wanted = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
         recorded = self.backwards.get(wanted)
         if recorded is None:
+            attention.check_saved(self.facts, attention.facts(kept.values()))
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
             try:
                 recorded = self.backwards[wanted] = self._backward(given, need)
             except Unusable:
                 forget()  # the next forward is better computed as its backward has to be
-                return self._differentiate_slowly(tensors, incoming, out, weights, stats, need)
+                return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
         made = recording.run(given)
         return [None if place is None else made[place] for place in places]
@@ -314,7 +316,8 @@ class Replay:
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recording(), places
 
-    def _differentiate_slowly(self, tensors, incoming, out, weights, stats, need):
+    def _differentiate_slowly(self, kept, tensors, incoming, out, weights, stats, need):
+        attention.check_saved(self.facts, attention.facts(kept.values()))
         weights = out.new_empty(0) if weights is None else weights
         grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), list(need))
         triples = zip(grads, tensors, need, strict=False)
@@ -329,7 +332,10 @@ class _Differentiable(torch.autograd.Function):
         replay, tensors = call
         tensors = replay.forward.run(tensors)
         ctx.replay = replay
-        ctx.save_for_backward(*replay.take_kept(tensors))
+        kept = replay.take_kept(tensors)
+        ctx.save_for_backward(*kept)
+        if not replay.facts:
+            replay.facts = attention.facts(kept)
         if len(replay.results) > 1:
             ctx.set_materialize_grads(False)
         return replay.take_results(tensors)

@@ -65,7 +65,7 @@ def test_masks_and_what_belongs_to_heads_get_the_dimensions_they_lack():
         (dict(window=(None, 1), align="top_left"), None, 1, True),
         (dict(window=(2, 7), causal=True), 2, 0, False),
         (dict(window=(0, 0)), 0, 0, False),
-        (dict(window=(2**40, 2**31)), 2**31, 2**31, False),
+        (dict(window=(2**40, 2**70)), 2**31, 2**31, False),
         (dict(alibi_slopes=torch.zeros(4), align="top_left"), None, None, True),
     ],
     ids=str,
@@ -147,8 +147,14 @@ def test_whether_somebody_may_want_a_derivative():
         assert form.differentiated([torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(2))])
 
 
+class Subclass(torch.Tensor):
+    """A tensor that has its own way with operators."""
+
+
 def test_what_lies_in_memory():
     x = torch.ones(2, 3)
+    assert not form.in_memory([x, x.as_subclass(Subclass)]), "its operators are to be asked"
+    assert not form.in_memory([torch._efficientzerotensor((2, 3))]), "a tensor of zeros has no address"
     assert form.in_memory([x, None, 2.0, "a", torch.nn.Parameter(x), x[:0]])
     for other in (torch._neg_view(x), x.to_sparse(), torch.nested.nested_tensor([x[0]], layout=torch.jagged)):
         assert not form.in_memory([x, other])

@@ -90,7 +90,9 @@ WRONG = [
     ("max_seqlen_q", TypeError, "an int or None, got bool", dict(max_seqlen_q=True), {}),
     ("max_seqlen_k", TypeError, "an int or None, got str", dict(max_seqlen_k="9"), dict(max_seqlen_k=9)),
     ("max_seqlen_q", ValueError, "0 or more, got -1", dict(max_seqlen_q=-1), {}),
+    ("max_seqlen_q", ValueError, "below 2**31", dict(max_seqlen_q=2**64), dict(max_seqlen_q=2**31 - 1)),
     ("max_seqlen_k", ValueError, "0 or more, got -1", dict(max_seqlen_k=-1), {}),
+    ("max_seqlen_k", ValueError, "below 2**31", dict(max_seqlen_k=2**31), {}),
     ("max_seqlen_q", ValueError, "at least the longest length in cu_seqlens_q", dict(max_seqlen_q=3), {}),
     ("max_seqlen_k", ValueError, "at least the longest length in cu_seqlens_k", dict(max_seqlen_k=3), {}),
     *(

@@ -97,6 +97,7 @@ WRONG = [
     ("scale", TypeError, "a number, got Tensor", dict(scale=torch.tensor(1.0)), {}),
     ("scale", ValueError, "a finite number, got nan", dict(scale=float("nan")), dict(scale=-1e30)),
     ("scale", ValueError, "a finite number, got inf", dict(scale=float("inf")), {}),
+    ("scale", ValueError, "a finite number, got -inf", dict(scale=float("-inf")), {}),
     ("bias", TypeError, "a floating tensor, got torch.bool", dict(bias=bools(Sq, Sk)), dict(bias=torch.ones(Sq, Sk))),
     ("bias", TypeError, "a floating tensor, got float", dict(bias=1.0), dict(bias=torch.ones(1, 1).double())),
     ("bias", ValueError, "rank 2 or that of query", dict(bias=torch.ones(B, Sq, Sk)), {}),
@@ -120,10 +121,12 @@ WRONG = [
     ("alibi_slopes", ValueError, "the device", dict(alibi_slopes=torch.ones(Hq, device="meta")), {}),
     ("sinks", TypeError, "a floating tensor, got torch.int64", dict(sinks=torch.ones(Hq).long()), {}),
     ("sinks", ValueError, "shape (4,)", dict(sinks=torch.ones(B, Hq)), dict(sinks=torch.ones(Hq).bfloat16())),
+    ("sinks", ValueError, "shape (4,)", dict(sinks=torch.ones(1, Hq)), {}),
     ("sinks", ValueError, "the device", dict(sinks=torch.ones(Hq, device="meta")), {}),
     ("dropout_p", TypeError, "a number, got bool", dict(dropout_p=True), dict(dropout_p=1)),
     ("softcap", ValueError, "float32 can hold", dict(softcap=1e39), dict(softcap=1e38)),
     ("dropout_p", ValueError, "from 0 to 1, got 1.5", dict(dropout_p=1.5), dict(dropout_p=0.5)),
+    ("dropout_p", ValueError, "from 0 to 1, got -0.1", dict(dropout_p=-0.1), dict(dropout_p=0)),
     ("dropout_p", ValueError, "from 0 to 1, got nan", dict(dropout_p=float("nan")), {}),
     ("seed", TypeError, "an int or a tensor of one int64, got float", dict(seed=1.0), dict(seed=2**63 - 1)),
     ("seed", TypeError, "got torch.int32", dict(seed=torch.ones(1).int()), dict(seed=torch.tensor(7))),
@@ -296,3 +299,10 @@ def test_nothing_is_written_before_an_error():
     with pytest.raises(ValueError):
         fa.attention(**wrong)
     assert all(torch.equal(before[name], wrong[name]) for name in wrong)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_decode"])
+@pytest.mark.parametrize("unknown", ["backend", "foo"])
+def test_the_reference_names_itself(name, unknown):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument '{unknown}'"):
+        getattr(fa.reference, name)(**{unknown: "naive"})

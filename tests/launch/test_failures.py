@@ -211,6 +211,8 @@ def test_packed_sequences_and_caches(failing):
             assert torch.equal(ours, other) and not torch.equal(ours, cache)
         with pytest.raises(NotImplementedError, match="^backend: "):
             fa.attention_decode(new[0], *cache, **call, backend="triton")
+        with pytest.raises(NotImplementedError, match="^backend: "):
+            fa.attention_varlen(query, key, value, offsets, offsets, backend="triton")
     assert len([x for x in caught if "fusedattn takes a slower path" in str(x.message)]) == 3  # a kernel each
 
 

@@ -130,3 +130,12 @@ def test_anomaly_detection_finds_no_nan():
     with torch.autograd.set_detect_anomaly(True):
         out, lse = fa.attention(query, key, value, causal=True, return_lse=True)
         (out.sum() + lse[..., 5:].sum()).backward()
+
+
+@pytest.mark.parametrize("softcap", [1e-320, 1e-45, 1e38, 3e38])
+def test_a_cap_that_float32_can_hardly_divide_by(softcap):
+    inputs = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    out = fa.reference.attention(*inputs, softcap=softcap)
+    plain = fa.reference.attention(*inputs, scale=1e-30 if softcap < 1 else None)  # all scores alike, or none capped
+    torch.testing.assert_close(out, plain)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sin().sum(), inputs))
