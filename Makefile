@@ -22,6 +22,7 @@ test: MATRIX := and not matrix
 test: ROWS := --few
 test: interpreter compile on-gpu ## whether it works here, in minutes: the three tiers below, with a few cases that cover all pairs of options
 
+test-all: MATRIX := and not sample
 test-all: interpreter compile on-gpu benchmarks ## the whole matrix: the three tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU

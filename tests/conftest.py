@@ -57,8 +57,30 @@ def _make_block_type(self, element_type, shape):
     self.name = f"<{printed}, {element_type}>"
 
 
+def _broadcast(self, lhs, rhs):
+    """`broadcast_impl_value`, at once for tensors of one shape: `_make_tensor` gives them the same object."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast_of(self, lhs, rhs)
+
+
+def _check_operands(self, lhs, rhs, *allowed, **more):
+    """`binary_op_type_checking_impl`, a fifth of the time, at once where the dtype of a tensor stays what it is."""
+    if type(lhs) is language.tensor and lhs.dtype.name in _STAY:
+        if type(rhs) is language.tensor and rhs.dtype.name == lhs.dtype.name:
+            return _broadcast(self, lhs, rhs)
+        if type(rhs) is int and -(2**31) <= rhs < 2**31 or type(rhs) is float and lhs.dtype.name in _STAY[:2]:
+            return _broadcast(self, lhs, self.scalar_constant(rhs, dtype=lhs.dtype))
+    return _check_operands_of(self, lhs, rhs, *allowed, **more)
+
+
+def _unwrap(x):
+    """`_unwrap_if_constexpr`, at once for what it mostly gets."""
+    if isinstance(x, (list, tuple, language.tuple)):
+        return _unwrap_of(x)
+    return x.value if isinstance(x, language.constexpr) else x
+
+
 if INTERPRETED and importlib.util.find_spec("triton"):
-    from triton.language import core as language
+    from triton.language import core as language, semantic
     from triton.runtime import interpreter as upstream
 
     _dtypes, _dtype_of = {}, upstream._get_np_dtype
@@ -68,6 +90,14 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     language.tensor.__init__ = _make_tensor
     _block_types, _block_type_of = {}, language.block_type.__init__
     language.block_type.__init__ = _make_block_type
+    _STAY = ("fp32", "fp64", "int32", "int64")
+    _operators = semantic.TritonSemantic
+    _broadcast_of, _operators.broadcast_impl_value = _operators.broadcast_impl_value, _broadcast
+    _check_operands_of, _operators.binary_op_type_checking_impl = (
+        _operators.binary_op_type_checking_impl,
+        _check_operands,
+    )
+    _unwrap_of, language._unwrap_if_constexpr = language._unwrap_if_constexpr, _unwrap
     _careful = upstream.interpreter_builder.options
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
 

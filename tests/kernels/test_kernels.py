@@ -34,6 +34,7 @@ def test_an_option_alone(case, device, poison, overflow):
     run(case, device)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", cases.COVERING, ids=lambda case: case.name)
 def test_each_pair_of_options_in_a_few_calls(case, device, poison):
     test_options_together(case, device, poison)

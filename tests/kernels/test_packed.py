@@ -291,7 +291,7 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
         assert size == len(turns) >= len(taken)
 
 
-def test_no_turn_is_written_where_there_is_no_room(device):
+def test_no_slot_is_written_where_there_is_no_room(device):
     """Offsets that fall name more blocks than there are rows for."""
     from fusedattn.launch import run as launch
 
@@ -300,7 +300,7 @@ def test_no_turn_is_written_where_there_is_no_room(device):
     lengths = dict(OffsetsQ=wrong, OffsetsK=wrong, n=3, q_len=200, k_len=200, max_seqlen_q=200, max_seqlen_k=200)
     for size in (0, 5, 13, 14):
         whole.fill_(-7)
-        more = dict(Turns=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)
+        more = dict(Slots=whole, Extents=extents, size=size, BLOCK=32, BY_KEYS=False, CHUNK=64)
         launch.run_kernel("fill_slots", 3, lengths | more, wrong.device, num_warps=4)
         assert (whole[size:] == -7).all() and (whole[:size] >= 0).all()
         assert extents.tolist()[:4] == [[0, 200, 0, 200], [200, 0, 200, 0], [0, 200, 0, 200], [-7] * 4]
