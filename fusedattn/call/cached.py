@@ -6,24 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import rules
 from .form import Arguments, Call, autocast_dtype, differentiated, normalise
-from .rules import (
-    Rule,
-    Sizes,
-    apply,
-    check_options,
-    fail,
-    has_rank,
-    has_shape,
-    heads,
-    invalid,
-    is_beside,
-    is_flag,
-    is_floating,
-    of_dtype,
-    of_query_key_value,
-    place,
-)
+from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
 class CacheArguments(NamedTuple):
@@ -100,12 +85,12 @@ def _shape_of_new(a: Any, cache: Tensor) -> tuple[int, int, int]:
     return a.query.shape[0], cache.shape[1], cache.shape[3]
 
 
-_RANKS = tuple(has_rank(4, name) for name in ("query", "key_cache", "value_cache"))
+_RANKS = tuple(rules.has_rank(4, name) for name in ("query", "key_cache", "value_cache"))
 # In the order in which they are looked for: a rule may rely on those above it.
 RULES = (
-    *of_query_key_value("key_cache", "value_cache", _RANKS, heads),
-    *of_dtype("cache_seqlens", torch.int32),
-    has_shape("cache_seqlens", lambda a: (a.query.shape[0],)),
+    *rules.of_query_key_value("key_cache", "value_cache", _RANKS, rules.heads),
+    *rules.of_dtype("cache_seqlens", torch.int32),
+    rules.has_shape("cache_seqlens", lambda a: (a.query.shape[0],)),
 )
 WITHOUT_TABLE = (
     invalid(
@@ -115,7 +100,7 @@ WITHOUT_TABLE = (
     ),
 )
 TABLE = (
-    *of_dtype("block_table", torch.int32),
+    *rules.of_dtype("block_table", torch.int32),
     invalid(
         "block_table",
         lambda _, a: f"shape ({a.query.shape[0]}, pages of a sequence)",
@@ -123,23 +108,23 @@ TABLE = (
     ),
 )
 NEW = (
-    is_beside("new_key", "new_value"),
-    is_beside("new_value", "new_key"),
-    *of_dtype("new_key"),
-    *of_dtype("new_value"),
+    rules.is_beside("new_key", "new_value"),
+    rules.is_beside("new_value", "new_key"),
+    *rules.of_dtype("new_key"),
+    *rules.of_dtype("new_value"),
     invalid(
         "new_key",
         lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
         lambda x, a: x.dim() != 4 or (*x.shape[:2], x.shape[3]) != _shape_of_new(a, a.key_cache),
     ),
-    has_shape("new_value", lambda a: (*a.new_key.shape[:3], a.value_cache.shape[3]), note=", as many as new_key"),
+    rules.has_shape("new_value", lambda a: (*a.new_key.shape[:3], a.value_cache.shape[3]), note=", as many as new_key"),
     _alone("key_cache"),
     _alone("value_cache"),
 )
 ROTARY = (
-    is_beside("rotary_cos", "rotary_sin"),
-    is_beside("rotary_sin", "rotary_cos"),
-    *(rule for name in ("rotary_cos", "rotary_sin") for rule in (is_floating(name), *place(name))),
+    rules.is_beside("rotary_cos", "rotary_sin"),
+    rules.is_beside("rotary_sin", "rotary_cos"),
+    *(rule for name in ("rotary_cos", "rotary_sin") for rule in (rules.is_floating(name), *rules.place(name))),
     invalid(
         "rotary_cos",
         lambda _, a: (
@@ -153,10 +138,10 @@ ROTARY = (
         lambda x, a: x.shape != a.rotary_cos.shape,
     ),
 )
-INTERLEAVED = is_flag("rotary_interleaved")
+INTERLEAVED = rules.is_flag("rotary_interleaved")
 
 
-def rules(a: CacheArguments) -> tuple[Rule, ...]:
+def _rules_of(a: CacheArguments) -> tuple[Rule, ...]:
     """Those that concern a call, in their order."""
     concerned = (INTERLEAVED, *RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
     if a.new_key is not None or a.new_value is not None:
@@ -168,7 +153,7 @@ def rules(a: CacheArguments) -> tuple[Rule, ...]:
 
 def check_sizes(a: CacheArguments) -> None:
     """Raise for what is wrong with arguments, whatever the tensors hold."""
-    apply(rules(a), a, a)
+    apply(_rules_of(a), a, a)
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:

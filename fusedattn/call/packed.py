@@ -5,24 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import rules
 from .form import Arguments, Call, Plan, autocast, normalise
 from .packing import longest
-from .rules import (
-    Rule,
-    Sizes,
-    apply,
-    check_options,
-    dtype,
-    fail,
-    has_rank,
-    has_shape,
-    invalid,
-    is_bool,
-    is_int,
-    is_tensor,
-    of_query_key_value,
-    place,
-)
+from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
 class Packed(NamedTuple):
@@ -51,9 +37,9 @@ def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
         return x.shape[0] == 1 and getattr(a, tensor).shape[0] != 0
 
     return (
-        is_tensor(name),
-        Rule(name, TypeError, "an int32 tensor", lambda x, _: x.dtype != torch.int32, dtype),
-        *place(name),
+        rules.is_tensor(name),
+        Rule(name, TypeError, "an int32 tensor", lambda x, _: x.dtype != torch.int32, rules.dtype),
+        *rules.place(name),
         invalid(name, "shape (n + 1,), of n sequences", lambda x, _: x.dim() != 1 or x.shape[0] == 0),
         invalid(name, f"a sequence, for there are rows in {tensor}", none_of_some),
     )
@@ -86,7 +72,7 @@ def _values(name: str, tensor: str) -> tuple[Rule, ...]:
 def _longest(name: str) -> tuple[Rule, ...]:
     """The longest length, whatever the offsets hold."""
     return (
-        Rule(name, TypeError, "an int or None", lambda x, _: not is_int(x), lambda x: type(x).__name__),
+        Rule(name, TypeError, "an int or None", lambda x, _: not rules.is_int(x), lambda x: type(x).__name__),
         invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),
         invalid(name, "a length below 2**31, as offsets of int32 have", lambda x, _: x >= 2**31, lambda x: x),
     )
@@ -102,7 +88,7 @@ def _is_longest(name: str, offsets: str) -> Rule:
 
 def _tokens(name: str, tensor: str) -> tuple[Rule, ...]:
     """A key_mask or query_mask of all packed rows."""
-    return is_bool(name), *place(name), has_shape(name, lambda a: (getattr(a, tensor).shape[0],))
+    return rules.is_bool(name), *rules.place(name), rules.has_shape(name, lambda a: (getattr(a, tensor).shape[0],))
 
 
 OFFSETS = (
@@ -115,9 +101,9 @@ OFFSETS = (
     ),
 )
 LONGEST = {name: _longest(name) for name in ("max_seqlen_q", "max_seqlen_k")}
-_RANKS = tuple(has_rank(3, name, ", (T, H, D)") for name in ("query", "key", "value"))
+_RANKS = tuple(rules.has_rank(3, name, ", (T, H, D)") for name in ("query", "key", "value"))
 TENSORS = (
-    *of_query_key_value("key", "value", _RANKS, heads=lambda x: x.shape[1]),
+    *rules.of_query_key_value("key", "value", _RANKS, heads=lambda x: x.shape[1]),
     *OFFSETS,
     *_values("cu_seqlens_q", "query"),
     *_values("cu_seqlens_k", "key"),
@@ -147,9 +133,9 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
         # Its blocks that are all seen may hold keys that key_mask hides.
         arguments, block_mask = arguments._replace(mask=plan.mask), plan.block_mask if packed.key_mask is None else None
     apply(TENSORS, packed, packed)
-    for name, rules in OPTIONS.items():
+    for name, table in OPTIONS.items():
         if getattr(packed, name) is not None:
-            apply(rules, packed, packed)
+            apply(table, packed, packed)
     max_seqlen_q, max_seqlen_k = packed.max_seqlen_q, packed.max_seqlen_k
     if need_weights or any(x is not None for x in (arguments.mask, arguments.bias, packed.key_mask)):
         max_seqlen_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q

@@ -13,19 +13,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from ..call.form import Call
-from ..kernels import (
-    append,
-    block_mask,
-    combine,
-    dbias,
-    decode,
-    dkdv,
-    dq,
-    forward,
-    preprocess,
-    sequences,
-    weights,
-)
+from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, weights
 from ..kernels.vocabulary.tiles import width
 from . import failures, hopper, launcher, tiles as tile_table
 

@@ -15,51 +15,40 @@ from ..call.cached import CacheArguments
 from ..call.form import DIFFERENTIABLE, Call, Lengths
 from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
-from ..call.rules import (
-    FLOATING,
-    Rule,
-    Sizes,
-    apply,
-    broadcasts,
-    dtype,
-    fail,
-    has_columns,
-    has_rank,
-    has_shape,
-    invalid,
-    is_floating,
-    is_strided,
-    place,
-)
+from ..call.rules import FLOATING, Rule, Sizes, apply, fail, invalid
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
     """One number a head, of each batch or of all."""
-    return is_floating(name), *place(name), has_shape(name, lambda s: (1, s.Hq), lambda s: (s.B, s.Hq))
+    return (
+        rules.is_floating(name),
+        *rules.place(name),
+        rules.has_shape(name, lambda s: (1, s.Hq), lambda s: (s.B, s.Hq)),
+    )
 
 
 def _side(name: str) -> Rule:
     return invalid(name, "no negative number; None is unbounded", lambda x, _: x is not None and x < 0, lambda x: x)
 
 
-TENSORS = (has_rank(4, "query"), *rules.TENSORS)
+TENSORS = (rules.has_rank(4, "query"), *rules.TENSORS)
 NUMBERS = (_side("left"), _side("right"), *rules.OPTIONS["scale"], *rules.OPTIONS["dropout_p"])
 # Of the fields of a Call that may be None. The first two are as long as all packed rows; the others know sequences.
-TOKENS = {name: (*rules.OPTIONS[name], has_rank(2, name)) for name in ("key_mask", "query_mask")}
+TOKENS = {name: (*rules.OPTIONS[name], rules.has_rank(2, name)) for name in ("key_mask", "query_mask")}
 OPTIONS = {
-    "mask": (*rules.OPTIONS["mask"], has_rank(4, "mask")),
-    "bias": (*rules.OPTIONS["bias"], has_rank(4, "bias")),
+    "mask": (*rules.OPTIONS["mask"], rules.has_rank(4, "mask")),
+    "bias": (*rules.OPTIONS["bias"], rules.has_rank(4, "bias")),
     "alibi_slopes": _each_head("alibi_slopes"),
     "sinks": _each_head("sinks"),
     "softcap": rules.OPTIONS["softcap"],
     "seed": rules.OPTIONS["seed"],
 }
 NEW_KEY_CACHE = (
-    is_floating("key_cache"),
-    is_strided("key_cache"),
-    has_rank(4, "key_cache"),
-    has_columns("key_cache"),
-    has_rank(1, "cache_seqlens"),
+    rules.is_floating("key_cache"),
+    rules.is_strided("key_cache"),
+    rules.has_rank(4, "key_cache"),
+    rules.has_columns("key_cache"),
+    rules.has_rank(1, "cache_seqlens"),
 )
 
 
@@ -128,12 +117,12 @@ def _blocks(s: Sizes) -> tuple[int, ...]:
 
 
 BLOCK_MASK = (
-    *place("block_mask"),
-    Rule("block_mask", TypeError, "a tensor of uint8", lambda x, _: x.dtype != torch.uint8, dtype),
+    *rules.place("block_mask"),
+    Rule("block_mask", TypeError, "a tensor of uint8", lambda x, _: x.dtype != torch.uint8, rules.dtype),
     invalid(
         "block_mask",
         lambda _, s: f"rank 4, broadcastable to {_blocks(s)}",
-        lambda x, s: x.dim() != 4 or not broadcasts(x, _blocks(s)),
+        lambda x, s: x.dim() != 4 or not rules.broadcasts(x, _blocks(s)),
     ),
 )
 
