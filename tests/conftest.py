@@ -72,11 +72,27 @@ def _check_operands(self, lhs, rhs, *allowed, **more):
     return _check_operands_of(self, lhs, rhs, *allowed, **more)
 
 
+def _cast(self, input, dst_ty, *rounding):
+    """`cast`, at once where there is nothing to do."""
+    return input if input.dtype.name == dst_ty.scalar.name else _cast_of(self, input, dst_ty, *rounding)
+
+
 def _unwrap(x):
     """`_unwrap_if_constexpr`, at once for what it mostly gets."""
     if isinstance(x, (list, tuple, language.tuple)):
         return _unwrap_of(x)
     return x.value if isinstance(x, language.constexpr) else x
+
+
+def _patch_attribute(owner, name, member, builder, scope):
+    """`_patch_attr`, whose functions are called more than any other, without a copy of their options."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args, **options):
+        options["_semantic"] = upstream.interpreter_semantic
+        return function(*args, **options)
+
+    scope.set_attr(owner, name, call)
 
 
 if INTERPRETED and importlib.util.find_spec("triton"):
@@ -93,10 +109,12 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     _STAY = ("fp32", "fp64", "int32", "int64")
     _operators = semantic.TritonSemantic
     _broadcast_of, _operators.broadcast_impl_value = _operators.broadcast_impl_value, _broadcast
+    _cast_of, _operators.cast = _operators.cast, _cast
     _check_operands_of, _operators.binary_op_type_checking_impl = (
         _operators.binary_op_type_checking_impl,
         _check_operands,
     )
+    upstream._patch_attr = _patch_attribute
     _unwrap_of, language._unwrap_if_constexpr = language._unwrap_if_constexpr, _unwrap
     _careful = upstream.interpreter_builder.options
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
