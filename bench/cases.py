@@ -241,7 +241,7 @@ MODULE = [
     _paper(512, 128, False, options="weights"),
 ]
 
-# For `pytest bench` on a GPU: cases that a change of a kernel shows in.
+# For `pytest tests/benchmarks` on a GPU: cases that a change of a kernel shows in.
 FEW = [
     *(_paper(4096, dim, causal) for dim in (128, 64) for causal in (True, False)),
     _paper(16384, 128, True),

@@ -239,7 +239,7 @@ def test_gpu_sh_tests_the_kernel_for_hopper_apart_and_times_what_passed():
 def test_pytest_benchmark_times_them_with_our_clock(tmp_path):
     pytest.importorskip("pytest_benchmark")
     path = tmp_path / "a.json"
-    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", f"--benchmark-json={path}"]
+    command = [sys.executable, "-m", "pytest", "tests/benchmarks", "-q", "-p", "no:cacheprovider", f"--benchmark-json={path}"]
     command += ["-k", "forward-b1-d16-s64-full-float32-forward-fusedattn", f"--benchmark-storage=file://{tmp_path}"]
     # It does not time where pytest-xdist works, as may be around this one.
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
@@ -254,7 +254,7 @@ def test_pytest_benchmark_times_them_with_our_clock(tmp_path):
 
 def test_pytest_bench_fails_where_ours_is_wrong(monkeypatch):
     pytest.importorskip("pytest_benchmark")
-    from fusedattn.bench.dev import test_benchmarks
+    from ..benchmarks import test_benchmarks
 
     class Benchmark:
         group, extra_info = None, {}

@@ -1,4 +1,4 @@
-"""Did a change make anything slower?    pytest bench --benchmark-autosave, and later pytest bench --benchmark-compare
+"""Did a change make anything slower?    pytest tests/benchmarks --benchmark-autosave, later --benchmark-compare
 
 The steps that the questions time, by pytest-benchmark, with a clock that waits for the GPU; caches stay warm and the
 host counts, so its numbers are for comparing with themselves. On a CPU the cases are tiny. With --benchmark-disable
