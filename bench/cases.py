@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # of inputs, and of our dropout
 
 
@@ -30,7 +31,7 @@ class Case(NamedTuple):
     options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
     random ends; padding=SHARE of tokens that are real, random lengths; lengths=KIND, one of LENGTHS, of sequences of up
     to Sq tokens; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, which are returned too. Documents, padding and
-    lengths are of as many queries as keys.
+    lengths are of as many queries as keys. module, or model=NAME: attention is timed inside of it.
     """
 
     B: int
@@ -46,13 +47,10 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        dims = f"d{self.D}" if self.D == self.Dv else f"d{self.D}-{self.Dv}"
-        heads = "" if self.Hq == self.Hkv else f"-h{self.Hq}over{self.Hkv}"
-        if self.Hq == self.Hkv and self.B * self.Sq == TOKENS and self.Hq * self.D != WIDTH:
-            heads = f"-h{self.Hq}"
-        length = f"s{self.Sq}" if self.Sq == self.Sk else f"s{self.Sq}x{self.Sk}"
-        options = "".join(f"-{word}" for word in self.options.split())
-        return f"b{self.B}-{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}{options}"
+        """Sizes as `fusedattn bench --shape` takes them, and what else it is."""
+        sizes = ",".join(map(str, self[:6]))
+        words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
+        return " ".join([sizes, *words, DTYPES.get(self.dtype, self.dtype), *self.options.split()])
 
     @property
     def words(self) -> dict:
@@ -235,10 +233,19 @@ DECODE = [
 
 # Attention inside a module: with projections of its width, 2048.
 MODULE = [
-    *(_paper(length, 128, causal) for length in (2048, 512, 8192) for causal in (True, False)),
-    _paper(2048, 64, True),
-    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16") for causal in (False, True)),  # of width 1024
-    _paper(512, 128, False, options="weights"),
+    *(_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in (True, False)),
+    _paper(2048, 64, True, options="module"),
+    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in (False, True)),  # of width 1024
+    _paper(512, 128, False, options="module weights"),
+]
+
+# Attention inside a model: that of the demo, and one of Hugging Face.
+TINY_DEMO = [Case(12, 4, 4, 64, 64, 32, 32, True, "float32", "model=demo")]
+DEMO = TINY_DEMO + [TINY_DEMO[0]._replace(B=1024, dtype=dtype) for dtype in ("bfloat16", "float32")]
+TINY_MINILM = [Case(4, 12, 12, 64, 64, 32, 32, False, "float32", "model=all-MiniLM-L6-v2")]
+MINILM = [
+    TINY_MINILM[0]._replace(B=batch, Sq=length, Sk=length, dtype=dtype)
+    for batch, length, dtype in ((256, 128, "float16"), (32, 512, "float16"), (32, 512, "float32"))
 ]
 
 # For `pytest tests/benchmarks` on a GPU: cases that a change of a kernel shows in.
@@ -297,8 +304,10 @@ TINY_VARLEN = [
 ]
 TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
 TINY_DECODE = [Case(2, 4, heads, 1, 256, 16, 16, False, "float32") for heads in (4, 1)]
-_MODULE = Case(2, 4, 4, 24, 24, 8, 8, False, "float32")
-TINY_MODULE = [_MODULE._replace(causal=True), _MODULE._replace(dtype="bfloat16"), _MODULE._replace(options="weights")]
+TINY_MODULE = [
+    Case(2, 4, 4, 24, 24, 8, 8, *each)
+    for each in ((True, "float32", "module"), (False, "bfloat16", "module"), (False, "float32", "module weights"))
+]
 
 # By name: "all", and those above, as "tiny-options".
 TABLES = {name.lower().replace("_", "-"): table for name, table in list(vars().items()) if isinstance(table, list)}

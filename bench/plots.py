@@ -6,7 +6,8 @@ import math
 import textwrap
 
 from . import providers, rows
-from .report import DTYPES, is_ours, kind, unit
+from .cases import DTYPES
+from .report import is_ours, kind, unit
 
 INK, GRID, CEILING = "#333333", "#e6e6e6", "#777777"
 OURS = "#d1371f"

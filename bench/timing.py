@@ -109,18 +109,21 @@ def peak(step, device):
 
 
 def interleaved(steps, repeats=2000, calls=1):
-    """Times of {name: step} on the host. Steps take turns, many calls a turn: other work slows all of them alike."""
+    """Times of {name: step} on one thread of the host, many calls of each in turn, so that other work slows all."""
     samples = {name: [] for name in steps}
-    for turn in range(repeats + repeats // 10):
-        for name, step in steps.items():
-            for _ in range(calls // 4):  # the steps before it have displaced it from the caches
-                step()
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                step()
-            end = time.perf_counter_ns()
-            if turn >= repeats // 10:
-                samples[name].append((end - start) / 1e6 / calls)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(-(repeats // 10), repeats):
+            for name, step in steps.items():
+                for _ in range(calls // 4):  # the steps before it have displaced it from the caches
+                    step()
+                start = time.perf_counter_ns()
+                for _ in range(calls):
+                    step()
+                samples[name] += [(time.perf_counter_ns() - start) / 1e6 / calls] * (number >= 0)
+    finally:
+        torch.set_num_threads(threads)
     return {name: quantiles(each) for name, each in samples.items()}
 
 

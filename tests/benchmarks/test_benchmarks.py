@@ -10,8 +10,8 @@ import time
 
 import pytest
 import torch
-from fusedattn.bench import accuracy, attention, calls, cases, module, providers, timing
-from fusedattn.bench.dev import host, models
+from fusedattn.bench import cases, engine, timing
+from fusedattn.bench.dev import host
 from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = "" if DEVICE == "cuda" else "tiny-"
 # {question: its cases on a GPU}
 ASKED = {"forward": "few", "backward": "few", "training": "few", "options": "options", "varlen": "varlen"}
-ASKED |= {"small": "small", "decode": "few-decode"}
+ASKED |= {"small": "small", "decode": "few-decode", "module": "module", "end_to_end": "demo", "minilm": "minilm"}
 
 
 def synchronised():
@@ -35,82 +35,40 @@ pytestmark = pytest.mark.benchmark(timer=synchronised, max_time=0.2, min_rounds=
 
 
 def _chosen():
-    """(mode, case, provider) of every question; the modes with a clock of their own are other modes' steps."""
+    """(question, case, provider, mode) of each; the modes with a clock of their own are other modes' steps."""
     for name, on_gpu in ASKED.items():
         question = QUESTIONS[name]
-        for case in cases.TABLES[question.cases("cpu") if TINY else on_gpu]:
-            for mode in [mode for mode in question.modes if mode != "graph"]:
-                for provider in question.providers(DEVICE):
-                    yield pytest.param(mode, case, provider, id=f"{name}-{case.name}-{mode}-{provider}")
+        chosen = cases.TABLES[question.cases("cpu") if TINY else on_gpu]
+        modes = [mode for mode in question.modes if mode != "graph"]
+        for case, provider, mode in engine.units(chosen, question.providers(DEVICE), modes):
+            yield pytest.param(name, case, provider, mode, id=f"{name}-{case.name}-{mode}-{provider}")
 
 
 @functools.lru_cache(maxsize=1)  # the next test has the same case
-def _drawn(case):
-    tensors = case.draw(DEVICE)
-    return tensors, accuracy.truth(case, tensors)
+def _prepared(name, case):
+    return QUESTIONS[name].prepare(case, DEVICE)
 
 
-def _describe(benchmark, mode, name, case):
+@pytest.mark.parametrize("name, case, provider, mode", [*_chosen()])
+def test_step(benchmark, name, case, provider, mode):
+    workload, (mode, _) = _prepared(name, case), engine.CLOCKS.get(mode, (mode, None))
     benchmark.group = f"{case.name} {mode}"
-    benchmark.extra_info |= dict(provider=name, **case._asdict())
-
-
-@pytest.mark.parametrize("mode, case, name", _chosen())
-def test_attention(benchmark, mode, case, name):
-    tensors, truth = _drawn(case)
-    mode, _ = attention.CLOCKS.get(mode, (mode, None))
-    _describe(benchmark, mode, name, case)
+    benchmark.extra_info |= dict(provider=provider, **case._asdict())
+    wrong = ""
     try:
-        call = providers.find(name)(case, tensors)
-        with calls.around(mode, call):
-            step = calls.step(mode, call, tensors)
-            step()
+        subject = workload.setup(provider)
+        with workload.step(mode, subject) as step:
+            result = step()
+            if not workload.unchecked(provider):
+                *_, wrong = workload.judge(mode, subject, result)
     except Exception as error:
-        if name.startswith("fusedattn"):
+        if provider.startswith("fusedattn"):
             raise
-        pytest.skip(attention.status(error))
-    with calls.around(mode, call):
-        result = benchmark(step)
-    if not providers.unchecked(case, name):
-        *_, wrong = accuracy.judge(case, mode, calls.unpacked(call, result), truth)
-        benchmark.extra_info["wrong"] = wrong
-        assert not (wrong and name.startswith("fusedattn")), wrong
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("mode", module.MODES)
-@pytest.mark.parametrize("case", cases.TABLES[f"{TINY}module"], ids=lambda case: case.name)
-def test_module(benchmark, case, mode, number):
-    drawn = module.draw(case, DEVICE)
-    provider, setup = list(module.layers(case, drawn).items())[number]
-    layer = setup()
-    _describe(benchmark, mode, provider, case)
-    result = benchmark(module.step(mode, layer, drawn))
-    *_, wrong = module.judge(mode, layer, result, module.truth(case, drawn))
+        pytest.skip(engine.status(error))
+    benchmark.extra_info["wrong"] = wrong
     assert not (wrong and provider.startswith("fusedattn")), wrong
-
-
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("mode", models.MODES)
-@pytest.mark.parametrize("case", models.DEMO[DEVICE], ids=lambda case: case.name)
-def test_end_to_end(benchmark, case, mode, number):
-    model, windows = models.draw(case, DEVICE)
-    provider, model = list(models.models(case, model).items())[number]
-    _describe(benchmark, mode, provider, case)
-    benchmark(models.step(mode, model, windows))
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("provider, implementation", models.IMPLEMENTATIONS.items())
-def test_minilm(benchmark, provider, implementation):
-    if not models.has_transformers():
-        pytest.skip("transformers 5 is not installed")
-    case = models.BERT[DEVICE][0]
-    case = case._replace(B=2, Sq=16, Sk=16) if TINY else case
-    model = models.load("float32", DEVICE)
-    model.set_attn_implementation(implementation)
-    _describe(benchmark, "forward", provider, case)
-    assert benchmark(models.embeddings, model, models.batch(case, DEVICE)).isfinite().all()
+    with workload.step(mode, subject) as step:
+        benchmark(step)
 
 
 @pytest.mark.parametrize("case", [c for c in cases.TABLES[f"{TINY}skipping"] if c.masks("cpu")], ids=lambda c: c.name)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, cost, providers, report, rows, timing
+from fusedattn.bench import cases, cost, engine, providers, report, rows, timing
 
 import fusedattn as fa
 from fusedattn import cli
-from fusedattn.cli import machine, screen
-from fusedattn.cli.bench import measuring, presets
+from fusedattn.cli import bench, machine, screen
+from fusedattn.cli.bench import presets
 
 TINY = ["bench", "--shape", "1,2,1,24,40,16", "--providers", "fusedattn,naive,sdpa:math"]
 SQUARE = ["bench", "--shape", "1,2,2,32,32,16", "--providers", "fusedattn,naive"]
@@ -22,7 +22,7 @@ SQUARE = ["bench", "--shape", "1,2,2,32,32,16", "--providers", "fusedattn,naive"
 def quick_on_the_cpu(monkeypatch):
     """Where kernels take seconds to compile, and where tiny steps wait for other threads, nothing is to be learned."""
     monkeypatch.setattr(presets, "device", lambda: "cpu")
-    monkeypatch.setattr(measuring, "BUDGET_MS", {"cpu": 0.1})
+    monkeypatch.setattr(bench, "BUDGET_MS", {"cpu": 0.1})
     monkeypatch.setattr(machine, "busy", lambda: False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -180,7 +180,7 @@ def test_a_case_too_large_to_draw_is_rows_and_the_next_one_is_measured(error, ca
 def test_a_cpu_says_that_memory_is_out():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
-    assert attention.out_of_memory(raised.value) and not attention.out_of_memory(RuntimeError("shape"))
+    assert engine.out_of_memory(raised.value) and not engine.out_of_memory(RuntimeError("shape"))
 
 
 def test_what_was_measured_before_an_interruption_is_shown(capsys, monkeypatch):
@@ -266,9 +266,7 @@ def test_presets():
     assert all(case.B * case.Sq == 16384 and case.Hq * case.D == 2048 for case in on_gpu.cases)
     paper, full = chosen("--preset", "paper", on_gpu=True), chosen("--preset", "full", on_gpu=True)
     assert (
-        paper.cases == cases.LONG
-        and paper.modes == list(attention.MODES)
-        and paper.providers == providers.usual("cuda")
+        paper.cases == cases.LONG and paper.modes == list(engine.MODES) and paper.providers == providers.usual("cuda")
     )
     assert set(full.cases) == {*cases.LONG, *cases.MORE, *cases.OPTIONS}
     assert chosen("--preset", "paper").providers == ["fusedattn", "sdpa"]  # what no CPU has the memory for is left out
@@ -281,13 +279,17 @@ def test_presets():
 def test_modules_are_timed_where_nothing_else_is_asked_for_or_they_are():
     assert len(chosen().modules) == 1 and not chosen("--providers", "naive").modules
     alone = chosen("--providers", "torch.nn", "--shape", "1,2,2,8,8,4", "--shape", "1,2,1,8,8,4")
-    assert alone.modules == alone.cases[:1] and not alone.providers and not chosen("--shape", "1,2,2,8,8,4").modules
+    assert (
+        [case._replace(options="") for case in alone.modules] == alone.cases[:1]
+        and not alone.providers
+        and not chosen("--shape", "1,2,2,8,8,4").modules
+    )
     with pytest.raises(screen.Problem, match=r"^providers: torch\.nn needs"):
         chosen("--providers", "torch.nn", "--shape", "1,2,2,8,9,4")
     for modes in ("forward", "backward", "forward_backward,forward"):
         preset = chosen("--providers", "torch.nn", "--shape", "1,2,2,8,8,4", "--dtype", "float32", "--mode", modes)
-        found = list(measuring.measure(preset, "cpu"))
-        assert len(found) == measuring.count(preset) == {"forward": 4, "backward": 3}.get(modes, 7)
+        found = list(engine.measure(rows.machine("cpu"), presets.units(preset), "cpu", 0.1))
+        assert len(found) == len(presets.units(preset)) == {"forward": 4, "backward": 3}.get(modes, 7)
         assert {row.status for row, _ in found} == {"ok"} and {row.options for row, _ in found} == {"module"}
         assert {"torch.nn", "fusedattn:naive", "fusedattn.compat:naive"} <= {row.provider for row, _ in found}
 
@@ -380,7 +382,7 @@ def test_noise_is_no_verdict():
     other, slower = drawn("sdpa:flash", [0.049, 0.051, 0.051, 0.052, 0.06]), drawn("naive", [200.0, 210.0, 300.0])
     some = [ours, other, slower]
     best, each = report.standings(report.judged(some).rows)
-    assert [one.clear for one in each] == [False, True] and best[0].faster == 0
+    assert [one.is_clear for one in each] == [False, True] and best[0].faster == 0
     first = sentences(some)[0]
     assert first == "forward: fusedattn:triton and the fastest other, sdpa:flash, differ by no more than noise."
     shown = "\n".join(text for text, _ in report.lines(report.judged(some), [""] * 3))
@@ -435,10 +437,12 @@ def test_sdpa_as_torch_chooses_is_a_provider():
     torch.testing.assert_close(got, want)
 
 
-def test_a_gpu_that_broke_down_ends_the_run(monkeypatch):
-    def broken():
+def test_a_gpu_that_broke_down_ends_the_run(capsys, monkeypatch):
+    def broken(case, tensors):
         raise RuntimeError("CUDA error: an illegal memory access\nadvice")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with pytest.raises(screen.Problem, match="the GPU broke down: CUDA error: an illegal memory access$"):
-        measuring._recover("cuda")
+    monkeypatch.setitem(providers.PROVIDERS, "naive", broken)
+    assert cli.main(["bench", *SQUARE[1:], "--mode", "forward"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.endswith("the GPU broke down: RuntimeError: CUDA error: an illegal memory access\n")
+    assert "fusedattn: 1 of 1 result right" in shown.out

@@ -294,7 +294,7 @@ def test_the_host_takes_little_time():
             break
     else:
         pytest.fail(f"us of a call, on a machine that nothing disturbs: {found}")
-    text = launch_path.report(times)
+    text = "\n".join(launch_path.report(times))
     assert "goal 12; sdpa:" in text and "goal 25; sdpa, with gradients:" in text and "new kind" in text
 
 
