@@ -59,14 +59,14 @@ def small_providers(device):
 
 def waste(case):
     """A line: how much padding adds to the tokens, the pairs and the memory of a case, and tiles to packed pairs."""
-    lengths = case.lengths("cpu")
+    lengths, kind = case.lengths("cpu"), case.words.get("lengths", "equal")
     tokens, pairs = int(lengths.sum()), int(lengths.square().sum())
     padded, packed = (cost.ideal(one) / 2**30 for one in (case._replace(options=""), case))
     tile = tile_table.tiles("forward", 90, 2, case.D)[0]
     height, width = (-(-lengths // block) * block for block in (tile.rows, tile.keys))
     return (
-        f"{case.words.get('lengths', 'equal')}: {case.B} sequences of {lengths.min()} to {lengths.max()}, {tokens} "
-        f"tokens; padded {case.B * case.Sq / tokens:.2f} x the tokens ({padded:.1f} GiB for {packed:.1f}), "
+        f"{kind}: {case.B} sequences of {lengths.min()} to {lengths.max()}, {tokens} tokens; padded "
+        f"{case.B * case.Sq / tokens:.2f} x the tokens ({padded:.1f} GiB for {packed:.1f}), "
         f"{case.B * case.Sq**2 / pairs:.2f} x the pairs; tiles of {tile.rows} x {tile.keys}, packed, "
         f"{int((height * width).sum()) / pairs:.3f} x the pairs"
     )
@@ -88,20 +88,12 @@ def peaks(written):
             yield f"{case.name} {mode}, MiB (over the ideal, {ideal:.0f}): {each}"
 
 
-def _plain(case):
-    return not case.options
-
-
 def _long(case):
     return case.Sq >= LONG and not case.options
 
 
 def _large(case):
     return cost.held(case) >= LARGE
-
-
-def _is_short(case):
-    return (case.B, case.Sk) == (1, 1024)
 
 
 def _of_cache(value):
@@ -115,35 +107,29 @@ def _of_cache(value):
 
 
 LARGE = 256e6  # bytes of keys and values that no cache of a GPU holds
-_ideal = "peak memory over q, k, v, out, lse and gradients"
-MEMORY = Goal(_ideal, 1.2, report.over_ideal, "forward_backward", _plain, at_most=True)
-_best = "speed over the best SDPA backend's, S >= 2048,"
-SPEED = [
-    Goal(f"forward, {_best}", 0.75, over("sdpa:*"), "forward", _long),
-    Goal(f"backward, {_best}", 0.5, over("sdpa:*"), "backward", _long),
-    MEMORY,
-]
+_least = "peak memory over q, k, v, out, lse and gradients"
+MEMORY = Goal(_least, 1.2, report.over_ideal, "forward_backward", lambda case: not case.options, at_most=True)
+_best = f"speed over the best SDPA backend's, S >= {LONG},"
+SPEED = [Goal(f"{x}, {_best}", ask, over("sdpa:*"), x, _long) for x, ask in (("forward", 0.75), ("backward", 0.5))]
+SPEED.append(MEMORY)
 SMALL = [
     Goal(f"{mode}, time over that of torch's own,", ask, over("fusedattn*", mine="sdpa"), mode, at_most=True)
     for mode, ask in (("wall", 1.2), ("graph", 1.0))
 ]
 _flash, _microseconds = over("sdpa:flash", mine="fusedattn:cache"), _of_cache(lambda row: 1e3 * row.ms_p50)
+_short = "us for one sequence of 1024 keys in a graph"
 DECODE = [
     Goal("share of a copy's speed from 256 MB on", 0.85, _of_cache(lambda row: report.shares(row)[1]), where=_large),
     Goal("speed over that of sdpa:flash from 256 MB on", 1.1, _flash, where=_large),
-    Goal("us for one sequence of 1024 keys in a graph", 8.0, _microseconds, "graph", _is_short, at_most=True),
+    Goal(_short, 8.0, _microseconds, "graph", lambda case: (case.B, case.Sk) == (1, 1024), at_most=True),
 ]
-_dense = over("fusedattn:*", mine="fusedattn+packed:*")
-VARLEN = [
-    Goal(f"{mode}, equal lengths, speed over the dense kernel's,", 0.95, _dense, mode, _long)
-    for mode in engine.MODES[:2]
-]
+_equal, _dense = "equal lengths, speed over the dense kernel's,", over("fusedattn:*", mine="fusedattn+packed:*")
+VARLEN = [Goal(f"{mode}, {_equal}", 0.95, _dense, mode, _long) for mode in engine.MODES[:2]]
 
 
 class Question(NamedTuple):
     """A question to the engine: modes, the table of cases on a GPU, whose tiny- is for a CPU, providers, the report."""
 
-    asks: str
     modes: Sequence = engine.MODES
     table: str = "all"
     providers: Callable = providers.usual  # of a device
@@ -163,46 +149,59 @@ class Question(NamedTuple):
         return report.text(written, self.goals, list(self.more(written)))
 
 
-def _speed(asks, *modes):
-    return Question(asks, modes, goals=[goal for goal in SPEED if goal.mode in modes])
+def _speed(*modes):
+    return Question(modes, goals=[goal for goal in SPEED if goal.mode in modes])
 
 
-def _forms(asks, mode, table, prefix):
-    names, lines = (functools.partial(function, prefix) for function in (leaderboard.names, leaderboard.lines))
-    return Question(asks, (mode,), table, lambda device: names(), flex_last, more=lines)
+def _forms(mode, table, prefix):
+    lines = functools.partial(leaderboard.lines, prefix)
+    return Question((mode,), table, lambda device: leaderboard.names(prefix), flex_last, more=lines)
 
 
-def _whole(asks, modes, table, names, **options):
-    return Question(asks, modes, table, lambda device: list(names), flex_last, **options)
+def _whole(modes, table, names, **more):
+    return Question(modes, table, lambda device: [*names], flex_last, **more)
 
 
-_hopper = "Which pipeline of the Hopper kernel is the fastest, and how near the best peer?"
-_backward = "Which backward is the fastest, in one pass or two, and how near the best peer?"
-_small = "Is a tiny call as quick as torch's own, with all that the host does (wall) and without (graph)?"
-_decode = "Is one more token, after a cache or pages, bound by the bytes of the cache alone?"
-_varlen = "Is packing sequences of unequal lengths faster than padding them, and as fast as equal ones?"
-_peak = "How much memory does a step take at its peak on a GPU, beside the peers?"
-_demo, _minilm = (
-    "How many tokens a second does the demo's model take?",
-    "Does a real model of Hugging Face get faster by one line?",
-)
+ASKS = {
+    "attention": "Do forward and backward keep up with the best peer on long prompts?",
+    "forward": "Does the forward keep up with the peers, from 512 tokens to 16384?",
+    "backward": "Does the backward alone keep up with the peers, from 512 tokens to 16384?",
+    "training": "Do forward and backward together keep up with the peers?",
+    "options": "What does an option cost: bias, mask, dropout, softcap, window, weights?",
+    "peak": "How much memory does a step take at its peak on a GPU, beside the peers?",
+    "small": "Is a tiny call as quick as torch's own, with all that the host does (wall) and without (graph)?",
+    "decode": "Is one more token, after a cache or pages, bound by the bytes of the cache alone?",
+    "varlen": "Is packing sequences of unequal lengths faster than padding them, and as fast as equal ones?",
+    "hopper": "Which pipeline of the Hopper kernel is the fastest, and how near the best peer?",
+    "backward_forms": "Which backward is the fastest, in one pass or two, and how near the best peer?",
+    "module": "Is our module faster than torch.nn.MultiheadAttention?",
+    "end_to_end": "How many tokens a second does the demo's model take?",
+    "minilm": "Does a real model of Hugging Face get faster by one line?",
+    "skipping": "What does skipping blocks save, and how near is it to the ideal?",
+    "host": "What host time does fa.attention add to the naive formula on a CPU?",
+    "launch_path": "What does the host do in one call of the kernels, step by step, without a GPU?",
+    "ceilings": "How fast does this machine multiply and copy?",
+    "tune": "Which tiles are fastest on this GPU?",
+    "warm": "Compiles, many at a time, what the questions on a GPU will need.",
+    "table": "How did the last run in a CSV compare with the peers?",
+    "plots": "How does speed grow with length, and what bounds it? Pictures of the last run in a CSV.",
+}
+# Those of ASKS that the engine answers; each other one has a main of its own.
 QUESTIONS = {
-    "attention": _speed("Do forward and backward keep up with the best peer on long prompts?", *engine.MODES),
-    "forward": _speed("Does the forward keep up with the peers, from 512 tokens to 16384?", "forward"),
-    "backward": _speed("Does the backward alone keep up with the peers, from 512 tokens to 16384?", "backward"),
-    "training": _speed("Do forward and backward together keep up with the peers?", "forward_backward"),
-    "options": Question("What does an option cost: bias, mask, dropout, softcap, window, weights?", table="options"),
-    "peak": Question(_peak, ("forward", "forward_backward"), goals=[MEMORY], more=peaks),
-    "small": Question(_small, tuple(engine.CLOCKS), "small", small_providers, goals=SMALL),
-    "decode": Question(_decode, ("forward", "graph"), "decode", decode_providers, decode_tier, DECODE),
-    "varlen": Question(_varlen, engine.MODES[:2], "varlen", providers.usual_packed, flex_last, VARLEN, padding),
-    "hopper": _forms(_hopper, "forward", "hopper", leaderboard.HOPPER),
-    "backward_forms": _forms(_backward, "backward", "backward", leaderboard.BACKWARD),
-    "module": _whole(
-        "Is our module faster than torch.nn.MultiheadAttention?", module.MODES, "module", module.PROVIDERS
-    ),
-    "end_to_end": _whole(_demo, models.MODES, "demo", models.ATTENDS, more=models.speeds, prepare=models.Demo),
-    "minilm": _whole(_minilm, ("forward",), "minilm", models.IMPLEMENTATIONS, more=models.speeds, prepare=models.Bert),
+    "attention": _speed(*engine.MODES),
+    "forward": _speed("forward"),
+    "backward": _speed("backward"),
+    "training": _speed("forward_backward"),
+    "options": Question(table="options"),
+    "peak": Question(("forward", "forward_backward"), goals=[MEMORY], more=peaks),
+    "small": Question(tuple(engine.CLOCKS), "small", small_providers, goals=SMALL),
+    "decode": Question(("forward", "graph"), "decode", decode_providers, decode_tier, DECODE),
+    "varlen": Question(engine.MODES[:2], "varlen", providers.usual_packed, flex_last, VARLEN, padding),
+    "hopper": _forms("forward", "hopper", leaderboard.HOPPER),
+    "backward_forms": _forms("backward", "backward", leaderboard.BACKWARD),
+    "module": _whole(module.MODES, "module", module.PROVIDERS),
+    "end_to_end": _whole(models.MODES, "demo", models.ATTENDS, more=models.speeds, prepare=models.Demo),
+    "minilm": _whole(("forward",), "minilm", models.IMPLEMENTATIONS, more=models.speeds, prepare=models.Bert),
 }
 
 
@@ -262,7 +261,7 @@ OPTIONS = {
 
 def parser(name, *more):
     """The options that every question has, and more of OPTIONS."""
-    words = argparse.ArgumentParser(prog=f"python -m fusedattn.bench {name}", description=asks()[name])
+    words = argparse.ArgumentParser(prog=f"python -m fusedattn.bench {name}", description=ASKS[name])
     for option in ("device", "repeat-ms", "csv", "commit", *more):
         words.add_argument(f"--{option}", **OPTIONS[option])
     return words
@@ -315,7 +314,7 @@ def print_ceilings(arguments):
 
 def show(name, arguments):
     """The rows of a file as text, or as pictures."""
-    words = argparse.ArgumentParser(prog=f"python -m fusedattn.bench {name}", description=asks()[name])
+    words = argparse.ArgumentParser(prog=f"python -m fusedattn.bench {name}", description=ASKS[name])
     words.add_argument("csv", metavar="FILE", help="rows that a benchmark wrote")
     if name == "plots":
         words.add_argument("--out", metavar="PNG", required=True, help="where to save the picture")
@@ -331,40 +330,23 @@ def show(name, arguments):
     return 0
 
 
-def _late(name, arguments):
-    """The main of a module of this folder; imported late, for some import Triton, and one a stand-in for a GPU."""
-    return importlib.import_module(f"fusedattn.bench.dev.{name}").main(arguments)
-
-
-# {question: (what it asks, its main(name, arguments))}
-OTHERS = {
-    "skipping": ("What does skipping blocks save, and how near is it to the ideal?", _late),
-    "host": ("What host time does fa.attention add to the naive formula on a CPU?", _late),
-    "launch_path": ("What does the host do in one call of the kernels, step by step, without a GPU?", _late),
-    "ceilings": ("How fast does this machine multiply and copy?", lambda name, arguments: print_ceilings(arguments)),
-    "tune": ("Which tiles are fastest on this GPU?", _late),
-    "warm": ("Compiles, many at a time, what the questions on a GPU will need.", _late),
-    "table": ("How did the last run in a CSV compare with the peers?", show),
-    "plots": ("How does speed grow with length, and what bounds it? Pictures of the last run in a CSV.", show),
-}
-
-
-def asks():
-    """{question: what it asks}"""
-    return {name: question.asks for name, question in QUESTIONS.items()} | {
-        name: said for name, (said, _) in OTHERS.items()
-    }
-
-
 def main(arguments=None):
     """Answer the question that the first argument names; without one it is "attention"."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] in (["--help"], ["-h"]):
         print("python -m fusedattn.bench [QUESTION] [--help]\n")
-        print("\n".join(f"  {name:<16}{said}" for name, said in asks().items()))
+        print("\n".join(f"  {name:<16}{said}" for name, said in ASKS.items()))
         return 0
     name = "attention" if not arguments or arguments[0].startswith("-") else arguments.pop(0)
-    if name not in asks():
-        say(f"fusedattn.bench: there is no question {name!r}; there are {', '.join(asks())}")
+    if name not in ASKS:
+        say(f"fusedattn.bench: there is no question {name!r}; there are {', '.join(ASKS)}")
         return 2
-    return ask(name, arguments) if name in QUESTIONS else OTHERS[name][1](name, arguments)
+    if name in QUESTIONS:
+        return ask(name, arguments)
+    if name in ("table", "plots"):
+        return show(name, arguments)
+    if name == "ceilings":
+        return print_ceilings(arguments)
+    # Imported late: some import Triton, and one a stand-in for a GPU, which the tests have.
+    folder = "tests.offline" if name == "launch_path" else "fusedattn.bench.dev"
+    return importlib.import_module(f"{folder}.{name}").main(arguments)

@@ -32,7 +32,7 @@ def test_every_question_is_listed_and_on_the_page(capsys):
     readme = (ROOT / "bench" / "README.md").read_text()
     assert questions.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    for name, asks in questions.asks().items():
+    for name, asks in questions.ASKS.items():
         assert f"  {name} " in listed and asks in listed
         assert name == "attention" or f"fusedattn.bench {name}" in readme, name
     assert questions.main(["nothing"]) == 2 and "there is no question 'nothing'" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """What does the host do in one call of the kernels, step by step, without a GPU?
 
-fa.attention for a stand-in GPU (tests/offline/absent.py): kernels are compiled, and launching one does nothing. The
+fa.attention for a stand-in GPU (absent.py): kernels are compiled, and launching one does nothing. The
 rest is the host's part of an eager call, but for Triton's launcher in C and the driver behind it. Beside it
 F.scaled_dot_product_attention on the CPU, of so few numbers that its time is the host's part as well.
 
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from fusedattn.bench import cases, rows
+from fusedattn.bench.dev import questions
 from fusedattn.bench.timing import interleaved
 
 import fusedattn as fa
 from fusedattn.launch import run
 from fusedattn.replay import cache
-from tests.offline import absent
 
-from . import questions
+from . import absent
 
 CASE = cases.Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
 TINY = cases.Case(1, 1, 1, 8, 8, 8, 8, False, "float32")
