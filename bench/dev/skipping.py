@@ -7,6 +7,7 @@ FlexAttention with the same block mask; and the time to make the plan, or that b
 """
 
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -45,20 +46,18 @@ class Plan(Workload):
 
 
 class Count(NamedTuple):
-    """The tiles that a kernel computes, how many of them take a mask, and pairs: theirs, visible, all."""
+    """The tiles that a kernel computes, how many of them take a mask, and how many pairs are visible of all."""
 
     kernel: str
-    rows: int
-    keys: int
+    tile: tile_table.Tile
     tiles: int
     masked: int
-    computed: int
     visible: int
     dense: int
 
     @property
-    def ratio(self) -> float:
-        return self.computed / self.visible
+    def computed(self) -> int:
+        return self.tiles * self.tile.rows * self.tile.keys
 
 
 def _pairs(case, masks, first, last):
@@ -66,48 +65,46 @@ def _pairs(case, masks, first, last):
 
     The last leaves out rows of padding: what these compute is thrown away.
     """
-    row, key, everything = torch.arange(first, last)[:, None], torch.arange(case.Sk), torch.ones((), dtype=torch.bool)
+    row, key, seen = torch.arange(first, last)[:, None], torch.arange(case.Sk), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     (left, right), diagonal = case.sides, row + case.Sk - case.Sq
-    band = (key >= (diagonal - left if left is not None else 0)) & (
-        key <= (diagonal + right if right is not None else case.Sk)
-    )
-    seen = masks["mask"][:, :, first:last] if "mask" in masks else everything
+    left, right = (case.Sk if side is None else side for side in (left, right))
+    band = (key >= diagonal - left) & (key <= diagonal + right)
+    seen = masks["mask"][:, :, first:last] if "mask" in masks else seen
     seen = seen & masks["key_mask"][:, None, None, :] if "key_mask" in masks else seen
-    real = masks["query_mask"][:, None, first:last, None] if "query_mask" in masks else everything
-    shape = case.B, 1, last - first, case.Sk
-    return band.expand(shape), (seen & real).expand(shape), (seen | ~real).expand(shape)
+    real = masks["query_mask"][:, None, first:last, None] if "query_mask" in masks else seen.new_ones(1)
+    return [x.expand(-1, -1, *band.shape) for x in (band[None, None], seen & real, seen | ~real)]
 
 
 def count(case, tiles, size):
     """A Count for each (kernel, Tile), of one head of all batches; size: rows and keys of a block that masks have."""
-    masks, counts, dense = case.masks("cpu"), [], case.B * case.Sq * case.Sk
+    masks, dense = case.masks("cpu"), case.B * case.Sq * case.Sk
+    visible, found = 0, {(tile.rows, tile.keys): torch.zeros(2, dtype=torch.int64) for _, tile in tiles}
 
-    def blocks(pairs, reduce, rows, keys):
-        """Of blocks of rows x keys whether any pair or all pairs are seen, for each tile in them."""
-        found = reduce(reduce(pairs.unflatten(3, (-1, keys)).unflatten(2, (-1, rows)), 5), 3)
-        return found.repeat_interleave(rows // tile.rows, 2).repeat_interleave(keys // tile.keys, 3)
+    def blocks(pairs, reduce, rows, keys, tile):
+        """Whether any pair or all pairs of a block of rows x keys are seen, for each tile in it."""
+        of_blocks = reduce(reduce(pairs.unflatten(2, (-1, rows)), 3).unflatten(3, (-1, keys)), 4)
+        return of_blocks.repeat_interleave(rows // tile[0], 2).repeat_interleave(keys // tile[1], 3)
 
-    for kernel, tile in tiles:
-        height, width = max(tile.rows, size), max(tile.keys, size)
-        visible = some = bare = 0
-        for first in range(0, case.Sq, height):
-            band, seen, looked_at = _pairs(case, masks, first, first + height)
-            visible += int((band & seen).sum())
-            reached = blocks(band, torch.any, tile.rows, tile.keys) & blocks(seen, torch.any, height, width)
-            whole = blocks(band, torch.all, tile.rows, tile.keys) & blocks(looked_at, torch.all, height, width)
-            some, bare = some + int(reached.sum()), bare + int((reached & whole).sum())
-        area = tile.rows * tile.keys
-        counts.append(Count(kernel, tile.rows, tile.keys, some, some - bare, some * area, visible, dense))
-    return counts
+    step = max(size, *(tile.rows for _, tile in tiles))
+    for first in range(0, case.Sq, step):
+        band, seen, looked_at = _pairs(case, masks, first, first + step)
+        every = torch.broadcast_shapes((case.B, 1, 1, 1), band.shape, seen.shape)
+        visible += (band & seen).expand(every).count_nonzero().item()
+        for tile, counts in found.items():
+            block = max(tile[0], size), max(tile[1], size)
+            reached = blocks(band, torch.any, *tile, tile) & blocks(seen, torch.any, *block, tile)
+            whole = blocks(band, torch.all, *tile, tile) & blocks(looked_at, torch.all, *block, tile)
+            some = torch.stack([reached, reached & ~whole], -1).expand(case.B, *(-1,) * 4)
+            counts += some.flatten(0, 3).count_nonzero(0)
+    return [Count(kernel, tile, *found[tile.rows, tile.keys].tolist(), visible, dense) for kernel, tile in tiles]
 
 
 def _tiles(case, every):
     """(kernel, Tile) of the GPU's table for a case in half precision: its first tiles, or all that it may run."""
-    unique = {}
-    for kernel in KERNELS:
-        for width in (64, 128):
-            tiles = tile_table.tiles(kernel, GPU, 2, width, narrow=tile_table.narrow(*case.sides))
-            unique |= {(kernel, tile.rows, tile.keys): tile for tile in (tiles if every else tiles[:1])}
+    unique, band = {}, tile_table.narrow(*case.sides)
+    for kernel, width in itertools.product(KERNELS, (64, 128)):
+        tiles = tile_table.tiles(kernel, GPU, 2, width, narrow=band)
+        unique |= {(kernel, tile.rows, tile.keys): tile for tile in (tiles if every else tiles[:1])}
     return [(kernel, tile) for (kernel, *_), tile in unique.items()]
 
 
@@ -116,9 +113,10 @@ def lines(case, counts):
     share = counts[0].visible / counts[0].dense
     yield f"{case.B} x {case.Sq} tokens, {case.options}: {share:.1%} of all pairs are visible"
     for one in counts:
-        met = "" if one.ratio <= GOAL else f", over the goal of {GOAL:g}"
+        ratio, size = one.computed / one.visible, f"{one.tile.rows} x {one.tile.keys}"
+        over = "" if ratio <= GOAL else f", over the goal of {GOAL:g}"
         yield (
-            f"    {one.kernel:<9}{f'{one.rows} x {one.keys}':<10} computes {one.ratio:.3f} of those{met}; saves "
+            f"    {one.kernel:<9}{size:<10} computes {ratio:.3f} of those{over}; saves "
             f"{1 - one.computed / one.dense:.1%} of the tiles; {one.masked / one.tiles:.1%} take a mask"
         )
 

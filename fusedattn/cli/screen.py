@@ -94,10 +94,10 @@ class Screen:
             task = shown.add_task(title, total=total, note="")
             yield lambda note="": shown.update(task, advance=1, note=note)
 
-    def finish(self, found: dict) -> None:
-        """The JSON object, if that is what was asked for."""
+    def finish(self, answer: dict) -> None:
+        """The JSON object, if that is what was asked for: what JSON cannot write, NaN and infinity, is null."""
         if self.only_json:
-            print(json.dumps(_plain(found), indent=2))
+            print(json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None), indent=2))
 
 
 def listed(verdicts: Mapping[str, Mapping[str, Verdict]], what: str = "what") -> list[dict]:
@@ -125,11 +125,7 @@ def compared(verdict: Verdict) -> str:
 
 def tick() -> str:
     """What stands for "right", where it can be written."""
-    try:
-        "\u2713".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "ok"
-    return "\u2713"
+    return "\u2713" if "\u2713".encode(sys.stdout.encoding or "ascii", errors="ignore") else "ok"
 
 
 def _text(cell):
@@ -147,12 +143,3 @@ def _aligned(title, columns, rows):
     lines = [columns, ["-" * width for width in widths], *rows] if any(columns) else rows
     for line in [[title], *lines, []]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
-
-
-def _plain(found):
-    """Found with what JSON cannot write, NaN and infinity, as None."""
-    if isinstance(found, dict):
-        return {key: _plain(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_plain(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
