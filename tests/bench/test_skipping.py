@@ -14,6 +14,8 @@ from fusedattn.launch import tiles as tile_table
 from fusedattn.launch.tiles import Tile
 from fusedattn.naive import formula
 
+from ..offline import skipping as counting
+
 
 def test_documents_and_lengths_are_what_a_case_says():
     case = cases.SKIPPING[1]
@@ -48,7 +50,7 @@ def test_what_is_counted_is_what_the_kernels_list(case):
         marks = torch.full((1, 1, 1, 1), SOME.value | ALL.value, dtype=torch.uint8)
         if masks:
             marks = blocks.mark(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, size)
-        for (kernel, tile), one in zip(TILES.items(), skipping.count(case, TILES.items(), size), strict=True):
+        for (kernel, tile), one in zip(TILES.items(), counting.count(case, TILES.items(), size), strict=True):
             lists = blocks.list_blocks(call, marks, size, tile, by_keys=kernel == "dkdv").base
             masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
             assert (one.tiles, one.masked) == (masked + bare, masked), (kernel, size)
@@ -60,8 +62,8 @@ def test_padding_and_documents_compute_little_more_than_is_visible():
     """At the size of the question it is the benchmark that says so; here with tiles as much smaller as the grid is."""
     for options in ("padding=0.5", "documents=8"):
         case = cases.Case(2, 1, 1, 1024, 1024, 16, 16, False, "float32", options)
-        (one,) = skipping.count(case, [("dq", Tile(16, 16, 4, 1))], 16)
-        assert 1 < one.computed / one.visible < skipping.GOAL, options
+        (one,) = counting.count(case, [("dq", Tile(16, 16, 4, 1))], 16)
+        assert 1 < one.computed / one.visible < counting.GOAL, options
 
 
 def test_tiles_are_small_beside_a_narrow_band():
