@@ -228,12 +228,6 @@ MINILM = [
     for batch, length, dtype in ((256, 128, "float16"), (32, 512, "float16"), (32, 512, "float32"))
 ]
 
-# For `pytest tests/benchmarks` on a GPU: cases that a change of a kernel shows in.
-FEW = [_paper(4096, dim, causal) for dim in (128, 64) for causal in _BOTH]
-FEW += [_paper(length, 128, True) for length in (16384, 512)]
-_FEW = ((1, 1024), (16, 8192), (1, 131072))
-FEW_DECODE = [case for case in DECODE if case.Hq == 4 * case.Hkv and (case.B, case.Sk) in _FEW]
-
 # Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
 SKIPPING = [
     Case(batch, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", options)

@@ -85,7 +85,7 @@ def _timed(workload, name, provider, mode, budget_ms):
         operations, moved = work
         measured["tflops"] = operations / times.p50 / 1e9
         measured["gbps"] = "" if moved is None else moved / times.p50 / 1e6
-    return measured | timing.ceilings(workload.case.dtype, device)._asdict(), why
+    return measured | timing.ceilings(workload.case.dtype, device), why
 
 
 def out_of_memory(error):

@@ -65,46 +65,46 @@ class Module(Workload):
         """The Layer of one of PROVIDERS, with the drawn numbers in its parameters."""
         if name not in PROVIDERS:
             raise Unsupported(f"it is no module, as {', '.join(PROVIDERS)} are")
+        x, length, where = (
+            self.drawn["x"],
+            self.case.Sq,
+            dict(device=self.drawn["x"].device, dtype=self.drawn["x"].dtype),
+        )
+        options = dict(need_weights=self.returns_weights)
         if name == "fusedattn":
-            return self.filled(*self.ours())
+            layer = fa.MultiHeadAttention(x.shape[2], self.case.Hq, causal=self.case.causal, **where)
+            inner, out = (layer.q_proj, layer.k_proj, layer.v_proj), layer.out_proj
+            parameters = [proj.weight for proj in inner], [proj.bias for proj in inner], [out.weight], [out.bias]
+            return self.filled(Layer(layer, functools.partial(layer, **options), parameters))
         kind = fa.compat.torch.MultiheadAttention if name == "fusedattn.compat" else torch.nn.MultiheadAttention
-        return self.filled(*self.torchs(kind, fast=name != "torch.nn:sdpa"))
-
-    def ours(self):
-        x = self.drawn["x"]
-        layer = fa.MultiHeadAttention(x.shape[2], self.case.Hq, causal=self.case.causal, device=x.device, dtype=x.dtype)
-        inner, out = (layer.q_proj, layer.k_proj, layer.v_proj), layer.out_proj
-        parameters = [proj.weight for proj in inner], [proj.bias for proj in inner], [out.weight], [out.bias]
-        return layer, functools.partial(layer, need_weights=self.returns_weights), parameters
-
-    def torchs(self, kind, fast):
-        x, length = self.drawn["x"], self.case.Sq
-        layer = kind(x.shape[2], self.case.Hq, batch_first=True, device=x.device, dtype=x.dtype)
+        layer = kind(x.shape[2], self.case.Hq, batch_first=True, **where)
         parameters = [layer.in_proj_weight], [layer.in_proj_bias], [layer.out_proj.weight], [layer.out_proj.bias]
-        options = dict(need_weights=self.returns_weights, average_attn_weights=False)
         if self.case.causal:
             hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
             options |= dict(attn_mask=hidden, is_causal=True)
 
         def attend(x):
             before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(before and fast)
+            torch.backends.mha.set_fastpath_enabled(before and name != "torch.nn:sdpa")
             try:
-                return layer(x, x, x, **options)
+                return layer(x, x, x, average_attn_weights=False, **options)
             finally:
                 torch.backends.mha.set_fastpath_enabled(before)
 
-        return layer, attend, parameters
+        return self.filled(Layer(layer, attend, parameters))
 
     @torch.no_grad()
-    def filled(self, layer, attend, parameters):
-        for parts, name in zip(parameters, GRADIENTS[1:], strict=True):
+    def filled(self, layer):
+        for parts, name in zip(layer.parameters, GRADIENTS[1:], strict=True):
             for part, values in zip(parts, self.drawn[name].chunk(len(parts)), strict=True):
                 part.copy_(values)
-        return Layer(layer, attend, parameters)
+        return layer
 
     def work(self, mode):
-        return cost.module_flops(self.case, mode), cost.module_moved(self.case, mode)
+        """That of attention and of four projections; all tensors once, or with their gradients three times."""
+        case, times = self.case, 1 if mode == "forward" else 3
+        flops = cost.flops(case, mode) + times * 8 * case.B * case.Sq * (case.Hq * case.D) ** 2
+        return flops, times * sum(tensor.nbytes for tensor in self.drawn.values()) + cost.weights(case)
 
     @contextlib.contextmanager
     def step(self, mode, layer):

@@ -102,7 +102,7 @@ def _speed(timed, styles):
         _plot(axes, some, styles, lambda row: (row.Sk, factor * row.tflops))
         lengths = sorted({row.Sk for row in some})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(_apart(lengths), [_length(length) for length in _apart(lengths)])
+        axes.set_xticks(_apart(lengths), [f"{x // 1024}k" if x % 1024 == 0 else f"{x}" for x in _apart(lengths)])
         axes.set_xticks([], minor=True)
         axes.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.3), ylim=(0, 1.1 * factor * max(row.tflops for row in some)))
         axes.set(title=_title(mode, kind), xlabel="sequence length", ylabel=name)
@@ -183,10 +183,6 @@ def _title(mode, kind=None):
         words += [f"gqa{kind.Hq // kind.Hkv}"] * (kind.Hq != kind.Hkv)
         words += [f"{kind.Sq} queries"] * (kind.Sq > 0) + [f"batch {kind.B}"] * (kind.B > 0) + kind.options.split()
     return textwrap.fill(", ".join(words), 40)  # letters that fit over a panel
-
-
-def _length(length):
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def _apart(lengths):

@@ -127,15 +127,15 @@ ASIDE = {
 OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed", "fusedattn.compat")  # a row names the backend as well
 
 
-def usual(device):
-    """The names of the providers that are compared where none is named: on a GPU all that are installed."""
-    if torch.device(device).type != "cuda":
-        return ["fusedattn", "naive", "sdpa:math"]
-    return list(filter(peers.is_installed, PROVIDERS))
+def usual(device, *without):
+    """The providers that are compared where none is named: on a GPU all that are installed, without some prefixes."""
+    on_gpu = torch.device(device).type == "cuda"
+    names = filter(peers.is_installed, PROVIDERS) if on_gpu else ("fusedattn", "naive", "sdpa:math")
+    return [name for name in names if not name.startswith(without)]
 
 
 def usual_packed(device):
-    """The names of those that take packed sequences, and ours with padding."""
+    """Those that take packed sequences, and ours with padding."""
     if torch.device(device).type != "cuda":
         return ["fusedattn+packed", "fusedattn", "naive", "sdpa+packed"]
     others = ("torch:varlen", "flash-attn+packed", "sdpa+packed", "flex+packed")
@@ -163,11 +163,6 @@ def label(name, case, tensors):
         return name
     backend = _packed_backend(case, tensors) if name == "fusedattn+packed" else _explain(case, tensors).backend
     return f"{name}:{backend}"
-
-
-def is_named(provider, name):
-    """Whether the provider of a row is the one of a name."""
-    return provider == name or (name in OURS and provider.startswith(f"{name}:"))
 
 
 # Forms of our kernels: the forward for Hopper by one pipeline, the backward in two passes, or in one by one tile.
@@ -200,7 +195,9 @@ def forms(case=None, prefix=""):
     for pipeline in (pipeline for width in fitting((64, 128, 256)) for pipeline in tile_table.HOPPER[width]):
         table = dict.fromkeys(tile_table.HOPPER, (pipeline,))
         every[PIPELINE + pipeline_name(pipeline)] = "hopper", functools.partial(_patched, tile_table, "HOPPER", table)
-    every[BACKWARD + "two-passes"] = "triton", in_two_passes
+    # It gives the same bits each time; the rest of torch need not.
+    same_bits = functools.partial(_patched, torch, "are_deterministic_algorithms_enabled", lambda: True)
+    every[BACKWARD + "two-passes"] = "triton", same_bits
     for tile in (tile for width in fitting((64, 128)) for tile in tile_table.tiles("one_pass", 90, 2, width)):
         for tile in (tile._replace(spills=0, bulk=bulk) for bulk in (True, False)):
             every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile)
@@ -239,8 +236,3 @@ def only(kernel, tile):
 
     every = run.candidates
     return _patched(run, "candidates", lambda name, call: (tile,) if name == kernel else every(name, call))
-
-
-def in_two_passes():
-    """The context in which the backward gives the same bits each time; the rest of torch need not."""
-    return _patched(torch, "are_deterministic_algorithms_enabled", lambda: True)

@@ -108,8 +108,6 @@ def _read(path):
         header = tuple(next(reader, ()))
         if header not in (COLUMNS, COLUMNS[:-_NEW]):
             raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
-        return header, [Row(*map(_parsed, header, line)) for line in reader if len(line) == len(header)]
-
-
-def _parsed(column, text):
-    return int(text) if column in _COUNTS else float(text) if column in _MEASURED and text else text
+        kinds = [int if name in _COUNTS else float if name in _MEASURED else str for name in header]
+        lines = (zip(kinds, line, strict=True) for line in reader if len(line) == len(header))
+        return header, [Row(*(kind(text) if text else "" for kind, text in line)) for line in lines]

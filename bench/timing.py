@@ -127,16 +127,9 @@ def interleaved(steps, repeats=2000, calls=1):
     return {name: quantiles(each) for name, each in samples.items()}
 
 
-class Ceilings(NamedTuple):
-    """The columns of a row that say what this machine reached."""
-
-    matmul_tflops: float
-    copy_gbps: float
-
-
 @functools.cache
 def ceilings(dtype, device, budget_ms=60.0):
-    """The Ceilings of a device in a dtype, measured once in a process: a data sheet knows no clock or power limit.
+    """What a device reaches in a dtype, as columns of a row, once in a process: a data sheet knows no power limit.
 
     A product of two large square matrices, and a copy of more bytes than a cache holds, read once and written once.
     """
@@ -149,4 +142,4 @@ def ceilings(dtype, device, budget_ms=60.0):
     source = torch.randint(2**31, (size // 4,), device=device, generator=generator, dtype=torch.int32)
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), device, budget_ms)
-    return Ceilings(2 * side**3 / multiply.p50 / 1e9, 2 * size / copy.p50 / 1e6)
+    return dict(matmul_tflops=2 * side**3 / multiply.p50 / 1e9, copy_gbps=2 * size / copy.p50 / 1e6)

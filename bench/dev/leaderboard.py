@@ -13,8 +13,7 @@ HOPPER, BACKWARD = providers.PIPELINE, providers.BACKWARD
 
 def names(prefix):
     """The forms of a kernel, ours as it comes, and the peers: where one cannot run, a row says so."""
-    peers = [name for name in providers.usual("cuda") if not name.startswith(("fusedattn", "naive", "sdpa:math"))]
-    return [*providers.forms(prefix=prefix), OURS, *peers]
+    return [*providers.forms(prefix=prefix), OURS, *providers.usual("cuda", "fusedattn", "naive", "sdpa:math")]
 
 
 def lines(prefix, written):

@@ -16,6 +16,7 @@ import torch
 from fusedattn.bench import cases, cost, engine, module, plots, providers, report, rows, timing
 from fusedattn.bench.report import LONG, Goal, over
 
+from fusedattn.backends import BACKENDS
 from fusedattn.launch import tiles as tile_table
 
 from . import leaderboard, models
@@ -41,20 +42,14 @@ def flex_last(case, name):
     return int(name.startswith("flex"))
 
 
-def decode_tier(case, name):
-    return 0 if name in ("fusedattn:cache", "sdpa:flash") else 2 if name.startswith("fusedattn:pages") else 1
-
-
 def decode_providers(device):
     """Without FlexAttention, which compiles for a shape, and without those that compute all scores of all heads."""
-    left_out = "fusedattn", "flex", "naive", "sdpa:math"
-    peers = [name for name in providers.usual(device) if not name.startswith(left_out)]
+    peers = providers.usual(device, "fusedattn", "flex", "naive", "sdpa:math")
     return ["fusedattn:cache", *peers, "fusedattn:pages=256", "fusedattn:pages=16", *["naive"] * (device == "cpu")]
 
 
-def small_providers(device):
-    """Without FlexAttention, which compiles for a shape, and fusedattn:naive, which is for long calls."""
-    return ["sdpa", *(name for name in providers.usual(device) if name not in ("flex", "fusedattn:naive"))]
+def decode_tier(case, name):
+    return 0 if name in ("fusedattn:cache", "sdpa:flash") else 2 if name.startswith("fusedattn:pages") else 1
 
 
 def waste(case):
@@ -149,6 +144,11 @@ class Question(NamedTuple):
         return report.text(written, self.goals, list(self.more(written)))
 
 
+def _small(device):
+    """Without FlexAttention, which compiles for a shape, and fusedattn:naive, which is for long calls."""
+    return ["sdpa", *providers.usual(device, "flex", "fusedattn:naive")]
+
+
 def _speed(*modes):
     return Question(modes, goals=[goal for goal in SPEED if goal.mode in modes])
 
@@ -194,7 +194,7 @@ QUESTIONS = {
     "training": _speed("forward_backward"),
     "options": Question(table="options"),
     "peak": Question(("forward", "forward_backward"), goals=[MEMORY], more=peaks),
-    "small": Question(tuple(engine.CLOCKS), "small", small_providers, goals=SMALL),
+    "small": Question(tuple(engine.CLOCKS), "small", _small, goals=SMALL),
     "decode": Question(("forward", "graph"), "decode", decode_providers, decode_tier, DECODE),
     "varlen": Question(engine.MODES[:2], "varlen", providers.usual_packed, flex_last, VARLEN, padding),
     "hopper": _forms("forward", "hopper", leaderboard.HOPPER),
@@ -214,9 +214,9 @@ def _left(work, before):
     """The units that a run, broken off and now resumed, has yet to measure."""
 
     def is_left(case, name, mode):
-        mine = [row for row in before if row.mode == mode and providers.is_named(row.provider, name)]
-        broken = sum(engine.broke(row.status) for row in mine)
-        return broken < BREAKS and all(row.case != case for row in mine)
+        labels = [name, *(f"{name}:{backend}" for backend in BACKENDS if name in providers.OURS)]
+        mine = [row for row in before if row.mode == mode and row.provider in labels]
+        return sum(engine.broke(row.status) for row in mine) < BREAKS and all(row.case != case for row in mine)
 
     return [unit for unit in work if is_left(*unit)]
 
@@ -308,7 +308,7 @@ def print_ceilings(arguments):
     options = parser("ceilings").parse_args(arguments)
     for dtype in cases.DTYPES:
         reached = timing.ceilings(dtype, options.device, options.repeat_ms)
-        print(f"{dtype}: products {reached.matmul_tflops:.4g} TFLOP/s, copies {reached.copy_gbps:.4g} GB/s")
+        print(f"{dtype}: products {reached['matmul_tflops']:.4g} TFLOP/s, copies {reached['copy_gbps']:.4g} GB/s")
     return 0
 
 

@@ -21,7 +21,6 @@ from . import questions
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "one_pass": 5}  # {kernel: matrix products}
 WANTED = dict(forward=(), dq=(0,), dkdv=(1, 2), one_pass=(0, 1, 2))  # the gradients of query, key and value
 DIMS = (64, 128, 256)
-DTYPES = ("bfloat16", "float16", "float32")
 LENGTH = 2048  # where the goals begin
 MOST_FLOATS = 224  # a thread holds in one step of the loop: results and scores
 
@@ -72,13 +71,6 @@ def candidates(kernel, capability, itemsize, width):
     return [*known, *sorted(filter(fits, others), key=far)]
 
 
-def typical(dim, dtype):
-    """The full and the causal case that tiles are timed on."""
-    alike = [case for case in cases.LONG + cases.MORE if case.D == case.Dv == dim and case.Sq == case.Sk == LENGTH]
-    full, causal = (next(case for case in alike if case.causal == causal) for causal in (False, True))
-    return full._replace(dtype=dtype), causal._replace(dtype=dtype)
-
-
 def timed(kernel, tile, chosen, writer, machine, options):
     """(TFLOP/s of a tile over all cases, what keeps it from being measured or ""); each case is a row."""
     named = [case._replace(options=f"tile={providers.tile_name(tile).removesuffix('+bulk')}") for case in chosen]
@@ -105,11 +97,13 @@ def tune(kernel, dim, writer, machine, options, deadline):
     """
     itemsize, capability = getattr(torch, options.dtype).itemsize, run.capability(options.device)
     tiles, speeds = candidates(kernel, capability, itemsize, dim), {}
+    alike = [case for case in cases.HOPPER if (case.D, case.Sq) == (dim, LENGTH)]  # a full one and a causal one
+    chosen = [case._replace(dtype=options.dtype) for case in alike]
     for number, tile in enumerate(tiles, 1):
         if time.monotonic() >= deadline:
             questions.say(f"the time is over: {len(tiles) - number + 1} of {len(tiles)} tiles were not tried")
             break
-        speed, why = timed(kernel, tile, typical(dim, options.dtype), writer, machine, options)
+        speed, why = timed(kernel, tile, chosen, writer, machine, options)
         speeds |= {} if why else {tile: speed}
         questions.say(f"[{number}/{len(tiles)}] {text(tile)}: {why or f'{speed:.1f} TFLOP/s'}")
     key = kernel, tile_table.architecture(capability), itemsize, dim
@@ -126,7 +120,7 @@ def main(arguments):
     words = questions.parser("tune")
     words.add_argument("--kernel", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all")
     words.add_argument("--dim", nargs="+", type=int, choices=DIMS, default=list(DIMS), help="width; default: all")
-    words.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    words.add_argument("--dtype", choices=cases.DTYPES, default="bfloat16")
     words.add_argument("--seconds", type=float, default=float("inf"), help="after which no tile is started")
     options = words.parse_args(arguments)
     if not torch.cuda.is_available() or run.interpreting():

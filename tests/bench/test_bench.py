@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedattn.bench import accuracy, cases, cost, engine, peers, providers, rows
+from fusedattn.bench import accuracy, cases, cost, engine, module, peers, providers, rows
 from fusedattn.bench.dev import host, questions, warm
 
 import fusedattn as fa
@@ -170,7 +170,8 @@ def test_what_a_case_costs():
     assert cost.ideal(case, "forward") == query + key + value + grad_out + lse
     square, weights = cases.TINY[0], 4 * 32 * 32  # of four square projections of a width of 2 heads of 16
     for mode, products in (("forward", 1), ("forward_backward", 3)):
-        assert cost.module_flops(square, mode) - cost.flops(square, mode) == products * 2 * 64 * weights
+        flops, _ = module.Module(square, "cpu").work(mode)
+        assert flops - cost.flops(square, mode) == products * 2 * 64 * weights
 
 
 def made(case, provider, mode="forward", ms=1.0, **columns):
