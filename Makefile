@@ -26,7 +26,7 @@ test-all: MATRIX := and not sample
 test-all: interpreter compile on-gpu benchmarks ## the whole matrix: the three tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/benchmarks $(ARGS)
 
 compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here, where it changed (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ROWS) $(ARGS); \
@@ -38,7 +38,7 @@ on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
 
 benchmarks: $(READY) ## the tests of bench/ and of the commands, and every benchmark once, small, for an answer that is right
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/bench tests/cli
-	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest bench --benchmark-disable $(ARGS); \
+	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest tests/benchmarks --benchmark-disable $(ARGS); \
 	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
 
 versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, and `fusedattn check`, by the other versions of Triton

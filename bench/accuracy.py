@@ -32,6 +32,7 @@ def _slice(case, tensor):
     return tensor[:, -count:] if "bias" in words else tensor[-1:, -count:]  # its gradient is a sum over batches
 
 
+@torch.enable_grad()
 def truth(case, tensors):
     """The Truth of a case: float64 through the blocks of the naive path, so that a long one fits."""
     inputs, grad_out = [_slice(case, tensor) for tensor in tensors.inputs], _slice(case, tensors.grad_out)

@@ -28,10 +28,6 @@ class Call(NamedTuple):
             return unpacked(self, self.attend(*packed(self, inputs)))
 
 
-def _call(setup):
-    return setup if isinstance(setup, Call) else Call(setup)
-
-
 def packed(call, tensors):
     """Tensors (B, H, S, D) in the layout of a call; a fourth, the bias, as it is."""
 
@@ -44,7 +40,6 @@ def packed(call, tensors):
             tensor = tensor if call.by_token else tensor.transpose(0, 1)[None]
         return tensor.contiguous()
 
-    call = _call(call)
     return (*map(pack, tensors[:3]), *tensors[3:])
 
 
@@ -56,7 +51,6 @@ def unpacked(call, result):
             tensor = call.packing.pad(tensor if call.by_token else tensor[0].transpose(0, 1))
         return tensor.transpose(1, 2) if call.by_token or call.packing is not None else tensor
 
-    call = _call(call)
     return (*map(unpack, result[:3]), *result[3:]) if isinstance(result, tuple) else unpack(result)
 
 
@@ -75,33 +69,30 @@ def offsets_of(packing):
 
 
 @contextlib.contextmanager
-def around(mode, call):
-    """The context of a step: entering it is no part of attention, and takes the host as long as a tiny call."""
-    with _call(call).inside(), torch.set_grad_enabled(mode != "forward"):
-        yield
-
-
 def step(mode, call, tensors):
     """The function that is timed: it returns the output (forward) or the gradients of all inputs, in the call's layout.
 
     forward needs no gradient; backward is alone, on a graph that is kept; forward_backward is both, as in training.
-    It is made and run inside of `around`.
+    Entering this context is no part of attention, and takes the host as long as a tiny call.
     """
-    attend, inputs = _call(call).attend, packed(call, tensors.inputs)
-    if mode == "forward":
-        return lambda: attend(*inputs)
+    with call.inside(), torch.set_grad_enabled(mode != "forward"):
+        inputs = packed(call, tensors.inputs)
+        if mode == "forward":
+            yield lambda: call.attend(*inputs)
+            return
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
 
-    def output():
-        out = attend(*leaves)
-        return out[0] if isinstance(out, tuple) else out  # the loss is of the output alone
+        def output():
+            out = call.attend(*leaves)
+            return out[0] if isinstance(out, tuple) else out  # the loss is of the output alone
 
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = output()
-    # With the strides of the output, so that nobody has to copy it.
-    grad_out = torch.empty_like(out).copy_(packed(call, (tensors.grad_out,))[0])
-    if mode == "backward":
-        return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-    if mode == "forward_backward":
-        del out
-        return lambda: torch.autograd.grad(output(), leaves, grad_out)
-    raise ValueError(f"mode: expected forward, backward or forward_backward, got {mode}")
+        out = output()
+        # With the strides of the output, so that nobody has to copy it.
+        grad_out = torch.empty_like(out).copy_(packed(call, (tensors.grad_out,))[0])
+        if mode == "backward":
+            yield lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        elif mode == "forward_backward":
+            del out
+            yield lambda: torch.autograd.grad(output(), leaves, grad_out)
+        else:
+            raise ValueError(f"mode: expected forward, backward or forward_backward, got {mode}")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # of inputs, and of our dropout
 
 
@@ -30,7 +31,7 @@ class Case(NamedTuple):
     options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
     random ends; padding=SHARE of tokens that are real, random lengths; lengths=KIND, one of LENGTHS, of sequences of up
     to Sq tokens; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, which are returned too. Documents, padding and
-    lengths are of as many queries as keys.
+    lengths are of as many queries as keys. module, or model=NAME: attention is timed inside of it.
     """
 
     B: int
@@ -46,13 +47,10 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        dims = f"d{self.D}" if self.D == self.Dv else f"d{self.D}-{self.Dv}"
-        heads = "" if self.Hq == self.Hkv else f"-h{self.Hq}over{self.Hkv}"
-        if self.Hq == self.Hkv and self.B * self.Sq == TOKENS and self.Hq * self.D != WIDTH:
-            heads = f"-h{self.Hq}"
-        length = f"s{self.Sq}" if self.Sq == self.Sk else f"s{self.Sq}x{self.Sk}"
-        options = "".join(f"-{word}" for word in self.options.split())
-        return f"b{self.B}-{dims}-{length}{heads}-{'causal' if self.causal else 'full'}-{self.dtype}{options}"
+        """Sizes as `fusedattn bench --shape` takes them, and what else it is."""
+        sizes = ",".join(map(str, self[:6]))
+        words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
+        return " ".join([sizes, *words, DTYPES.get(self.dtype, self.dtype), *self.options.split()])
 
     @property
     def words(self) -> dict:
@@ -81,8 +79,8 @@ class Case(NamedTuple):
             *([(1, self.Hq, self.Sq, self.Sk)] if "bias" in self.words else []),
         )
         dtype = getattr(torch, self.dtype)
-        drawn = Tensors(*(torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes))
-        return drawn._replace(masks=self.masks(device))
+        tensors = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes)
+        return Tensors(*tensors)._replace(masks=self.masks(device))
 
     def documents(self, device) -> Tensor:
         """(S,): the number of the document that a token belongs to."""
@@ -92,11 +90,14 @@ class Case(NamedTuple):
 
     def lengths(self, device) -> Tensor:
         """(B,): how many of the first tokens of a sequence are real; with padding=SHARE the mean is that share."""
-        if "padding" not in self.words:
-            return LENGTHS[self.words.get("lengths", "equal")](self.B, self.Sk).to(device)
-        half = torch.rand(self.B // 2, generator=torch.Generator().manual_seed(SEED))
-        relative = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)])
-        return (relative * float(self.words["padding"]) * self.Sk).round().long().clamp(max=self.Sk).to(device)
+        generator = torch.Generator().manual_seed(SEED)
+        if "padding" in self.words:
+            half = torch.rand(self.B // 2, generator=generator)
+            lengths = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)]) * float(self.words["padding"]) * self.Sk
+        else:
+            lengths = LENGTHS[self.words.get("lengths", "equal")](self.B, self.Sk)
+            lengths = lengths[torch.randperm(self.B, generator=generator)]
+        return lengths.round().long().clamp(1, self.Sk).to(device)
 
     def masks(self, device) -> dict:
         """The masks among the options, as keyword arguments of `fusedattn.attention`."""
@@ -121,37 +122,24 @@ class Case(NamedTuple):
         return options
 
 
-def _shuffled(lengths):
-    return lengths[torch.randperm(len(lengths), generator=torch.Generator().manual_seed(SEED))]
-
-
 def _uniform(count, longest):
     """Uniform random lengths up to the longest, whose mean is half of it; one is the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
-    lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest).round().long().clamp(min=1)
+    lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest
-    return _shuffled(lengths)
+    return lengths
 
 
-def _one_long(count, longest):
-    """One sequence of the longest length, and all others a sixteenth of it."""
-    return _shuffled(torch.tensor([longest] + [max(1, longest // 16)] * (count - 1)))
-
-
-def _zipf(count, longest):
-    """The nth sequence has an nth of the longest length."""
-    return _shuffled((longest / torch.arange(1, count + 1)).round().long().clamp(min=1))
-
-
-# {kind: function(count, longest) -> (count,) lengths in random order}
+# {kind: function(count, longest) -> (count,) lengths, in an order that `Case.lengths` changes}
 LENGTHS = {
     "equal": lambda count, longest: torch.full((count,), longest),
     "uniform": _uniform,
-    "one-long": _one_long,
-    "zipf": _zipf,
+    "one-long": lambda count, longest: torch.tensor([longest] + [longest // 16] * (count - 1)),
+    "zipf": lambda count, longest: longest / torch.arange(1, count + 1),  # the nth has an nth of the longest
 }
 
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D: the convention of the FlashAttention papers
+_BOTH = (True, False)
 
 
 def _paper(length, dim, causal, dtype="bfloat16", options=""):
@@ -166,12 +154,12 @@ LONG = [
     for dtype in ("bfloat16", "float16")
     for length in lengths
     for dim in (128, 64)
-    for causal in (True, False)
+    for causal in _BOTH
 ]
 
 # Each differs from LONG in one thing.
 MORE = [
-    *(_paper(length, 256, causal) for length in (2048, 8192) for causal in (True, False)),
+    *(_paper(length, 256, causal) for length in (2048, 8192) for causal in _BOTH),
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
     Case(4, 32, 4, 4096, 4096, 64, 64, True, "bfloat16"),
     Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),  # Dv is not D
@@ -191,37 +179,27 @@ HOPPER = [
 BACKWARD = [case for case in HOPPER if case.Sq >= 2048]
 
 # The cost of an option, and which peer has it.
+_WIDE = Case(4, 16, 16, 4096, 4096, 128, 128, False, "bfloat16")
 OPTIONS = [
-    Case(4, 16, 16, 4096, 4096, dim, dim, causal, "bfloat16", options)
-    for options, dim, causal in (
-        ("bias", 128, False),
-        ("documents=8", 128, False),
-        ("dropout=0.1", 128, True),
-        ("bias", 64, False),
-        ("documents=8", 64, False),
-        ("dropout=0.1", 64, False),
-        ("softcap=30", 128, True),
-        ("window=1024,0", 128, False),
-        ("weights", 128, False),
-    )
+    *(_WIDE._replace(options=options) for options in ("bias", "documents=8")),
+    _WIDE._replace(causal=True, options="dropout=0.1"),
+    *(_WIDE._replace(D=64, Dv=64, options=options) for options in ("bias", "documents=8", "dropout=0.1")),
+    _WIDE._replace(causal=True, options="softcap=30"),
+    *(_WIDE._replace(options=options) for options in ("window=1024,0", "weights")),
 ]
 
-# So little work that the host's part shows.
+# So little work that the host's part shows; the last is a decoding step.
 _little = Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
+_CHANGES = (dict(B=4), dict(D=128, Dv=128), dict(Hkv=2), dict(Sq=1, Sk=512))
 SMALL = [
-    _little,
-    _little._replace(causal=True),
-    *(_little._replace(Sq=length, Sk=length) for length in (64, 256, 512)),
-    _little._replace(B=4),
-    _little._replace(D=128, Dv=128),
-    _little._replace(Hkv=2),
-    _little._replace(Sq=1, Sk=512),  # a decoding step
+    *(_little._replace(Sq=length, Sk=length, causal=c) for length, c in ((128, False), (128, True), (64, False))),
+    *(_little._replace(Sq=length, Sk=length) for length in (256, 512)),
+    *(_little._replace(**change) for change in _CHANGES),
 ]
 
-# One query of each sequence to a cache: from one that stays in a GPU's own cache to what fills an eighth of its memory.
-_HEADS, _MOST = 32, 8 << 30
+# One query of each sequence to a cache: from one that stays in a GPU's cache to what fills an eighth of its memory.
 DECODE = [
-    Case(batch, _HEADS, _HEADS // group, 1, keys, 128, 128, False, "bfloat16")
+    Case(batch, 32, 32 // group, 1, keys, 128, 128, False, "bfloat16")
     for batches, lengths in (
         ((1, 16, 64), (1024, 8192, 32768)),
         ((4, 256), (1024, 8192, 32768)),
@@ -230,25 +208,24 @@ DECODE = [
     for group in (4, 8, 1)
     for keys in lengths
     for batch in batches
-    if batch * (_HEADS // group) * keys * 128 * 2 * 2 <= _MOST
+    if batch * (32 // group) * keys * 128 * 2 * 2 <= 8 << 30
 ]
 
 # Attention inside a module: with projections of its width, 2048.
 MODULE = [
-    *(_paper(length, 128, causal) for length in (2048, 512, 8192) for causal in (True, False)),
-    _paper(2048, 64, True),
-    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16") for causal in (False, True)),  # of width 1024
-    _paper(512, 128, False, options="weights"),
+    *(_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in _BOTH),
+    _paper(2048, 64, True, options="module"),
+    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in (False, True)),  # of width 1024
+    _paper(512, 128, False, options="module weights"),
 ]
 
-# For `pytest bench` on a GPU: cases that a change of a kernel shows in.
-FEW = [
-    *(_paper(4096, dim, causal) for dim in (128, 64) for causal in (True, False)),
-    _paper(16384, 128, True),
-    _paper(512, 128, True),
-]
-FEW_DECODE = [
-    case for case in DECODE if case.Hq == 4 * case.Hkv and (case.B, case.Sk) in ((1, 1024), (16, 8192), (1, 131072))
+# Attention inside a model: that of the demo, and one of Hugging Face.
+TINY_DEMO = [Case(12, 4, 4, 64, 64, 32, 32, True, "float32", "model=demo")]
+DEMO = TINY_DEMO + [TINY_DEMO[0]._replace(B=1024, dtype=dtype) for dtype in ("bfloat16", "float32")]
+TINY_MINILM = [Case(4, 12, 12, 64, 64, 32, 32, False, "float32", "model=all-MiniLM-L6-v2")]
+MINILM = [
+    TINY_MINILM[0]._replace(B=batch, Sq=length, Sk=length, dtype=dtype)
+    for batch, length, dtype in ((256, 128, "float16"), (32, 512, "float16"), (32, 512, "float32"))
 ]
 
 # Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
@@ -263,42 +240,39 @@ VARLEN = [
     Case(count, WIDTH // dim, WIDTH // dim, longest, longest, dim, dim, causal, "bfloat16", options)
     for dim in (128, 64)
     for count, longest, options in _MIXTURES
-    for causal in (True, False)
+    for causal in _BOTH
 ]
 
 # For a CPU, and to see that the benchmark itself works.
+_TINY = Case(2, 2, 2, 64, 64, 16, 16, False, "float32")
 TINY = [
-    Case(1, 2, 2, 64, 64, 16, 16, False, "float32"),
-    Case(2, 2, 2, 64, 64, 16, 16, True, "float32"),
+    _TINY._replace(B=1),
+    _TINY._replace(causal=True),
     Case(1, 4, 2, 48, 80, 16, 16, False, "float32"),
     Case(1, 2, 2, 64, 64, 16, 8, True, "bfloat16"),
 ]
-_SHAPE = (2, 2, 2, 64, 64, 16, 16)
 TINY_OPTIONS = [
-    Case(*_SHAPE, False, "float32", "bias"),
-    Case(*_SHAPE, True, "bfloat16", "bias documents=3"),
+    _TINY._replace(options="bias"),
+    _TINY._replace(causal=True, dtype="bfloat16", options="bias documents=3"),
     Case(2, 4, 2, 48, 80, 16, 8, True, "float32", "dropout=0.1"),
-    Case(*_SHAPE, True, "float32", "softcap=2"),
-    Case(*_SHAPE, False, "float32", "window=9,3"),
-    Case(*_SHAPE, False, "float32", "padding=0.5"),
-    Case(*_SHAPE, True, "float32", "weights"),
+    _TINY._replace(causal=True, options="softcap=2"),
+    *(_TINY._replace(options=options) for options in ("window=9,3", "padding=0.5")),
+    _TINY._replace(causal=True, options="weights"),
 ]
 TINY_HOPPER = [Case(1, 1, 1, 16, 16, d, d, causal, "bfloat16") for d in (128, 64, 256) for causal in (False, True)]
 TINY_BACKWARD = [Case(1, 2, 1, 40, 40, dim, dim, dim == 64, "bfloat16") for dim in (64, 128, 256)]
-TINY_SKIPPING = [
-    Case(2, 2, 2, 512, 512, 16, 16, False, "float32", options)
-    for options in ("padding=0.5", "documents=3", "window=64,0")
-]
+_MASKS = ("padding=0.5", "documents=3", "window=64,0")
+TINY_SKIPPING = [_TINY._replace(Sq=512, Sk=512, options=options) for options in _MASKS]
 TINY_VARLEN = [
-    Case(3, 2, 2, 48, 48, 16, 16, False, "float32"),
+    _TINY._replace(B=3, Sq=48, Sk=48),
     Case(4, 4, 2, 64, 64, 16, 16, True, "float32", "lengths=uniform"),
-    Case(5, 2, 2, 64, 64, 16, 16, False, "float32", "lengths=one-long"),
-    Case(6, 2, 2, 48, 48, 16, 16, False, "bfloat16", "lengths=zipf"),
+    _TINY._replace(B=5, options="lengths=one-long"),
+    _TINY._replace(B=6, Sq=48, Sk=48, dtype="bfloat16", options="lengths=zipf"),
 ]
 TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
 TINY_DECODE = [Case(2, 4, heads, 1, 256, 16, 16, False, "float32") for heads in (4, 1)]
-_MODULE = Case(2, 4, 4, 24, 24, 8, 8, False, "float32")
-TINY_MODULE = [_MODULE._replace(causal=True), _MODULE._replace(dtype="bfloat16"), _MODULE._replace(options="weights")]
+_MODULES = ((True, "float32", "module"), (False, "bfloat16", "module"), (False, "float32", "module weights"))
+TINY_MODULE = [Case(2, 4, 4, 24, 24, 8, 8, *each) for each in _MODULES]
 
 # By name: "all", and those above, as "tiny-options".
 TABLES = {name.lower().replace("_", "-"): table for name, table in list(vars().items()) if isinstance(table, list)}

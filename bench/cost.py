@@ -24,7 +24,7 @@ def _sizes(case):
     return rows * case.D * element, keys * case.D * element, keys * case.Dv * element, rows * case.Dv * element, lse
 
 
-def _weights(case):
+def weights(case):
     """Bytes of the weights, if the case returns them."""
     return ELEMENT[case.dtype] * case.B * case.Hq * case.Sq * case.Sk if "weights" in case.words else 0
 
@@ -36,7 +36,7 @@ def moved(case, mode):
     bias = ELEMENT[case.dtype] * case.Hq * pairs if "bias" in words else 0
     forward = query + key + value + out + lse + bias + (pairs if "documents" in words else 0)
     backward = forward + out + query + key + value + bias  # reads the output's gradient, writes those of the inputs
-    forward += _weights(case)
+    forward += weights(case)
     return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[mode]
 
 
@@ -48,16 +48,3 @@ def held(case):
 def ideal(case, mode="forward_backward"):
     """The least bytes a step holds: query, key, value, output, lse and, with a backward, three gradients."""
     return sum(_sizes(case)) + (0 if mode == "forward" else held(case))
-
-
-def module_flops(case, mode):
-    """`flops`, and the operations of the four projections around attention of width Hq * D."""
-    products = {"forward": 1, "backward": 2, "forward_backward": 3}[mode]
-    return flops(case, mode) + 2 * 4 * case.B * case.Sq * (case.Hq * case.D) ** 2 * products
-
-
-def module_moved(case, mode):
-    """Bytes of a module's input, output and parameters, once in a forward, three times with their gradients."""
-    width = case.Hq * case.D
-    forward = ELEMENT[case.dtype] * (2 * case.B * case.Sq * width + 4 * (width + 1) * width)
-    return forward * {"forward": 1, "forward_backward": 3}[mode] + _weights(case)

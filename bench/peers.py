@@ -20,15 +20,9 @@ from fusedattn.naive import formula
 
 from .calls import Call, Unsupported, offsets_of, packing_of
 
-_LACKS = {
-    "bias": "it takes no bias",
-    "documents": "it takes no mask of pairs",
-    "padding": "it takes no mask of tokens, only packed sequences",
-    "lengths": "it takes no mask of tokens, only packed sequences",
-    "dropout": "it has no dropout",
-    "softcap": "it has no softcap",
-    "weights": "it returns no weights",
-}
+_LACKS = {"bias": "it takes no bias", "documents": "it takes no mask of pairs", "weights": "it returns no weights"}
+_LACKS |= {name: f"it has no {name}" for name in ("dropout", "softcap", "window")}
+_LACKS |= dict.fromkeys(("padding", "lengths"), "it takes no mask of tokens, only packed sequences")
 
 
 def _no(case, *words):
@@ -66,18 +60,24 @@ def sdpa(backend, case, tensors):
             bias = bias.masked_fill(~visible, float("-inf"))
         return F.scaled_dot_product_attention(query, key, value, visible if bias is None else bias, **options)
 
-    def refusing(*inputs):
+    call = Call(_refusing(attend, _reasons), inside=functools.partial(sdpa_kernel, backend))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call(*tensors.inputs)
+    return call
+
+
+def _refusing(attend, reasons=None):
+    """A function of torch's whose refusals say why: reasons(attend, inputs), or the first line of the error."""
+
+    def call(*inputs):
         try:
             return attend(*inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise Unsupported(_reasons(attend, inputs)) from error
+            raise Unsupported(reasons(attend, inputs) if reasons else str(error).partition("\n")[0]) from error
 
-    call = Call(refusing, inside=functools.partial(sdpa_kernel, backend))
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        call(*tensors.inputs)
     return call
 
 
@@ -97,29 +97,26 @@ def _reasons(attend, inputs):
 def block_mask(case, tensors):
     """FlexAttention's mask of a case, as its users would write it; None where nothing is hidden."""
     device = tensors.query.device
-    owner = case.documents(device) if "documents" in case.words else None
-    return _block_mask(case.sides, (case.Sq, case.Sk), device, owner, case.lengths(device) if case.padded else None)
+    document = case.documents(device) if "documents" in case.words else None
+    return _block_mask(case.sides, (case.Sq, case.Sk), device, document, case.lengths(device) if case.padded else None)
 
 
-def _block_mask(sides, shape, device, owner, lengths=None):
+def _block_mask(sides, shape, device, document, lengths=None):
     """FlexAttention's mask of a window, of documents (S,) and of lengths (B,); any may be None."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    (left, right), shift = sides, shape[1] - shape[0]
-    if all(x is None for x in (left, right, owner, lengths)):
+    (left, right), diagonal = sides, shape[1] - shape[0]
+    conditions = [
+        left is not None and (lambda b, row, column: column >= row + diagonal - left),
+        right is not None and (lambda b, row, column: column <= row + diagonal + right),
+        document is not None and (lambda b, row, column: document[row] == document[column]),
+        lengths is not None and (lambda b, row, column: (row < lengths[b]) & (column < lengths[b])),
+    ]
+    if not (conditions := list(filter(None, conditions))):
         return None
 
     def seen(b, h, row, column):
-        conditions = []
-        if left is not None:
-            conditions.append(column >= row + shift - left)
-        if right is not None:
-            conditions.append(column <= row + shift + right)
-        if owner is not None:
-            conditions.append(owner[row] == owner[column])
-        if lengths is not None:
-            conditions.append((row < lengths[b]) & (column < lengths[b]))
-        return functools.reduce(operator.and_, conditions)
+        return functools.reduce(operator.and_, (condition(b, row, column) for condition in conditions))
 
     return create_block_mask(seen, None if lengths is None else len(lengths), None, *shape, device=device)
 
@@ -160,16 +157,14 @@ def flex_packed(case, tensors):
     """FlexAttention on packed sequences, as documents of one."""
     _no(case, "bias", "documents")
     attend, packing = _compiled(flex_function(case, tensors), tensors), packing_of(case, tensors)
-    owner = torch.repeat_interleave(torch.arange(case.B, device=packing.lengths.device), packing.lengths)
-    mask = _block_mask(case.sides, (packing.total, packing.total), owner.device, owner)
+    document = torch.repeat_interleave(torch.arange(case.B, device=packing.lengths.device), packing.lengths)
+    mask = _block_mask(case.sides, (packing.total, packing.total), document.device, document)
     return Call(functools.partial(attend, block_mask=mask), packing=packing)
 
 
 def jagged(case, tensors):
     """torch's SDPA on packed sequences, as nested tensors of the jagged layout."""
-    _no(case, "bias", "documents", "softcap", "weights")
-    if "window" in case.words:
-        raise Unsupported("it has no window")
+    _no(case, "bias", "documents", "softcap", "weights", "window")
     packing = packing_of(case, tensors)
     lengths = dict(min_seqlen=int(packing.lengths.min()), max_seqlen=int(packing.lengths.max()))
     options = dict(dropout_p=_number(case, "dropout"), is_causal=case.causal, enable_gqa=case.Hq != case.Hkv)
@@ -177,14 +172,9 @@ def jagged(case, tensors):
     def attend(*packed):
         nest = torch.nested.nested_tensor_from_jagged
         nested = (nest(tensor, packing.offsets, **lengths).transpose(1, 2) for tensor in packed)
-        try:
-            return F.scaled_dot_product_attention(*nested, **options).transpose(1, 2).values()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise Unsupported(str(error).partition("\n")[0]) from error
+        return F.scaled_dot_product_attention(*nested, **options).transpose(1, 2).values()
 
-    return Call(attend, by_token=True, packing=packing)
+    return Call(_refusing(attend), by_token=True, packing=packing)
 
 
 def torch_varlen(case, tensors):
@@ -195,10 +185,9 @@ def torch_varlen(case, tensors):
     options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
     if "window_size" in inspect.signature(varlen_attn).parameters:
         options["window_size"] = _window(case)
-    elif case.sides[0] is None:  # torch 2.10
+    else:  # torch 2.10
+        _no(case, "window")
         options["is_causal"] = case.causal
-    else:
-        raise Unsupported("it has no window")
     return _by_offsets(varlen_attn, options, case, tensors)
 
 

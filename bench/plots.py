@@ -6,7 +6,8 @@ import math
 import textwrap
 
 from . import providers, rows
-from .report import DTYPES, is_ours, kind, unit
+from .cases import DTYPES
+from .report import is_ours, kind, unit
 
 INK, GRID, CEILING = "#333333", "#e6e6e6", "#777777"
 OURS = "#d1371f"
@@ -15,7 +16,6 @@ MARKERS = "s^DvP<X>"  # one fewer than colours, so that the pairs of a second ro
 LINES, FILLS = ("-", "--", ":", "-."), ("full", "none", "left", "right")  # of our lines, and of our points
 ROUNDS = "ohp"  # our markers, one for as many providers as there are lines
 ACROSS, WIDTH, HEIGHT = 4, 3.3, 2.6  # panels beside each other at most, and the inches of one
-MODES = {"forward_backward": "forward + backward"}
 
 
 def drawable(written):
@@ -23,22 +23,7 @@ def drawable(written):
     return [row for row in rows.last_run(written) if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
 
 
-def speed(written):
-    """A figure of speed against length: a panel for a mode and kind of case, a line for a provider."""
-    return _figure(written, _speed)
-
-
-def roofline(written):
-    """A figure of speed against operations a byte, under the measured ceilings: a panel for a mode and dtype."""
-    return _figure(written, _roofline)
-
-
-def draw(written):
-    """Both in one figure."""
-    return _figure(written, _speed, _roofline)
-
-
-def _figure(written, *pictures):
+def _figure(pictures, written):
     """A figure of pictures; one is a function of (rows, styles) that returns {place: draw(axes)}, panels across."""
     try:
         from matplotlib.figure import Figure
@@ -85,20 +70,18 @@ def _decorate(axes):
 
 def _styles(names):
     """{provider: style of its line}, the same one in every picture; ours first, on top."""
-    names = sorted(set(names))
+    names = dict.fromkeys(sorted(names))
     mine = [name for name in names if name.startswith("fusedattn")]
-    known = [name for name in providers.PROVIDERS | providers.ASIDE if not name.startswith("fusedattn")]
-    known += [name for name in names if name not in (*known, *mine)]
+    others = [name for name in providers.PROVIDERS | providers.ASIDE | names if not name.startswith("fusedattn")]
     styles = {}
     for index, name in enumerate(mine):
         look = dict(linestyle=LINES[index % len(LINES)], fillstyle=FILLS[index % len(FILLS)])
         look |= dict(marker=ROUNDS[index // len(LINES)], linewidth=2.4, markersize=6, zorder=4)
         styles[name] = dict(color=OURS) | look
-    for index, name in enumerate(known):
-        if name in names:
-            color, marker = OTHERS[index % len(OTHERS)], MARKERS[index % len(MARKERS)]
-            styles[name] = dict(color=color, marker=marker, linestyle="-", linewidth=1.4, markersize=5, zorder=3)
-    return styles
+    for index, name in enumerate(others):
+        look = dict(color=OTHERS[index % len(OTHERS)], marker=MARKERS[index % len(MARKERS)])
+        styles[name] = look | dict(linestyle="-", linewidth=1.4, markersize=5, zorder=3)
+    return {name: style for name, style in styles.items() if name in names}
 
 
 def _plot(axes, some, styles, point):
@@ -119,7 +102,7 @@ def _speed(timed, styles):
         _plot(axes, some, styles, lambda row: (row.Sk, factor * row.tflops))
         lengths = sorted({row.Sk for row in some})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(_apart(lengths), [_length(length) for length in _apart(lengths)])
+        axes.set_xticks(_apart(lengths), [f"{x // 1024}k" if x % 1024 == 0 else f"{x}" for x in _apart(lengths)])
         axes.set_xticks([], minor=True)
         axes.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.3), ylim=(0, 1.1 * factor * max(row.tflops for row in some)))
         axes.set(title=_title(mode, kind), xlabel="sequence length", ylabel=name)
@@ -176,29 +159,24 @@ def _ceilings(axes, some, name, factor):
     ys = [factor * min(products, memory * x) for x in xs]
     axes.plot(xs, ys, color=CEILING, linewidth=1.2, zorder=2, label="ceilings")
     style, above = dict(color=CEILING, fontsize=8, va="bottom"), 1.1 * factor * products
-    axes.text(low, above, f" copy {_round(1e3 * memory)} GB/s", ha="left", **style)  # no point lies above a slope
-    axes.text(high, above, f"products {_round(factor * products)} {name}", ha="right", **style)
-
-
-def _round(number):
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    axes.text(low, above, f" copy {1e3 * memory:,.4g} GB/s", ha="left", **style)  # no point lies above a slope
+    axes.text(high, above, f"products {factor * products:,.4g} {name}", ha="right", **style)
 
 
 def _kinds(timed):
     """{(mode, kind): rows}; the kind names the batch where two batches have the same length."""
-    cases = collections.defaultdict(set)
+    panels, alike = collections.defaultdict(list), collections.defaultdict(set)
     for row in timed:
-        cases[kind(row.case)].add(row.case)
-    panels = collections.defaultdict(list)
+        alike[kind(row.case)].add((row.Sk, row.case))
     for row in timed:
-        alike = cases[kind(row.case)]
-        apart = len(alike) > len({case.Sk for case in alike})
-        panels[row.mode, kind(row.case)._replace(B=row.B if apart else 0)].append(row)
+        some = alike[kind(row.case)]
+        batch = row.B if len(some) > len(dict(some)) else 0
+        panels[row.mode, kind(row.case)._replace(B=batch)].append(row)
     return panels
 
 
 def _title(mode, kind=None):
-    words = [MODES.get(mode, mode)]
+    words = [mode.replace("_", " + ")]
     if kind:
         words += [DTYPES.get(kind.dtype, kind.dtype), f"d{kind.D}" if kind.D == kind.Dv else f"d{kind.D}-{kind.Dv}"]
         words += ["causal" if kind.causal else "full"]
@@ -207,14 +185,15 @@ def _title(mode, kind=None):
     return textwrap.fill(", ".join(words), 40)  # letters that fit over a panel
 
 
-def _length(length):
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
-
-
 def _apart(lengths):
     """The lengths that can stand beside each other on a logarithmic axis, the longest among them."""
-    shown = []
+    shown = lengths[-1:]
     for length in reversed(lengths):
-        if not shown or shown[-1] / length > 1.3:
-            shown.append(length)
-    return shown[::-1]
+        shown = [length, *shown] if shown[0] / length > 1.3 else shown
+    return shown
+
+
+# Figures of rows. speed: against length, a panel for a mode and kind of case, a line for a provider. roofline: against
+# operations a byte, under the measured ceilings, a panel for a mode and dtype. draw: both.
+speed, roofline = functools.partial(_figure, [_speed]), functools.partial(_figure, [_roofline])
+draw = functools.partial(_figure, [_speed, _roofline])

@@ -124,18 +124,18 @@ ASIDE = {
     "sdpa+packed": peers.jagged,
     "flex+packed": peers.flex_packed,
 }
-OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed")  # a row names the backend as well
+OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed", "fusedattn.compat")  # a row names the backend as well
 
 
-def usual(device):
-    """The names of the providers that are compared where none is named: on a GPU all that are installed."""
-    if torch.device(device).type != "cuda":
-        return ["fusedattn", "naive", "sdpa:math"]
-    return list(filter(peers.is_installed, PROVIDERS))
+def usual(device, *without):
+    """The providers that are compared where none is named: on a GPU all that are installed, without some prefixes."""
+    on_gpu = torch.device(device).type == "cuda"
+    names = filter(peers.is_installed, PROVIDERS) if on_gpu else ("fusedattn", "naive", "sdpa:math")
+    return [name for name in names if not name.startswith(without)]
 
 
 def usual_packed(device):
-    """The names of those that take packed sequences, and ours with padding."""
+    """Those that take packed sequences, and ours with padding."""
     if torch.device(device).type != "cuda":
         return ["fusedattn+packed", "fusedattn", "naive", "sdpa+packed"]
     others = ("torch:varlen", "flash-attn+packed", "sdpa+packed", "flex+packed")
@@ -150,16 +150,11 @@ def unchecked(case, name):
 
 def find(name):
     """The provider of a name: one of PROVIDERS or ASIDE, fusedattn:BACKEND, or a form of one of our kernels."""
-    if name in PROVIDERS | ASIDE:
-        return (PROVIDERS | ASIDE)[name]
-    if (parts := _form(name)) is not None:
-        prefix, form = parts
-        if form not in FORMS[prefix]():
-            raise ValueError(f"provider: expected one of {', '.join(FORMS[prefix]())} after {prefix}, got {form}")
+    if (known := PROVIDERS | ASIDE | forms()).get(name) is None and ("/" in name or not name.startswith("fusedattn:")):
+        raise ValueError(f"provider: expected one of {', '.join(known)} or fusedattn:BACKEND, got {name}")
+    if "/" in name:
         return functools.partial(by_form, name)
-    if name.startswith("fusedattn:"):
-        return functools.partial(fusedattn, backend=name.removeprefix("fusedattn:"))
-    raise ValueError(f"provider: expected one of {', '.join(PROVIDERS | ASIDE)} or fusedattn:BACKEND, got {name}")
+    return known.get(name) or functools.partial(fusedattn, backend=name.removeprefix("fusedattn:"))
 
 
 def label(name, case, tensors):
@@ -171,7 +166,7 @@ def label(name, case, tensors):
 
 
 # Forms of our kernels: the forward for Hopper by one pipeline, the backward in two passes, or in one by one tile.
-PIPELINE, BACKWARD, TWO_PASSES = "fusedattn:hopper/", "fusedattn:backward/", "two-passes"
+PIPELINE, BACKWARD = "fusedattn:hopper/", "fusedattn:backward/"
 
 
 def pipeline_name(pipeline):
@@ -185,53 +180,41 @@ def tile_name(tile):
     return f"{tile.rows}x{tile.keys}w{tile.warps}s{tile.stages}" + "+bulk" * tile.bulk
 
 
-def _widths(widths, case):
-    """The width of a table that a case takes, or all of them."""
-    return [width for width in widths if case is None or max(case.D, case.Dv) <= width][: None if case is None else 1]
+def forms(case=None, prefix=""):
+    """{provider: (backend, the context in which the form is the one taken)} at the width of a case, or at all.
 
-
-def pipelines(case=None):
-    """{name: Pipeline} of the table for the width of a case, or for all."""
-    widths = _widths(sorted(tile_table.HOPPER), case)
-    return {pipeline_name(pipeline): pipeline for width in widths for pipeline in tile_table.HOPPER[width]}
-
-
-def backward_forms(case=None):
-    """{name: Tile} of the backward in one pass at the width of a case, or at all; None is two passes.
-
-    They are the tiles of Hopper, with dq added by the copy engine and by the threads.
+    The backward in one pass has the tiles of Hopper, with dq added by the copy engine and by the threads.
     """
-    tiles = [tile for width in _widths((64, 128), case) for tile in tile_table.tiles("one_pass", 90, 2, width)]
-    both = [tile._replace(spills=0, bulk=bulk) for bulk in (True, False) for tile in tiles]
-    return {TWO_PASSES: None} | {tile_name(tile): tile for tile in both}
 
+    def fitting(widths):
+        return [width for width in widths if case is None or max(case.D, case.Dv) <= width][
+            : None if case is None else 1
+        ]
 
-FORMS = {PIPELINE: pipelines, BACKWARD: backward_forms}
-
-
-def _form(name):
-    """(prefix, form) of the name of a provider; None where it names no form."""
-    return next(((prefix, name.removeprefix(prefix)) for prefix in FORMS if name.startswith(prefix)), None)
+    every = {}
+    for pipeline in (pipeline for width in fitting((64, 128, 256)) for pipeline in tile_table.HOPPER[width]):
+        table = dict.fromkeys(tile_table.HOPPER, (pipeline,))
+        every[PIPELINE + pipeline_name(pipeline)] = "hopper", functools.partial(_patched, tile_table, "HOPPER", table)
+    # It gives the same bits each time; the rest of torch need not.
+    same_bits = functools.partial(_patched, torch, "are_deterministic_algorithms_enabled", lambda: True)
+    every[BACKWARD + "two-passes"] = "triton", same_bits
+    for tile in (tile for width in fitting((64, 128)) for tile in tile_table.tiles("one_pass", 90, 2, width)):
+        for tile in (tile._replace(spills=0, bulk=bulk) for bulk in (True, False)):
+            every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile)
+    return {name: form for name, form in every.items() if name.startswith(prefix)}
 
 
 def concerns(name, case):
     """Whether a provider is measured on a case: a form is not, if it is for another width."""
-    parts = _form(name)
-    return parts is None or parts[1] in FORMS[parts[0]](case)
+    return "/" not in name or name in forms(case)
 
 
 def by_form(name, case, tensors):
     """Ours, by one form of one of its kernels."""
     if not concerns(name, case):
         raise Unsupported("it is for another width")
-    prefix, form = _form(name)
-    if prefix == PIPELINE:
-        pipeline = pipelines()[form]
-        every = dict.fromkeys(tile_table.HOPPER, (pipeline,))
-        inside = functools.partial(_patched, tile_table, "HOPPER", every)
-        return Call(fusedattn(case, tensors, backend="hopper"), inside=inside)
-    inside = in_two_passes if form == TWO_PASSES else functools.partial(only, "one_pass", backward_forms()[form])
-    return Call(fusedattn(case, tensors, backend="triton"), inside=inside)
+    backend, inside = forms()[name]
+    return Call(fusedattn(case, tensors, backend=backend), inside=inside)
 
 
 @contextlib.contextmanager
@@ -253,8 +236,3 @@ def only(kernel, tile):
 
     every = run.candidates
     return _patched(run, "candidates", lambda name, call: (tile,) if name == kernel else every(name, call))
-
-
-def in_two_passes():
-    """The context in which the backward gives the same bits each time; the rest of torch need not."""
-    return _patched(torch, "are_deterministic_algorithms_enabled", lambda: True)

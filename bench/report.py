@@ -6,19 +6,17 @@ A row of ours that is wrong is in no ratio. A peer whose error is over our rule 
 import collections
 import fnmatch
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fusedattn.cli.screen import error, tick
 
 from . import cost
-from .cases import Case
+from .cases import DTYPES, Case
 from .rows import Row, last_run
 
 NAIVE = "On a CPU fusedattn is its naive path: this says nothing about its kernels, which need an NVIDIA GPU."
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 UNSTEADY = 1.5  # a quiet machine's 80% quantile of times is below this many of its 20% quantile
-NOISE = "within noise"
 REASON = 54  # letters of a status that fit beside a provider
 LONG = 2048  # tokens from which on the goals are
 
@@ -27,18 +25,11 @@ def is_ours(row: Row) -> bool:
     return row.provider.startswith("fusedattn")
 
 
-def _usable(row):
-    return row.ms_p50 != "" and not (is_ours(row) and row.status == "wrong")
-
-
 def fastest(rows: Sequence[Row], *patterns: str) -> Row | None:
     """The fastest of the rows that were timed, of ours of those that are right; patterns are of providers."""
-    timed = [row for row in rows if _usable(row) and (not patterns or _matches(row, patterns))]
-    return min(timed, key=lambda row: row.ms_p50, default=None)
-
-
-def _matches(row, patterns):
-    return any(fnmatch.fnmatchcase(row.provider, pattern) for pattern in patterns)
+    usable = (row for row in rows if row.ms_p50 != "" and not (is_ours(row) and row.status == "wrong"))
+    matching = (row for row in usable if any(fnmatch.fnmatchcase(row.provider, one) for one in patterns or "*"))
+    return min(matching, key=lambda row: row.ms_p50, default=None)
 
 
 def kind(case: Case) -> Case:
@@ -54,14 +45,11 @@ def unit(rows: Sequence[Row]) -> tuple[str, float]:
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
     """{(mode, case): its rows}, sorted by mode, then by kind, then from short to long."""
-    found = collections.defaultdict(list)
+    grouped = collections.defaultdict(list)
     for row in rows:
-        found[row.mode, row.case].append(row)
-    modes = list(dict.fromkeys(mode for mode, _ in found))
-    kinds = list(dict.fromkeys(kind(case) for _, case in found))
-    return {
-        key: found[key] for key in sorted(found, key=lambda k: (modes.index(k[0]), kinds.index(kind(k[1])), k[1].Sk))
-    }
+        grouped[row.mode, row.case].append(row)
+    order = {name: place for place, name in enumerate(dict.fromkeys(x for m, c in grouped for x in (m, kind(c))))}
+    return dict(sorted(grouped.items(), key=lambda one: (order[one[0][0]], order[kind(one[0][1])], one[0][1].Sk)))
 
 
 class Judged(NamedTuple):
@@ -83,26 +71,25 @@ def judged(rows: Sequence[Row], busy: bool = False) -> Judged:
         why = "Other work keeps this machine busy."
     else:
         return Judged(list(rows))
-    return Judged([_by_the_least(row) for row in rows], f"{why} Each is judged by the least of its repeats.")
+    least = [row if "" in (row.ms_p50, row.ms_min) else _by_the_least(row) for row in rows]
+    return Judged(least, f"{why} Each is judged by the least of its repeats.")
 
 
 def _by_the_least(row):
-    if row.ms_p50 == "" or row.ms_min == "":
-        return row
-    rates = {name: getattr(row, name) for name in ("tflops", "gbps")}
-    rates = {name: rate if rate == "" else rate * row.ms_p50 / row.ms_min for name, rate in rates.items()}
+    faster = row.ms_p50 / row.ms_min
+    rates = {name: rate and rate * faster for name, rate in (("tflops", row.tflops), ("gbps", row.gbps))}
     return row._replace(ms_p20=row.ms_min, ms_p50=row.ms_min, ms_p80=row.ms_p50, **rates)
 
 
-def told(one: Row, other: Row) -> bool:
-    """Whether two times differ by more than their noise: the ranges in which they vary do not overlap."""
+def differ(one: Row, other: Row) -> bool:
+    """Whether the ranges in which two times vary do not overlap."""
     return one.ms_p80 < other.ms_p20 or other.ms_p80 < one.ms_p20
 
 
-def words(ratio: float, told: bool = True) -> str:
-    """The time of a peer over ours, in words; no number for a difference that noise may have made."""
-    if not told:
-        return NOISE
+def words(ratio: float, clear: bool = True) -> str:
+    """The time of a peer over ours, in words; no number for a difference that is not clear."""
+    if not clear:
+        return "within noise"
     if f"{ratio:.2f}" == "1.00":
         return "as fast"
     return f"{ratio:.2f}x faster" if ratio > 1 else f"{1 / ratio:.2f}x slower"
@@ -115,7 +102,7 @@ class Standing(NamedTuple):
     ours: str
     other: str  # a provider, or those that were the fastest other of a case, most often first
     ratios: list[float]
-    told: list[bool]  # whether a ratio is more than the noise of its two times
+    clear: list[bool]  # whether the two times of a ratio `differ`
 
     @property
     def median(self) -> float:
@@ -123,37 +110,32 @@ class Standing(NamedTuple):
 
     @property
     def faster(self) -> int:
-        """In how many cases ours is faster, beyond the noise."""
-        return sum(ratio > 1.0 and told for ratio, told in zip(self.ratios, self.told, strict=True))
+        """In how many cases ours is clearly faster."""
+        return sum(ratio > 1.0 and clear for ratio, clear in zip(self.ratios, self.clear, strict=True))
 
     @property
-    def clear(self) -> bool:
-        """Whether most ratios are more than noise."""
-        return 2 * sum(self.told) > len(self.told)
+    def is_clear(self) -> bool:
+        """Whether most ratios are."""
+        return 2 * sum(self.clear) > len(self.clear)
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
     """(beside the fastest other of a case, one a mode; beside each other provider, one a mode and provider)."""
-    cells = collections.defaultdict(list)
+    best, each = collections.defaultdict(list), collections.defaultdict(list)
     for (mode, _), some in groups(rows).items():
         mine = fastest(some, "fusedattn*")
         others = [row for row in some if not is_ours(row) and row.ms_p50 != ""]
         if mine and others:
-            cells[mode].append((mine, others))
-    best, each = [], []
-    for mode, pairs in cells.items():
-        ours = _often(mine.provider for mine, _ in pairs)
-        peers = [(mine, min(others, key=lambda row: row.ms_p50)) for mine, others in pairs]
-        best.append(_standing(mode, ours, _often(peer.provider for _, peer in peers), peers))
-        for name in dict.fromkeys(row.provider for _, others in pairs for row in others):
-            against = [(mine, row) for mine, others in pairs for row in others if row.provider == name]
-            each.append(_standing(mode, ours, name, against))
-    return best, each
+            best[mode].append((mine, min(others, key=lambda row: row.ms_p50)))
+            for row in others:
+                each[mode, row.provider].append((mine, row))
+    return list(map(_standing, best.values())), list(map(_standing, each.values()))
 
 
-def _standing(mode, ours, other, pairs):
-    ratios = [theirs.ms_p50 / mine.ms_p50 for mine, theirs in pairs]
-    return Standing(mode, ours, other, ratios, [told(mine, theirs) for mine, theirs in pairs])
+def _standing(pairs):
+    ours, others = (_often(row.provider for row in some) for some in zip(*pairs, strict=True))
+    ratios = [other.ms_p50 / mine.ms_p50 for mine, other in pairs]
+    return Standing(pairs[0][0].mode, ours, others, ratios, [differ(*pair) for pair in pairs])
 
 
 def _often(names):
@@ -167,31 +149,30 @@ class Goal(NamedTuple):
     said: str
     ask: float
     value: Callable[[Case, list[Row]], float | None]
-    mode: str
+    mode: str = "forward"
     where: Callable[[Case], bool] = lambda case: True
     at_most: bool = False
 
     def line(self, rows: Sequence[Row]) -> str:
         """Whether the goal is met in the last run, as a sentence."""
-        found = {
-            c: self.value(c, some) for (mode, c), some in groups(rows).items() if mode == self.mode and self.where(c)
-        }
-        found = {case: value for case, value in found.items() if value is not None}
+        asked = ((case, some) for (mode, case), some in groups(rows).items() if mode == self.mode and self.where(case))
+        values = {case: value for case, some in asked if (value := self.value(case, some)) is not None}
         said = f"goal {self.said} {'<=' if self.at_most else '>='} {self.ask:g}"
-        if not found:
+        if not values:
             return f"{said}: not measured"
-        met = sum(value <= self.ask if self.at_most else value >= self.ask for value in found.values())
-        worst = (max if self.at_most else min)(found, key=lambda case: found[case])
-        median = statistics.median(found.values())
-        number = f"met in {met} of {count(len(found), 'case')}, median {median:.2f}, worst {found[worst]:.2f}"
+        met = sum(value <= self.ask if self.at_most else value >= self.ask for value in values.values())
+        worst = (max if self.at_most else min)(values, key=lambda case: values[case])
+        median = statistics.median(values.values())
+        number = f"met in {met} of {count(len(values), 'case')}, median {median:.2f}, worst {values[worst]:.2f}"
         return f"{said}: {number} ({worst.name})"
 
 
-def over(peer: str, mine: str = "fusedattn:*") -> Callable:
-    """The value of a Goal: the time of the fastest peer of a pattern over that of the fastest of ours."""
+def over(*peers: str, mine: str = "fusedattn:*") -> Callable:
+    """The value of a Goal: the time of the fastest peer of some patterns, or of all others, over that of ours."""
 
     def value(case, rows):
-        ours, other = fastest(rows, mine), fastest(rows, peer)
+        others = rows if peers else [row for row in rows if not is_ours(row)]
+        ours, other = fastest(rows, mine), fastest(others, *peers)
         return None if ours is None or other is None else other.ms_p50 / ours.ms_p50
 
     return value
@@ -216,45 +197,38 @@ def shares(row: Row) -> tuple[float | None, float | None]:
     )
 
 
-def name(row: Row) -> str:
-    """The case of a row: sizes as --shape takes them, and its options."""
-    words = [f"{row.B},{row.Hq},{row.Hkv},{row.Sq},{row.Sk},{row.D}"]
-    words += [f"Dv {row.Dv}"] * (row.D != row.Dv) + ["causal"] * row.causal
-    return " ".join([*words, DTYPES.get(row.dtype, row.dtype), *row.options.split()])
-
-
-def lines(judged: Judged, whys: Sequence[str] = (), goals: Sequence[Goal] = ()) -> list[tuple[str, str | None]]:
+def lines(judged: Judged, whys: Sequence[str] = (), goals: Sequence[Goal] = ()) -> Iterator[tuple[str, str | None]]:
     """(text, style of rich) of a run: a line a row, by mode and case; ratios; what is wrong; goals; the verdict."""
-    rows, found, last = judged.rows, [], ""
+    rows, last = judged.rows, ""
     wide = max((len(row.provider) for row in rows), default=0)
-    speed, factor = unit(rows)
-    on_gpu = any(row.peak_mib != "" for row in rows)
-    for (mode, _), some in groups(rows).items():
+    (speed, factor), on_gpu = unit(rows), any(row.peak_mib != "" for row in rows)
+    for (mode, case), some in groups(rows).items():
         if mode != last:
             heads = ["ms", speed, *["MiB", "matmul", "copy"] * on_gpu, "fusedattn is", "error"]
-            found += [("", None), (f"{mode.upper().replace('_', ' + '):<{wide + 2}}{_cells(heads)}", "bold")]
+            yield "", None
+            yield f"{mode.upper().replace('_', ' + '):<{wide + 2}}{_cells(heads)}", "bold"
             last = mode
-        found.append((name(some[0]), "underline"))
+        yield case.name, "underline"
         best, mine = fastest(some), fastest(some, "fusedattn*")
-        found += [
-            (f"  {row.provider:<{wide}}{text}".rstrip(), style)
-            for row in some
-            for text, style in [_beside(row, mine, row is best, on_gpu, factor)]
-        ]
+        for row in some:
+            text, style = _beside(row, mine, row is best, on_gpu, factor)
+            yield f"  {row.provider:<{wide}}{text}".rstrip(), style
     if rows:
-        time = "the least" if judged.why else "the median"
-        note = f"ms is {time}; error the largest, from float64; {tick()} is right."
-        found += [("", None), (f"Cases are B,Hq,Hkv,Sq,Sk,D; {note}", None), ("", None)]
-        ceilings = {row.dtype: row for row in rows if row.matmul_tflops != ""}
+        note = (
+            f"ms is {'the least' if judged.why else 'the median'}; error the largest, from float64; {tick()} is right."
+        )
+        yield from (("", None), (f"Cases are B,Hq,Hkv,Sq,Sk,D; {note}", None), ("", None))
+    ceilings = {row.dtype: row for row in rows if row.matmul_tflops != ""}
+    if on_gpu and ceilings:
         reached = [f"{DTYPES.get(x, x)} products {row.matmul_tflops:.4g} TFLOP/s" for x, row in ceilings.items()]
-        reached += [f"copies {row.copy_gbps:.4g} GB/s" for row in list(ceilings.values())[:1]]
-        found += [(f"This machine reached: {', '.join(reached)}.", None)] * bool(on_gpu and reached)
-    found += [(line, None) for line in _ratios(standings(rows)[1])]
+        copies = next(iter(ceilings.values())).copy_gbps
+        yield f"This machine reached: {', '.join(reached)}, copies {copies:.4g} GB/s.", None
+    yield from ((line, None) for line in _ratios(standings(rows)[1]))
     for row, why in zip(rows, whys, strict=False):
         if why:
-            found.append((f"FAIL {row.provider}, {row.mode}, {name(row)}: {why}", "red"))
-    found += [(goal.line(rows), None) for goal in goals]
-    return found + [(line, "bold red" if "WRONG" in line else "bold") for line in sentences(judged)]
+            yield f"FAIL {row.provider}, {row.mode}, {row.case.name}: {why}", "red"
+    yield from ((goal.line(rows), None) for goal in goals)
+    yield from ((line, "bold red" if "WRONG" in line else "bold") for line in sentences(judged))
 
 
 def _cells(texts):
@@ -265,67 +239,56 @@ def _cells(texts):
 
 def _beside(row, mine, is_best, on_gpu, factor):
     """(the text beside a provider, its style)."""
+    reason = "out of memory" if row.status == "oom" else row.status.removeprefix("unsupported: ")
+    reason = reason if len(reason) <= REASON else f"{reason[: REASON - 3]}..."
     if row.ms_p50 == "":
-        return f"   {_reason(row.status)}", "yellow"
-    numbers = [f"{row.ms_p50:.{4 if row.ms_p50 < 1 else 3}f}"]
-    numbers.append("" if row.tflops == "" else f"{factor * row.tflops:.1f}")
+        return f"   {reason}", "yellow"
+    numbers = [f"{row.ms_p50:.{4 if row.ms_p50 < 1 else 3}f}", "" if row.tflops == "" else f"{factor * row.tflops:.1f}"]
     if on_gpu:
         numbers.append("" if row.peak_mib == "" else f"{row.peak_mib:,.0f}")
         numbers += ["" if share is None else f"{share:.0%}" for share in shares(row)]
-    beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, told(row, mine))
+    beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
     cells = _cells([*numbers, beside, "" if row.err_max == "" else error(row.err_max)])
-    right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, _reason(row.status))
+    right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, reason)
     style = "bold red" if row.status == "wrong" else "bold green" if is_best else None
     return f"{cells} {right}{' fastest' * is_best}", style
 
 
-def _reason(status):
-    if status == "oom":
-        return "out of memory"
-    why = status.removeprefix("unsupported: ")
-    return why if len(why) <= REASON else f"{why[: REASON - 3]}..."
-
-
 def _ratios(each):
     """Lines: how fast ours is beside each provider, a column a mode."""
-    modes = list(dict.fromkeys(one.mode for one in each))
-    cells = {(one.other, one.mode): words(one.median, one.clear) for one in each}
-    others = list(dict.fromkeys(one.other for one in each))
+    cells = {(one.other, one.mode): words(one.median, one.is_clear) for one in each}
+    others, modes = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True)) if cells else ([], [])
     wide = max(map(len, ["beside", *others])) + 2
+    table = {"beside": modes} | {name: [cells.get((name, mode), "") for mode in modes] for name in others}
     if others:
         yield "fusedattn, median of the cases"
-        for first, texts in [("beside", modes), *((x, [cells.get((x, mode), "") for mode in modes]) for x in others)]:
-            yield (f"    {first:<{wide}}" + "".join(f"{text:<18}" for text in texts)).rstrip()
+        yield from (f"    {x:<{wide}}{''.join(f'{text:<18}' for text in texts)}".rstrip() for x, texts in table.items())
         yield ""
 
 
 def wrong(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """(ours, those of others) whose result is not within the tolerance."""
-    found = [row for row in rows if row.status == "wrong"]
-    return [row for row in found if is_ours(row)], [row for row in found if not is_ours(row)]
+    bad = [row for row in rows if row.status == "wrong"]
+    return [row for row in bad if is_ours(row)], [row for row in bad if not is_ours(row)]
 
 
-def sentences(found: Judged) -> list[str]:
+def sentences(judged: Judged) -> list[str]:
     """The verdict in plain words."""
-    rows = found.rows
+    rows = judged.rows
     best = {one.mode: one for one in standings(rows)[0]}
     lines = [_speed(mode, best.get(mode), rows) for mode in dict.fromkeys(row.mode for row in rows)]
-    judged = [row for row in rows if row.status in ("ok", "wrong")]
-    of_ours, (mine, others) = sum(map(is_ours, judged)), wrong(rows)
+    held = [row for row in rows if row.status in ("ok", "wrong")]
+    of_ours, (mine, others) = sum(map(is_ours, held)), wrong(rows)
     if of_ours:
         bad = f"; {len(mine)} WRONG" if mine else ""
         right = f"{of_ours - len(mine)} of {count(of_ours, 'result')}"
         lines.append(f"fusedattn: {right} right, by the rule of its tests against float64{bad}.")
     if others:
-        lines.append(f"Others: {len(others)} of {count(len(judged) - of_ours, 'result')} not right by that rule.")
-    if found.why:
-        lines.append(found.why)
+        lines.append(f"Others: {len(others)} of {count(len(held) - of_ours, 'result')} not right by that rule.")
     missing = sum(row.ms_p50 == "" for row in rows)
-    if missing:
-        lines.append(f"{missing} of {len(rows)} could not be measured; their rows say why.")
-    if any(row.gpu == "cpu" and is_ours(row) for row in rows):
-        lines.append(NAIVE)
-    return lines
+    lines += [judged.why] * bool(judged.why)
+    lines += [f"{missing} of {len(rows)} could not be measured; their rows say why."] * bool(missing)
+    return lines + [NAIVE] * any(row.gpu == "cpu" and is_ours(row) for row in rows)
 
 
 def count(number: int, of: str) -> str:
@@ -341,35 +304,29 @@ def _speed(mode, standing, rows):
             return f"{mode}: nothing to compare: no case has both a right result of fusedattn and a time of another."
         winners = [fastest(of_case) for of_case in groups(some).values()]
         return f"{mode}: the fastest of each case: {_often(row.provider for row in winners if row) or 'none'}."
-    cases, ours, other = len(standing.told), standing.ours, standing.other
-    if cases == 1 and not standing.clear:
-        return f"{mode}: {ours} and the fastest other, {other}, differ by no more than noise."
-    others, wins = f"the fastest other of each case ({other})", f"It is the fastest of all in {standing.faster}."
-    if not standing.clear:
-        noisy = cases - sum(standing.told)
-        return f"{mode}: {ours} and {others} differ by no more than noise in {noisy} of {cases} cases. {wins}"
-    speed = words(standing.median)
-    speed += " as" if speed == "as fast" else " than"
-    if cases == 1:
-        return f"{mode}: {ours} is {speed} the fastest other, {other}."
-    return f"{mode}: {ours} is {speed} {others}, by the median of {cases} cases. {wins}"
+    cases, clear, speed = len(standing.clear), sum(standing.clear), words(standing.median)
+    other = (
+        f"the fastest other, {standing.other}" if cases == 1 else f"the fastest other of each case ({standing.other})"
+    )
+    if standing.is_clear:
+        verdict = f"is {speed} {'as' if speed == 'as fast' else 'than'} {other}"
+        verdict += "" if cases == 1 else f", by the median of {cases} cases"
+    else:
+        verdict = f"and {other}{',' * (cases == 1)} differ by no more than noise"
+        verdict += "" if cases == 1 else f" in {cases - clear} of {cases} cases"
+    wins = "" if cases == 1 else f" It is the fastest of all in {standing.faster}."
+    return f"{mode}: {standing.ours} {verdict}.{wins}"
 
 
-def refused(rows: Sequence[Row]) -> list[str]:
-    """Lines: how many rows of each provider are ok, and why the others are not."""
-    found = []
-    for provider in dict.fromkeys(row.provider for row in rows):
-        counts = collections.Counter(row.status for row in rows if row.provider == provider)
-        reasons = [f"\n    {many} {status[:110]}" for status, many in counts.most_common(5) if status != "ok"]
-        found.append(f"{provider}: {counts['ok']} ok{''.join(reasons)}")
-    return found
-
-
-def text(rows: Sequence[Row], goals: Sequence[Goal] = (), more: Sequence[str] = ()) -> str:
-    """The last run in a CSV: the machine, the lines of `lines`, goals included, and `more`."""
-    rows = last_run(rows)
-    if not rows:
+def text(rows: Sequence[Row], goals: Sequence[Goal] = (), more: Iterable[str] = ()) -> str:
+    """The last run in a CSV: the machine, what each provider could not do, `lines`, and more lines at the end."""
+    if not (rows := last_run(rows)):
         return "no rows"
-    first = rows[0]
-    about = f"{first.gpu}, torch {first.torch}, triton {first.triton}, commit {first.commit}, {first.date}"
-    return "\n".join([about, *refused(rows), *(line for line, _ in lines(Judged(rows), goals=goals)), *more])
+    first, statuses = rows[0], collections.defaultdict(collections.Counter)
+    for row in rows:
+        statuses[row.provider][row.status] += 1
+    shown = [f"{first.gpu}, torch {first.torch}, triton {first.triton}, commit {first.commit}, {first.date}"]
+    for provider, counts in statuses.items():
+        shown.append(f"{provider}: {counts['ok']} ok")
+        shown += [f"    {many} {status[:110]}" for status, many in counts.most_common(5) if status != "ok"]
+    return "\n".join([*shown, *(line for line, _ in lines(Judged(rows), goals=goals)), *more])

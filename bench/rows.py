@@ -3,65 +3,33 @@
 Its columns are kept for good, and new ones come last.
 """
 
+import collections
 import csv
 import datetime
 import pathlib
-import platform
 import subprocess
-from typing import NamedTuple
 
 import torch
 
+from fusedattn.cli.machine import versions
+
 from .cases import Case
 
+_MACHINE = "commit date gpu driver cuda torch triton python"
+_NUMBERS = "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager matmul_tflops copy_gbps"
+COLUMNS = (*f"{_MACHINE} mode provider dtype B Hq Hkv Sq Sk D Dv causal options {_NUMBERS} status ms_min".split(),)
+_COUNTS = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
+_MEASURED = (*_NUMBERS.split(), "ms_min")
+_NEW = 1  # how many of the last columns older files lack
 
-class Row(NamedTuple):
-    """The columns, in their order. peak_mib is what a step adds to memory at its peak; "" is what was not measured."""
 
-    commit: str
-    date: str  # when the run began
-    gpu: str
-    driver: str
-    cuda: str
-    torch: str
-    triton: str
-    python: str
-    # forward, backward, forward_backward, wall, wall_forward_backward, graph, train, decode, host, plan, or a kernel
-    mode: str
-    provider: str  # fusedattn:KERNEL, fusedattn+plan:KERNEL, naive, sdpa:flash, sdpa:cudnn, sdpa:efficient, flex, ...
-    dtype: str
-    B: int
-    Hq: int
-    Hkv: int
-    Sq: int
-    Sk: int
-    D: int
-    Dv: int
-    causal: int  # 0 or 1
-    options: str
-    ms_p20: float
-    ms_p50: float
-    ms_p80: float
-    tflops: float
-    gbps: float
-    peak_mib: float
-    err_max: float
-    err_eager: float
-    matmul_tflops: float  # what this machine reached in the same run, in the dtype of the row
-    copy_gbps: float
-    status: str  # ok, oom, wrong, unchecked: WHY, unsupported: WHY
-    ms_min: float | str = ""
+class Row(collections.namedtuple("Row", COLUMNS, defaults=[""])):
+    """The columns, in their order, as README.md here has them: numbers, or "" for what was not measured."""
 
     @property
     def case(self) -> Case:
         """The Case that the row is of."""
-        return Case(**{name: getattr(self, name) for name in Case._fields})._replace(causal=bool(self.causal))
-
-
-COLUMNS = Row._fields
-_COUNTS = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
-_MEASURED = (*COLUMNS[COLUMNS.index("ms_p20") : COLUMNS.index("status")], "ms_min")
-_NEW = 1  # how many of the last columns older files lack
+        return Case(*(getattr(self, name) for name in Case._fields))._replace(causal=bool(self.causal))
 
 
 def _output(*command):
@@ -84,31 +52,18 @@ def commit():
 
 def machine(device, commit_name=None):
     """The first columns of every row of one run, as a dict."""
-    try:
-        from triton import __version__ as triton_version
-    except ImportError:
-        triton_version = ""
-    on_gpu = torch.device(device).type == "cuda"
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else ""
-    return dict(
-        commit=commit_name or commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        gpu=torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        driver=driver.splitlines()[0] if driver else "",
-        cuda=(torch.version.cuda or "") if on_gpu else "",
-        torch=torch.__version__,
-        triton=triton_version,
-        python=platform.python_version(),
-    )
+    on_gpu, known = torch.device(device).type == "cuda", versions()
+    about = {name: known[name] or "" for name in ("driver", "cuda", "torch", "triton", "python")}
+    about |= dict(commit=commit_name or commit(), gpu=torch.cuda.get_device_name(device) if on_gpu else "cpu")
+    about["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {name: about[name] if on_gpu or name not in ("driver", "cuda") else "" for name in _MACHINE.split()}
 
 
 def row(machine, mode, provider, case, *, options=None, status="ok", **measured):
-    """A Row of a case. options replaces the case's own; columns that are not in `measured` are "" in the row."""
+    """A Row of a case. options replaces the case's; columns that are not in `measured` are "" in the row."""
     sizes = case._asdict() | {"causal": int(case.causal)} | ({} if options is None else {"options": options})
-    status = " ".join(str(status).split())  # one line, whatever an error said
-    return Row(
-        **machine, mode=mode, provider=provider, **sizes, **dict.fromkeys(_MEASURED, "") | measured, status=status
-    )
+    measured = dict.fromkeys(_MEASURED, "") | measured | dict(status=" ".join(str(status).split()))  # one line
+    return Row(**machine, mode=mode, provider=provider, **sizes, **measured)
 
 
 def _text(value):
@@ -127,7 +82,7 @@ class Writer:
 
     def _append(self, values):
         with open(self.path, "a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow([_text(value) for value in values])
+            csv.writer(file, lineterminator="\n").writerow(map(_text, values))
 
     def write(self, row):
         row = Row(*(float(_text(value)) if isinstance(value, float) else value for value in row))  # as it will be read
@@ -153,14 +108,6 @@ def _read(path):
         header = tuple(next(reader, ()))
         if header not in (COLUMNS, COLUMNS[:-_NEW]):
             raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
-        absent = dict.fromkeys(COLUMNS, "")
-        lines = [line for line in reader if len(line) == len(header)]
-        return header, [_parsed(absent | dict(zip(header, line, strict=True))) for line in lines]
-
-
-def _parsed(fields):
-    for name in _COUNTS:
-        fields[name] = int(fields[name])
-    for name in _MEASURED:
-        fields[name] = float(fields[name]) if fields[name] else ""
-    return Row(**fields)
+        kinds = [int if name in _COUNTS else float if name in _MEASURED else str for name in header]
+        lines = (zip(kinds, line, strict=True) for line in reader if len(line) == len(header))
+        return header, [Row(*(kind(text) if text else "" for kind, text in line)) for line in lines]

@@ -109,31 +109,27 @@ def peak(step, device):
 
 
 def interleaved(steps, repeats=2000, calls=1):
-    """Times of {name: step} on the host. Steps take turns, many calls a turn: other work slows all of them alike."""
+    """Times of {name: step} on one thread of the host, many calls of each in turn, so that other work slows all."""
     samples = {name: [] for name in steps}
-    for turn in range(repeats + repeats // 10):
-        for name, step in steps.items():
-            for _ in range(calls // 4):  # the steps before it have displaced it from the caches
-                step()
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                step()
-            end = time.perf_counter_ns()
-            if turn >= repeats // 10:
-                samples[name].append((end - start) / 1e6 / calls)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(-(repeats // 10), repeats):
+            for name, step in steps.items():
+                for _ in range(calls // 4):  # the steps before it have displaced it from the caches
+                    step()
+                start = time.perf_counter_ns()
+                for _ in range(calls):
+                    step()
+                samples[name] += [(time.perf_counter_ns() - start) / 1e6 / calls] * (number >= 0)
+    finally:
+        torch.set_num_threads(threads)
     return {name: quantiles(each) for name, each in samples.items()}
-
-
-class Ceilings(NamedTuple):
-    """The columns of a row that say what this machine reached."""
-
-    matmul_tflops: float
-    copy_gbps: float
 
 
 @functools.cache
 def ceilings(dtype, device, budget_ms=60.0):
-    """The Ceilings of a device in a dtype, measured once in a process: a data sheet knows no clock or power limit.
+    """What a device reaches in a dtype, as columns of a row, once in a process: a data sheet knows no power limit.
 
     A product of two large square matrices, and a copy of more bytes than a cache holds, read once and written once.
     """
@@ -146,4 +142,4 @@ def ceilings(dtype, device, budget_ms=60.0):
     source = torch.randint(2**31, (size // 4,), device=device, generator=generator, dtype=torch.int32)
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), device, budget_ms)
-    return Ceilings(2 * side**3 / multiply.p50 / 1e9, 2 * size / copy.p50 / 1e6)
+    return dict(matmul_tflops=2 * side**3 / multiply.p50 / 1e9, copy_gbps=2 * size / copy.p50 / 1e6)

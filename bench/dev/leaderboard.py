@@ -3,41 +3,38 @@
 import os
 import statistics
 import xml.etree.ElementTree
-from collections.abc import Callable
-from typing import NamedTuple
 
 from fusedattn.bench import providers, report, rows
-from fusedattn.bench.report import Goal
+from fusedattn.bench.report import Goal, over
 
-OTHER = "fusedattn:triton"  # ours as it comes
+OURS = "fusedattn:triton"  # as it comes
+HOPPER, BACKWARD = providers.PIPELINE, providers.BACKWARD
 
 
-class Board(NamedTuple):
-    """prefix: of the providers that are forms. goals: function of {D: the pattern of its first form}."""
+def names(prefix):
+    """The forms of a kernel, ours as it comes, and the peers: where one cannot run, a row says so."""
+    return [*providers.forms(prefix=prefix), OURS, *providers.usual("cuda", "fusedattn", "naive", "sdpa:math")]
 
-    prefix: str
-    goals: Callable
 
-    def providers(self, device):
-        """The forms, ours as it comes, and the peers: where one cannot run, a row says so."""
-        peers = [name for name in providers.usual("cuda") if not name.startswith(("fusedattn", "naive", "sdpa:math"))]
-        return [*(self.prefix + form for form in providers.FORMS[self.prefix]()), OTHER, *peers]
+def lines(prefix, written):
+    """The goals by the first form of each width, and the standings of all forms in it."""
+    last = rows.last_run(written)
+    out, first = failed(last, prefix), winners(last, prefix)
+    yield from (goal.line([row for row in last if _stands(row, prefix, first)]) for goal in GOALS[prefix])
+    for dim in sorted({row.D for row in last}):
+        for name, causal in (("", (0, 1)), (" full", (0,)), (" causal", (1,))):
+            some = [row for row in last if row.D == dim and row.causal in causal]
+            speeds, count = standings(some, prefix, out)
+            each = ", ".join(f"{form} {speed:.3f}" for form, speed in speeds.items())
+            yield from [f"d{dim}{name}: {each} of the fastest, in {report.count(count, 'cell')}"] * bool(speeds)
+    if out:
+        yield f"failed or refused in some cell, so out of the standings: {', '.join(sorted(out))}"
+    yield from (f"first of d{dim}: {form}" for dim, form in first.items())
 
-    def text(self, written):
-        """The report of rows: the standings of the forms in a width, and the goals by the first one there."""
-        last = rows.last_run(written)
-        dims, out, lines = sorted({row.D for row in last}), failed(last, self.prefix), []
-        for dim in dims:
-            for name, causal in (("", (0, 1)), (" full", (0,)), (" causal", (1,))):
-                some = [row for row in last if row.D == dim and row.causal in causal]
-                speeds, count = standings(some, self.prefix, out)
-                each = ", ".join(f"{form} {speed:.3f}" for form, speed in speeds.items())
-                lines += [f"d{dim}{name}: {each} of the fastest, in {report.count(count, 'cell')}"] * bool(speeds)
-        if out:
-            lines.append(f"failed or refused in some cell, so out of the standings: {', '.join(sorted(out))}")
-        first = winners(last, self.prefix)
-        lines += [f"first of d{dim}: {form}" for dim, form in first.items()]
-        return report.text(written, self.goals({dim: self.prefix + form for dim, form in first.items()}), lines)
+
+def _stands(row, prefix, first):
+    """Whether a row counts for a goal: one of a form does, if it is the first of its width."""
+    return not row.provider.startswith(prefix) or row.provider == f"{prefix}{first.get(row.D)}"
 
 
 def failed(last, prefix):
@@ -64,11 +61,9 @@ def standings(some, prefix, out=()):
 
 def winners(last, prefix):
     """{D: the form that stands first there, of those that never failed}."""
-    out, first = failed(last, prefix), {}
-    for dim in sorted({row.D for row in last}):
-        speeds, _ = standings([row for row in last if row.D == dim], prefix, out)
-        first |= dict.fromkeys([dim] * bool(speeds), next(iter(speeds), None))
-    return first
+    out = failed(last, prefix)
+    every = {dim: standings([row for row in last if row.D == dim], prefix, out)[0] for dim in {row.D for row in last}}
+    return {dim: next(iter(speeds)) for dim, speeds in sorted(every.items()) if speeds}
 
 
 def proven(names, path):
@@ -81,53 +76,44 @@ def proven(names, path):
         for test in xml.etree.ElementTree.parse(path).iter("testcase"):
             words = test.get("name", "").partition("[")[2].rstrip("]").split("-")
             (passed if len(test) == 0 else others).update(words)  # a child is a failure, an error or a skip
-    forms = {prefix + form: form for prefix, make in providers.FORMS.items() for form in make()}
-    return [name for name in names if name not in forms or forms[name] in passed - others]
+    return [name for name in names if name not in providers.forms() or name.partition("/")[2] in passed - others]
 
 
-# Speeds over the best peer's. The kernel for Hopper: {D: full, causal} over SHORT tokens, up to so many, anywhere.
-OF_HOPPER = {64: (1.15, 1.15), 128: (0.95, 1.0), 256: (1.5, 1.5)}
-SHORT, OF_SHORT, FLOOR = 1024, 0.95, 0.85
-OF_UNIVERSAL = {128: 0.80, 64: 0.95}  # the universal kernel
-OF_BACKWARD, OF_FLEX, FLOOR_BACKWARD = {128: 0.85, 64: 1.0, 256: 1.2}, 1.3, 0.7
-KINDS = ("full", "causal")
+SHORT = 1024  # tokens up to which the goal of the kernel for Hopper is another one
 
 
-def _first(forms, *peers):
-    """The value of a Goal: the speed of the first form of a case's width over that of the fastest peer."""
+def _goal(said, ask, mine, dim=None, causal=None, lengths=range(1 << 20), peers=(), mode="forward"):
+    def where(case):
+        return dim in (None, case.D) and causal in (None, case.causal) and case.Sq in lengths
 
-    def value(case, some):
-        mine = report.fastest(some, forms[case.D]) if case.D in forms else None
-        other = report.fastest([row for row in some if not report.is_ours(row)], *peers)
-        return None if mine is None or other is None else other.ms_p50 / mine.ms_p50
-
-    return value
+    return Goal(said, ask, over(*peers, mine=mine), mode, where)
 
 
-def _is(dim, causal=None, over=0):
-    return lambda case: case.D == dim and causal in (None, case.causal) and case.Sq > over
+def _backward(said, ask, *where, **peers):
+    return _goal(f"backward {said}", ask, f"{BACKWARD}*", *where, mode="backward", **peers)
 
 
-def _hopper_goals(forms):
-    value, universal = _first(forms), _first(dict.fromkeys(OF_HOPPER, OTHER))
-    for dim, asked in OF_HOPPER.items():
-        for causal, ask in enumerate(asked):
-            where = _is(dim, bool(causal), SHORT)
-            yield Goal(f"hopper d{dim} {KINDS[causal]} S > {SHORT}", ask, value, "forward", where)
-    yield Goal(f"hopper S <= {SHORT}", OF_SHORT, value, "forward", lambda case: case.Sq <= SHORT)
-    yield Goal("hopper everywhere", FLOOR, value, "forward")
-    for dim, ask in OF_UNIVERSAL.items():
-        yield Goal(f"universal d{dim}", ask, universal, "forward", _is(dim))
-
-
-def _backward_goals(forms):
-    value = _first(forms)
-    for dim, ask in OF_BACKWARD.items():
-        for causal, name in enumerate(KINDS):
-            yield Goal(f"backward d{dim} {name}", ask, value, "backward", _is(dim, bool(causal)))
-    yield Goal("backward everywhere", FLOOR_BACKWARD, value, "backward")
-    yield Goal("backward over FlexAttention everywhere", OF_FLEX, _first(forms, "flex"), "backward")
-
-
-HOPPER = Board(providers.PIPELINE, lambda forms: list(_hopper_goals(forms)))
-BACKWARD = Board(providers.BACKWARD, lambda forms: list(_backward_goals(forms)))
+# Speeds over the best peer's; {D: full, causal}.
+_LONG = {64: (1.15, 1.15), 128: (0.95, 1.0), 256: (1.5, 1.5)}
+_KINDS = ((False, "full"), (True, "causal"))
+GOALS = {
+    HOPPER: [
+        *(
+            _goal(f"hopper d{dim} {kind} S > {SHORT}", asks[c], f"{HOPPER}*", dim, c, range(SHORT + 1, 1 << 20))
+            for dim, asks in _LONG.items()
+            for c, kind in _KINDS
+        ),
+        _goal(f"hopper S <= {SHORT}", 0.95, f"{HOPPER}*", lengths=range(SHORT + 1)),
+        _goal("hopper everywhere", 0.85, f"{HOPPER}*"),
+        *(_goal(f"universal d{dim}", ask, OURS, dim) for dim, ask in ((128, 0.80), (64, 0.95))),
+    ],
+    BACKWARD: [
+        *(
+            _backward(f"d{d} {kind}", ask, d, c)
+            for d, ask in ((128, 0.85), (64, 1.0), (256, 1.2))
+            for c, kind in _KINDS
+        ),
+        _backward("everywhere", 0.7),
+        _backward("over FlexAttention everywhere", 1.3, peers=("flex",)),
+    ],
+}

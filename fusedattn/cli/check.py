@@ -1,6 +1,7 @@
 """fusedattn check: holds every backend of this machine to float64, beside eager PyTorch."""
 
 import difflib
+import itertools
 import time
 
 import torch
@@ -12,21 +13,20 @@ from . import DTYPES, machine
 from .screen import Problem, Screen, listed
 
 
-def run(given) -> int:
-    screen, began = Screen(given.json), time.monotonic()
-    devices = _devices(given.device, machine.device())
-    cases = _named(given.case, {case.name: case for case in CASES}, "case")
-    backends = _named(given.backend, {name: name for name in BACKENDS}, "backend")
+def run(arguments) -> int:
+    screen, began = Screen(arguments.json), time.monotonic()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise Problem("device: torch finds no GPU")
+    devices = [arguments.device] if arguments.device else list(dict.fromkeys((machine.device(), "cpu")))
+    cases = _named(arguments.case, {case.name: case for case in CASES}, "case")
+    backends = _named(arguments.backend, {name: name for name in BACKENDS}, "backend")
     parts: list[tuple[str, str, str]] = []
     left_out: list[dict] = []
-    for device in devices:
-        for backend in backends:
-            for dtype in given.dtype or DTYPES:
-                reasons = _reasons(backend, device, dtype, named=bool(given.backend))
-                if reasons:
-                    left_out.append(dict(backend=backend, device=device, dtype=dtype, reasons=reasons))
-                else:
-                    parts.append((backend, device, dtype))
+    for device, backend, dtype in itertools.product(devices, backends, arguments.dtype or DTYPES):
+        if reasons := _reasons(backend, device, dtype, named=bool(arguments.backend)):
+            left_out.append(dict(backend=backend, device=device, dtype=dtype, reasons=reasons))
+        else:
+            parts.append((backend, device, dtype))
 
     verdicts: dict[tuple, dict[str, dict[str, Verdict]]] = {part: {} for part in parts}
     with screen.progress("cases", len(parts) * len(cases)) as advance:
@@ -36,7 +36,9 @@ def run(given) -> int:
                 verdicts[backend, device, dtype][case.name] = _check(case, backend, device, dtype)
 
     for (backend, device, dtype), of_cases in verdicts.items():
-        title = f"{_where(backend, device)}, {dtype}: largest error / that of eager PyTorch, against float64"
+        fused = torch.cuda.get_device_name() if device == "cuda" else "cpu (interpreted)"
+        where = device if backend == "naive" else fused
+        title = f"{backend} on {where}, {dtype}: largest error / that of eager PyTorch, against float64"
         screen.verdicts(title, of_cases, [*RESULTS.values()])
     for line in _left_out(left_out):
         screen.say(line)
@@ -51,13 +53,6 @@ def run(given) -> int:
     ok = bool(results) and not wrong
     screen.finish(dict(ok=ok, seconds=seconds, versions=machine.versions(), results=results, left_out=left_out))
     return 0 if ok else 1
-
-
-def _devices(named, fastest):
-    """The named device; or else the GPU, and the CPU for what runs there."""
-    if named == "cuda" and not torch.cuda.is_available():
-        raise Problem("device: torch finds no GPU")
-    return [named] if named else list(dict.fromkeys((fastest, "cpu")))
 
 
 def _named(names, known, what):
@@ -94,9 +89,3 @@ def _left_out(parts):
     for part in parts:
         dtypes.setdefault((part["backend"], part["device"], "; ".join(part["reasons"])), []).append(part["dtype"])
     return [f"left out: {backend} on {device}, {', '.join(of)}: {why}" for (backend, device, why), of in dtypes.items()]
-
-
-def _where(backend, device):
-    if backend == "naive":
-        return f"naive on {device}"
-    return f"{backend} on {torch.cuda.get_device_name() if device == 'cuda' else 'cpu (interpreted)'}"

@@ -7,8 +7,8 @@ from . import DTYPES, machine
 from .screen import Screen
 
 
-def run(given) -> int:
-    screen = Screen(given.json)
+def run(arguments) -> int:
+    screen = Screen(arguments.json)
     versions, gpus, cores = machine.versions(), machine.gpus(), machine.cores()
     answers = [_answer(device, dtype) for device in _devices(gpus) for dtype in DTYPES]
 
@@ -28,9 +28,9 @@ def _devices(gpus):
 
 def _answer(device, dtype):
     """Which backend takes a small call, and why each other one does not, nor could if it were named."""
-    found = machine.explained(device, dtype)
-    reasons = {name: found.reasons[name] for name in BACKENDS if name in found.reasons}
-    return dict(device=device, dtype=dtype, takes=found.backend, reasons=reasons)
+    answer = machine.explained(device, dtype)
+    reasons = {name: answer.reasons[name] for name in BACKENDS if name in answer.reasons}
+    return dict(device=device, dtype=dtype, takes=answer.backend, reasons=reasons)
 
 
 def _rows(answers):

@@ -50,12 +50,12 @@ def versions() -> dict[str, str | None]:
 
 def gpus() -> list[dict]:
     """Name, compute capability, memory in GiB and multiprocessors of each."""
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        of = torch.cuda.get_device_properties(index)
-        capability, memory = f"{of.major}.{of.minor}", round(of.total_memory / 2**30, 1)
-        found.append(dict(name=of.name, capability=capability, gib=memory, multiprocessors=of.multi_processor_count))
-    return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        dict(name=of.name, capability=f"{of.major}.{of.minor}", gib=gib, multiprocessors=of.multi_processor_count)
+        for of in map(torch.cuda.get_device_properties, range(count))
+        for gib in [round(of.total_memory / 2**30, 1)]
+    ]
 
 
 def cores() -> int:

@@ -41,8 +41,8 @@ class Screen:
         elif not self.only_json:
             print(text)
 
-    def table(self, title: str, columns: list[str], rows: list[list[Any]], marks: bool = False) -> None:
-        """Cells are text, numbers, or None for what there is none of. With `marks` "ok" and "FAIL" have colours."""
+    def table(self, title: str, columns: list[str], rows: list[list[Any]], coloured: bool = False) -> None:
+        """Cells are text, numbers, or None for what there is none of. `coloured` are "ok" and "FAIL"."""
         rows = [[_text(cell) for cell in row] for row in rows]
         if not self.console:
             self.say("\n".join(_aligned(title, columns, rows)))
@@ -56,7 +56,10 @@ class Screen:
         for column in columns:
             table.add_column(column)
         for row in rows:
-            table.add_row(*(Text(cell, style=_style(cell) if marks else "") for cell in row))
+            styles = [
+                "" if not coloured else "bold red" if "FAIL" in cell else "green" * (cell == "ok") for cell in row
+            ]
+            table.add_row(*map(Text, row, styles))
         self.console.print(table)
 
     def verdicts(
@@ -69,7 +72,7 @@ class Screen:
             right = "ok" if all(one.ok for one in row.values()) else "FAIL"
             cells = [compared(row[name]) if name in row else "" for name in results]
             rows.append([what, *cells, right if row else "left out"])
-        self.table(title, ["", *results, ""], rows, marks=True)
+        self.table(title, ["", *results, ""], rows, coloured=True)
 
     def failures(self, verdicts: Mapping[str, Mapping[str, Verdict]], where: str = "") -> int:
         """Say of each verdict that is wrong why, and return how many these are."""
@@ -94,10 +97,10 @@ class Screen:
             task = shown.add_task(title, total=total, note="")
             yield lambda note="": shown.update(task, advance=1, note=note)
 
-    def finish(self, found: dict) -> None:
-        """The JSON object, if that is what was asked for."""
+    def finish(self, answer: dict) -> None:
+        """The JSON object, if that is what was asked for: what JSON cannot write, NaN and infinity, is null."""
         if self.only_json:
-            print(json.dumps(_plain(found), indent=2))
+            print(json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None), indent=2))
 
 
 def listed(verdicts: Mapping[str, Mapping[str, Verdict]], what: str = "what") -> list[dict]:
@@ -125,19 +128,11 @@ def compared(verdict: Verdict) -> str:
 
 def tick() -> str:
     """What stands for "right", where it can be written."""
-    try:
-        "\u2713".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "ok"
-    return "\u2713"
+    return "\u2713" if "\u2713".encode(sys.stdout.encoding or "ascii", errors="ignore") else "ok"
 
 
 def _text(cell):
     return "-" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
-
-
-def _style(cell):
-    return "bold red" if "FAIL" in cell else "green" if cell == "ok" else ""
 
 
 def _aligned(title, columns, rows):
@@ -147,12 +142,3 @@ def _aligned(title, columns, rows):
     lines = [columns, ["-" * width for width in widths], *rows] if any(columns) else rows
     for line in [[title], *lines, []]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
-
-
-def _plain(found):
-    """Found with what JSON cannot write, NaN and infinity, as None."""
-    if isinstance(found, dict):
-        return {key: _plain(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_plain(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fusedattn.bench import accuracy, calls, cases, providers
 from fusedattn.bench.dev import leaderboard, questions
+from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
 from fusedattn.launch import backward, run as launch, tiles as tile_table
@@ -12,7 +13,11 @@ from .test_bench import made
 from .test_questions import ask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HOPPER, BACKWARD = leaderboard.HOPPER, leaderboard.BACKWARD
+HOPPER, BACKWARD = QUESTIONS["hopper"], QUESTIONS["backward_forms"]
+
+
+def names(prefix, case=None):
+    return [name.removeprefix(prefix) for name in providers.forms(case, prefix)]
 
 
 def a_pipeline(case, name, ms, **columns):
@@ -78,22 +83,28 @@ def test_a_pipeline_that_failed_anywhere_does_not_win():
 
 def asked(board, mode):
     """{case: the number that goals ask of the forms of a board}, of every goal but those of all cases and of others."""
-    goals = [goal for goal in board.goals({}) if "everywhere" not in goal.said and "universal" not in goal.said]
-    every = cases.HOPPER if board is HOPPER else cases.BACKWARD
+    goals = [
+        goal for goal in leaderboard.GOALS[board] if "everywhere" not in goal.said and "universal" not in goal.said
+    ]
+    every = cases.HOPPER if board == providers.PIPELINE else cases.BACKWARD
     found = {case: [goal.ask for goal in goals if goal.where(case)] for case in every}
     assert {goal.mode for goal in goals} == {mode} and all(len(asks) == 1 for asks in found.values())
     return {case: ask for case, (ask,) in found.items()}
 
 
 def test_the_goals_are_those_that_were_set():
-    goals = {(case.D, case.causal, case.Sq): ask for case, ask in asked(HOPPER, "forward").items()}
+    goals = {(case.D, case.causal, case.Sq): ask for case, ask in asked(providers.PIPELINE, "forward").items()}
     assert len(goals) == len(cases.HOPPER) == 3 * 2 * 6
     assert {ask for (_, _, length), ask in goals.items() if length <= 1024} == {0.95}
     long = {(dim, causal): ask for (dim, causal, length), ask in goals.items() if length > 1024}
     assert [long[dim, causal] for dim in (64, 128, 256) for causal in (False, True)] == [1.15, 1.15, 0.95, 1, 1.5, 1.5]
     assert all(case.B * case.Sq == 16384 and case.Hq * case.D == 2048 for case in cases.HOPPER)
     assert {(case.D, case.Sq) for case in cases.HOPPER[:4]} == {(128, 4096), (128, 16384)}  # the most telling first
-    assert {(case.D, ask) for case, ask in asked(BACKWARD, "backward").items()} == {(128, 0.85), (64, 1.0), (256, 1.2)}
+    assert {(case.D, ask) for case, ask in asked(providers.BACKWARD, "backward").items()} == {
+        (128, 0.85),
+        (64, 1.0),
+        (256, 1.2),
+    }
     assert len(cases.BACKWARD) == len(set(cases.BACKWARD)) == 3 * 2 * 4
     assert {case.Sq for case in cases.BACKWARD} == {2048, 4096, 8192, 16384}
 
@@ -106,20 +117,20 @@ def test_what_is_measured_of_the_hopper_kernel_without_a_gpu_is_why_it_cannot_be
     assert len({(row.provider, row.case) for row in found}) == len(found)
     for case in cases.TABLES["tiny-hopper"]:
         here = {row.provider: row.status for row in found if row.case == case}
-        mine = {providers.PIPELINE + name for name in providers.pipelines(case)}
+        mine = set(providers.forms(case, providers.PIPELINE))
         assert {name for name in here if name.startswith(providers.PIPELINE)} == mine and len(mine) >= 3
         reasons = "unsupported: the tensors are on the CPU", "unsupported: Gluon, the language of its kernel, has no"
         assert all(here[name].startswith(reasons) for name in mine) and here["sdpa:flash"] == "ok"
         assert {"fusedattn:triton", "sdpa:cudnn", "sdpa:efficient", "flex"} < here.keys()
-    work = questions.units(cases.HOPPER, HOPPER.providers("cuda"), questions.flex_last)
-    assert [name for _, name in work[-36:]] == ["flex"] * 36
-    first = [name for case, name in work[:7] if case == cases.HOPPER[0]]  # all of one cell before the next
+    work = questions.units(cases.HOPPER, HOPPER.providers("cuda"), ["forward"], questions.flex_last)
+    assert [name for _, name, _ in work[-36:]] == ["flex"] * 36
+    first = [name for case, name, _ in work[:7] if case == cases.HOPPER[0]]  # all of one cell before the next
     assert len(first) == 7 and first[0] == "fusedattn:hopper/128x128s2" and "sdpa:cudnn" in first
 
 
 def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monkeypatch):
-    (good, bad, crashed, untested), path = providers.pipelines(cases.TINY_HOPPER[0]), tmp_path / "tests.xml"
-    forms = [providers.PIPELINE + name for name in providers.pipelines()]
+    (good, bad, crashed, untested), path = names(providers.PIPELINE, cases.TINY_HOPPER[0]), tmp_path / "tests.xml"
+    forms = [*providers.forms(prefix=providers.PIPELINE)]
     assert leaderboard.proven([*forms, "flex"], path) == ["flex"]  # pytest was killed before it wrote
     path.write_text(
         f"""<testsuites><testsuite>
@@ -130,11 +141,11 @@ def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monk
         <testcase name="test_c[7]"><failure/></testcase></testsuite></testsuites>"""
     )
     asked = []
-    monkeypatch.setattr(questions, "run", lambda chosen, names, *_: asked.append(names))
+    monkeypatch.setattr(questions, "run", lambda work, *_: asked.append([name for _, name, _ in work]) or True)
     questions.main(["hopper", "--device", "cpu", "--tests", str(path)])
-    (names,) = asked
-    assert [name for name in names if name.startswith(providers.PIPELINE)] == [providers.PIPELINE + good]
-    assert "fusedattn:triton" in names and "sdpa:cudnn" in names
+    (timed,) = asked
+    assert {name for name in timed if name.startswith(providers.PIPELINE)} == {providers.PIPELINE + good}
+    assert "fusedattn:triton" in timed and "sdpa:cudnn" in timed
 
 
 def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
@@ -148,13 +159,15 @@ def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
         fa, "attention", lambda *_, **options: seen.append((tile_table.pipeline(case.D), options["backend"]))
     )
     monkeypatch.setattr(cache, "forget", lambda: seen.append("forget"))
-    for name, taken in providers.pipelines(case).items():
-        providers.find(providers.PIPELINE + name)(case, tensors)(*tensors.inputs)
+    for taken in tile_table.HOPPER[128]:
+        providers.find(providers.PIPELINE + providers.pipeline_name(taken))(case, tensors)(*tensors.inputs)
         assert seen == ["forget", (taken, "hopper"), "forget"] and tile_table.HOPPER is before
         seen.clear()
-    with pytest.raises(ValueError, match="provider: expected one of 128x128s3, .* after fusedattn:hopper/, got 1x1s1"):
+    with pytest.raises(
+        ValueError, match="provider: expected one of .*fusedattn:hopper/128x128s3, .* got fusedattn:hopper/1x1s1"
+    ):
         providers.find("fusedattn:hopper/1x1s1")
-    other = next(iter(providers.pipelines(cases.TINY_HOPPER[-1])))
+    other = names(providers.PIPELINE, cases.TINY_HOPPER[-1])[0]
     with pytest.raises(calls.Unsupported, match="it is for another width"):
         providers.find(providers.PIPELINE + other)(case, tensors)
 
@@ -163,8 +176,9 @@ def test_each_pipeline_has_a_name_of_its_own():
     for width, some in tile_table.HOPPER.items():
         assert len(set(map(providers.pipeline_name, some))) == len(some)
         case = cases.TINY_HOPPER[0]._replace(D=width - 8, Dv=8)
-        assert tuple(providers.pipelines(case).values()) == some
-    assert set(providers.pipelines().values()) == {taken for some in tile_table.HOPPER.values() for taken in some}
+        assert names(providers.PIPELINE, case) == list(map(providers.pipeline_name, some))
+    every = {providers.pipeline_name(taken) for some in tile_table.HOPPER.values() for taken in some}
+    assert set(names(providers.PIPELINE)) == every
 
 
 def a_form(case, name, ms, **columns):
@@ -194,16 +208,17 @@ def test_the_first_backward_is_held_to_the_goals():
 
 def test_forms_are_two_passes_and_the_tiles_of_one_with_dq_by_either_way():
     for case in cases.TINY_BACKWARD:
-        found = providers.backward_forms(case)
-        assert found.pop("two-passes", 0) is None and set(found) <= set(providers.backward_forms())
+        forms = names(providers.BACKWARD, case)
         tiles = tile_table.tiles("one_pass", 90, 2, case.D) if case.D <= tile_table.ONE_PASS else ()
-        assert list(found.values()) == [tile._replace(spills=0, bulk=bulk) for bulk in (True, False) for tile in tiles]
-        assert list(found) == list(map(providers.tile_name, found.values()))
-    work = questions.units(cases.BACKWARD, BACKWARD.providers("cuda"), questions.flex_last)
-    wide = [name for case, name in work if case.D == 256 and name.startswith(providers.BACKWARD)]
+        ways = [providers.tile_name(tile._replace(bulk=bulk)) for tile in tiles for bulk in (True, False)]
+        assert forms == ["two-passes", *ways] and set(forms) <= set(names(providers.BACKWARD))
+    work = questions.units(cases.BACKWARD, BACKWARD.providers("cuda"), ["backward"], questions.flex_last)
+    wide = [name for case, name, _ in work if case.D == 256 and name.startswith(providers.BACKWARD)]
     assert set(wide) == {"fusedattn:backward/two-passes"}
-    assert [name for _, name in work[-24:]] == ["flex"] * 24
-    with pytest.raises(ValueError, match="expected one of two-passes, .* after fusedattn:backward/, got three"):
+    assert [name for _, name, _ in work[-24:]] == ["flex"] * 24
+    with pytest.raises(
+        ValueError, match="expected one of .*fusedattn:backward/two-passes, .* got fusedattn:backward/three"
+    ):
         providers.find("fusedattn:backward/three")
 
 
@@ -220,16 +235,15 @@ def test_a_backward_is_taken_while_it_is_called_and_no_longer(monkeypatch):
         "run_tiled",
         lambda name, call, *rest: (ran.append((name, launch.candidates(name, call)[0])), run(name, call, *rest)),
     )
-    for name in providers.backward_forms(case):
-        tile = providers.backward_forms()[name]
+    for name in names(providers.BACKWARD, case):
         call = providers.find(providers.BACKWARD + name)(case, tensors)
         ran.clear()
-        with calls.around("backward", call):
-            result = calls.step("backward", call, tensors)()
+        with calls.step("backward", call, tensors) as step:
+            result = step()
         assert accuracy.judge(case, "backward", result, truth)[2] == ""
         launched = dict(ran)
         assert ("one_pass" in launched) == (name != "two-passes") != ("dq" in launched)
-        assert tile is None or launched["one_pass"] == tile
+        assert name == "two-passes" or providers.tile_name(launched["one_pass"]) == name
     assert not torch.are_deterministic_algorithms_enabled()
     assert backward.passes(_call(tensors), (True,) * 3 + (False,) * 3)[1] == "one_pass"
 

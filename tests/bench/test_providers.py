@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from fusedattn.bench import accuracy, attention, calls, cases, peers, providers, timing
+from fusedattn.bench import attention, calls, cases, engine, peers, providers, timing
 
 import fusedattn as fa
 
@@ -109,11 +109,11 @@ CASES = [
 def test_each_gets_the_case_as_it_wants_it(case, installed, monkeypatch):
     """Right in every mode, results back as (B, H, S, D); or the row says what it lacks, before anything is computed."""
     monkeypatch.setattr(timing, "measure", lambda step, *_: timing.Times(1.0, 1.0, 1.0))  # what it takes is not asked
-    tensors = case.draw("cpu")
-    truth = accuracy.truth(case, tensors)
+    workload = attention.Attention(case, "cpu")
     for name in NAMES:
-        unit = case, name, tensors, truth, ("forward", "forward_backward"), "cpu", 0.1
-        found = {row.mode: row for row, _ in attention.measure_all(dict.fromkeys(COLUMNS[:8], "x"), *unit)}
+        units = engine.units([case], [name], ("forward", "forward_backward"))
+        rows_of = engine.measure(dict.fromkeys(COLUMNS[:8], "x"), units, "cpu", 0.1, lambda *_: workload)
+        found = {row.mode: row for row, _ in rows_of}
         lacking = LACKING[name] & set(case.words)
         if name == "xformers" and "bias" in case.words and case.causal:
             lacking |= {"bias"}
@@ -163,8 +163,7 @@ def test_a_layout_of_its_own_is_made_before_anything_is_timed(monkeypatch):
     case = cases.Case(2, 4, 2, 48, 80, 16, 16, False, "float32")
     tensors = case.draw("cpu")
     call = calls.Call(attend, by_token=True)
-    with calls.around("forward_backward", call):
-        step = calls.step("forward_backward", call, tensors)
+    with calls.step("forward_backward", call, tensors) as step:
         first, again = step(), step()
     assert seen[-1] == seen[-2] or all(a is b for a, b in zip(seen[-1], seen[-2], strict=True))
     assert [tuple(x.shape) for x in seen[-1]] == [(2, 48, 4, 16), (2, 80, 2, 16), (2, 80, 2, 16)]
@@ -186,9 +185,9 @@ def test_torchs_own_backend_is_chosen_where_a_step_is_run():
 
     call = providers.find("sdpa:math")(case, tensors)._replace(attend=attend)
     assert call.inside.args == (SDPBackend.MATH,)
-    with calls.around("forward", call):
-        calls.step("forward", call, tensors)()
-    calls.step("forward", call, tensors)()  # outside of it: as torch comes
+    with calls.step("forward", call, tensors) as step:
+        step()
+    step()  # outside of it: as torch comes
     assert called == [(False, False), (True, True)]
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, module, providers, rows, timing
+from fusedattn.bench import cases, engine, module, providers, rows, timing
 from fusedattn.bench.dev import models, questions, warm
-from fusedattn.bench.dev.questions import MAINS, OTHERS, QUESTIONS
+from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-ENGINE = ["forward", "backward", "training", "options", "peak", "varlen", "small"]
+ENGINE = ["forward", "backward", "training", "peak", "varlen", "small"]
 
 
 def ask(name, path, *more):
@@ -30,9 +30,9 @@ def ask(name, path, *more):
 
 def test_every_question_is_listed_and_on_the_page(capsys):
     readme = (ROOT / "bench" / "README.md").read_text()
-    assert questions.main(["--help"]) == 0 and set(MAINS) == {*QUESTIONS, *OTHERS}
+    assert questions.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    for name, asks in ({name: question.asks for name, question in QUESTIONS.items()} | OTHERS).items():
+    for name, asks in questions.ASKS.items():
         assert f"  {name} " in listed and asks in listed
         assert name == "attention" or f"fusedattn.bench {name}" in readme, name
     assert questions.main(["nothing"]) == 2 and "there is no question 'nothing'" in capsys.readouterr().err
@@ -40,8 +40,8 @@ def test_every_question_is_listed_and_on_the_page(capsys):
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_a_question_is_modes_and_cases_of_the_one_engine(name, at_once, tmp_path, monkeypatch, capsys):
-    clocks = {m: (kind, clock if m == "graph" else timing.measure) for m, (kind, clock) in attention.CLOCKS.items()}
-    monkeypatch.setattr(attention, "CLOCKS", clocks)
+    clocks = {m: (kind, clock if m == "graph" else timing.measure) for m, (kind, clock) in engine.CLOCKS.items()}
+    monkeypatch.setattr(engine, "CLOCKS", clocks)
     question = QUESTIONS[name]
     few = cases.TABLES[question.cases("cpu")][:2]
     monkeypatch.setitem(cases.TABLES, question.cases("cpu"), few)
@@ -90,113 +90,97 @@ def test_ceilings_are_products_and_copies(monkeypatch):
 
     monkeypatch.setattr(timing, "measure", measure)
     found = timing.ceilings.__wrapped__("bfloat16", "cpu")
-    assert found == (2 * 256**3 / 1e9, 2 * 2**25 / 1e6)  # in a millisecond
+    assert found == dict(matmul_tflops=2 * 256**3 / 1e9, copy_gbps=2 * 2**25 / 1e6)  # in a millisecond
     product, copy = timed
     assert product.dtype == torch.bfloat16 and product.shape == (256, 256) and 8 < product.float().std() < 32
     assert copy.nbytes == 2**25 and copy.float().std() > 0
 
 
 def test_modules_are_timed_with_their_projections(tmp_path, at_once, capsys):
-    found = ask("module", tmp_path / "a.csv")
-    statuses = {(row.provider, row.mode, row.options): row.status for row in found}
+    rows_of = ask("module", tmp_path / "a.csv")
+    statuses = {(row.provider, row.mode, row.options): row.status for row in rows_of}
     assert set(statuses.values()) == {"ok"}
     assert {(provider, mode) for provider, mode, _ in statuses} == {
         *((name, mode) for name in ("fusedattn:naive", "fusedattn.compat:naive", "torch.nn") for mode in module.MODES),
         ("torch.nn:sdpa", "forward"),
     }
-    assert {row.options for row in found} == {"module", "module weights"}
-    first, case = found[0], cases.TINY_MODULE[0]
+    assert {row.options for row in rows_of} == {"module", "module weights"}
+    first, case = rows_of[0], cases.TINY_MODULE[0]
     width = case.Hq * case.D
     assert first.ms_p50 == 2.0
     operations = 2 * case.B * case.Hq * case.Sq**2 * case.D + 8 * case.B * case.Sq * width**2
     assert first.tflops == pytest.approx(operations / 2 / 1e9, rel=1e-4)
-    drawn = module.draw(case, "cpu")
-    moved = sum(x.nbytes for x in drawn.values())  # the gradient of the output is as large as the output
+    moved = sum(x.nbytes for x in module.Module(case, "cpu").drawn.values())  # the output's gradient is as large as it
     assert first.gbps == pytest.approx(moved / 2 / 1e6, rel=1e-4)
     assert "torch.nn:sdpa" in capsys.readouterr().out
+    assert len(ask("module", tmp_path / "a.csv", "--resume")) == len(rows_of)
+    (refused,) = ask(
+        "module", tmp_path / "b.csv", "--cases", "tiny-module", "--providers", "naive", "--modes", "forward"
+    )[:1]
+    assert refused.status.startswith("unsupported: it is no module")
 
 
-@pytest.mark.parametrize("what, wrong", [("output", {"forward"}), ("gradient", {"forward_backward"})])
+@pytest.mark.parametrize("what, wrong", [("output", set(module.MODES)), ("gradient", {"forward_backward"})])
 def test_a_wrong_module_is_found(what, wrong, tmp_path, at_once, monkeypatch):
-    setup = module.our_layer
+    class Broken(fa.MultiHeadAttention):
+        def forward(self, *inputs, **options):
+            out, weights = super().forward(*inputs, **options)
+            return (1.02 * out if what == "output" else 2 * out - out.detach()), weights
 
-    def broken(case, drawn):
-        layer = setup(case, drawn)
-        if what == "output":
-            return layer._replace(
-                attend=lambda x: tuple(y if y is None else 1.02 * y.detach() for y in layer.attend(x))
-            )
-        (q, k, v), *others = layer.parameters
-        return layer._replace(parameters=([v, k, q], *others))
-
-    monkeypatch.setattr(module, "our_layer", broken)
+    monkeypatch.setattr(fa, "MultiHeadAttention", Broken)
     monkeypatch.setitem(cases.TABLES, "tiny-module", [cases.TINY_MODULE[0]])
-    found = {row.mode: row.status for row in ask("module", tmp_path / "a.csv") if row.provider == "fusedattn:naive"}
-    assert {mode for mode, status in found.items() if status == "wrong"} == wrong
+    rows_of = ask("module", tmp_path / "a.csv", "--providers", "fusedattn")
+    assert {row.mode for row in rows_of if row.status == "wrong"} == wrong
 
 
 def test_a_module_without_weights_returned_is_no_answer_to_a_case_that_wants_them():
-    case = cases.TINY_MODULE[-1]
-    drawn = module.draw(case, "cpu")
-    layer = module.our_layer(case, drawn)
-    out, weights = module.step("forward", layer, drawn)()
-    truth = module.truth(case, drawn)
-    assert module.judge("forward", layer, (out, weights), truth)[2] == ""
-    assert "weights" in module.judge("forward", layer, (out, weights.flip(-1)), truth)[2]
+    workload = module.Module(cases.TINY_MODULE[-1], "cpu")
+    layer = workload.setup("fusedattn")
+    with workload.step("forward", layer) as step:
+        out, weights = step()
+    assert workload.judge("forward", layer, (out, weights))[2] == ""
+    assert "weights" in workload.judge("forward", layer, (out, weights.flip(-1)))[2]
 
 
 def test_the_demos_model_is_timed_with_each_attention(tmp_path, at_once, monkeypatch, capsys):
-    monkeypatch.setitem(models.DEMO, "cpu", [models.DEMO["cpu"][0]._replace(B=2)])
-    found = ask("end_to_end", tmp_path / "a.csv")
-    assert {(row.provider, row.mode): row.status for row in found} == {
+    monkeypatch.setitem(cases.TABLES, "tiny-demo", [cases.TINY_DEMO[0]._replace(B=2)])
+    rows_of = ask("end_to_end", tmp_path / "a.csv")
+    assert {(row.provider, row.mode): row.status for row in rows_of} == {
         (name, mode): "ok" for name in ("fusedattn:naive", "sdpa", "naive") for mode in models.MODES
     }
-    assert {row.options for row in found} == {"model=demo"}
+    assert {row.options for row in rows_of} == {"model=demo"}
     assert "forward, tokens a second: fusedattn:naive 64,000," in capsys.readouterr().out  # 128 in 2 ms
-
-    every = models.models
-
-    def looks_ahead(case, model):
-        return every(case, model) | {
-            "sdpa": models.with_attention(model, torch.nn.functional.scaled_dot_product_attention)
-        }
-
-    monkeypatch.setattr(models, "models", looks_ahead)
-    found = ask("end_to_end", tmp_path / "b.csv")
-    assert {row.status for row in found if row.provider == "sdpa"} == {"wrong"}
-    assert {row.status for row in found if row.provider != "sdpa"} == {"ok"}
+    monkeypatch.setitem(models.ATTENDS, "sdpa", torch.nn.functional.scaled_dot_product_attention)  # it looks ahead
+    rows_of = ask("end_to_end", tmp_path / "b.csv")
+    assert {row.status for row in rows_of if row.provider == "sdpa"} == {"wrong"}
+    assert {row.status for row in rows_of if row.provider != "sdpa"} == {"ok"}
 
 
-def test_training_the_demos_model_is_training(monkeypatch):
-    case = models.DEMO["cpu"][0]
-    model, windows = models.draw(case, "cpu")
-    one = next(iter(models.models(case, model).values()))
-    step = models.step("train", one, windows)
-    before = one.loss(windows).item()
-    for _ in range(3):
-        step()
-    assert one.training and one.loss(windows).item() < before - 0.3
-    assert models.step("forward", one, windows)().shape == (case.B, case.Sq, 256) and not one.training
+def test_training_the_demos_model_is_training():
+    workload = models.Demo(cases.TINY_DEMO[0], "cpu")
+    provider = model, _ = workload.setup("fusedattn")
+    before = model.loss(workload.windows).item()
+    with workload.step("train", provider) as step:
+        for _ in range(3):
+            step()
+    assert model.training and model.loss(workload.windows).item() < before - 0.3
+    with workload.step("forward", provider) as step:
+        assert step().shape == (workload.case.B, workload.case.Sq, 256) and not model.training
 
 
-def test_a_real_model_is_timed_with_each_attention(tmp_path, monkeypatch, capsys):
+def test_a_real_model_is_timed_with_each_attention_and_a_wrong_one_is_found(tmp_path, at_once, monkeypatch, capsys):
     pytest.importorskip("transformers", minversion="5.0")
-    monkeypatch.setitem(models.BERT, "cpu", [models.BERT["cpu"][0]._replace(B=2, Sq=16, Sk=16)])
-    found = ask("minilm", tmp_path / "a.csv")
-    assert [(row.provider, row.status) for row in found] == [("naive", "ok"), ("sdpa", "ok"), ("fusedattn", "ok")]
+    monkeypatch.setitem(cases.TABLES, "tiny-minilm", [cases.TINY_MINILM[0]._replace(B=2, Sq=16, Sk=16)])
+    rows_of = ask("minilm", tmp_path / "a.csv")
+    assert [(row.provider, row.status) for row in rows_of] == [("naive", "ok"), ("sdpa", "ok"), ("fusedattn", "ok")]
     assert "2 x 16 tokens" in capsys.readouterr().out
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    assert questions.main(["minilm", "--device", "cpu"]) == 2
-
-
-def test_a_real_model_that_is_wrong_is_found(tmp_path, monkeypatch):
-    pytest.importorskip("transformers", minversion="5.0")
-    monkeypatch.setitem(models.BERT, "cpu", [models.BERT["cpu"][0]._replace(B=2, Sq=16, Sk=16)])
     attend = models.fa.compat.transformers.attention
     wrong = lambda *args, **options: attend(*args, **options) * 1.01  # noqa: E731
     monkeypatch.setattr(models.fa.compat.transformers, "attention", wrong)
-    found = ask("minilm", tmp_path / "a.csv")
-    assert [(row.provider, row.status) for row in found] == [("naive", "ok"), ("sdpa", "ok"), ("fusedattn", "wrong")]
+    assert [row.status for row in ask("minilm", tmp_path / "b.csv")] == ["ok", "ok", "wrong"]
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    statuses = {row.status for row in ask("minilm", tmp_path / "c.csv")}
+    assert statuses == {"unsupported: transformers 5 is not installed: pip install 'fusedattn[hf]'"}
 
 
 def test_gpu_sh_is_in_time_and_compiles_ahead_what_it_runs():
@@ -210,7 +194,7 @@ def test_gpu_sh_is_in_time_and_compiles_ahead_what_it_runs():
     named = {name for name, _ in [*ends, *once]}
     assert named > {"hopper", "backward_forms", "attention", "options", "varlen", "decode", "small", "module", "minilm"}
     ahead = {case._replace(B=0, Sq=0, Sk=0) for case, name in warm.everything(True) if name == "fusedattn"}
-    every = cases.SMALL + cases.MODULE + models.DEMO["cuda"] + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
+    every = cases.SMALL + cases.MODULE + cases.DEMO + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
     every += cases.BACKWARD
     assert {case._replace(B=0, Sq=0, Sk=0) for case in every} <= ahead
     packed = {name: {case for case, each in warm.everything(True) if each == name} for name in warm.PACKED[1:]}
@@ -239,8 +223,9 @@ def test_gpu_sh_tests_the_kernel_for_hopper_apart_and_times_what_passed():
 def test_pytest_benchmark_times_them_with_our_clock(tmp_path):
     pytest.importorskip("pytest_benchmark")
     path = tmp_path / "a.json"
-    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", f"--benchmark-json={path}"]
-    command += ["-k", "forward-b1-d16-s64-full-float32-forward-fusedattn", f"--benchmark-storage=file://{tmp_path}"]
+    test = f"tests/benchmarks/test_benchmarks.py::test_step[forward-{cases.TINY[0].name}-forward-fusedattn]"
+    command = [sys.executable, "-m", "pytest", test, "-q", "-p", "no:cacheprovider", f"--benchmark-json={path}"]
+    command += [f"--benchmark-storage=file://{tmp_path}"]
     # It does not time where pytest-xdist works, as may be around this one.
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True)
@@ -254,7 +239,7 @@ def test_pytest_benchmark_times_them_with_our_clock(tmp_path):
 
 def test_pytest_bench_fails_where_ours_is_wrong(monkeypatch):
     pytest.importorskip("pytest_benchmark")
-    from fusedattn.bench.dev import test_benchmarks
+    from ..benchmarks import test_benchmarks
 
     class Benchmark:
         group, extra_info = None, {}
@@ -265,7 +250,7 @@ def test_pytest_bench_fails_where_ours_is_wrong(monkeypatch):
     def doubled(case, tensors):
         return lambda *inputs: 1.02 * fa.attention(*inputs, causal=case.causal)
 
-    test_benchmarks.test_attention(Benchmark(), "forward", cases.TINY[0], "fusedattn")
+    test_benchmarks.test_step(Benchmark(), "forward", cases.TINY[0], "fusedattn", "forward")
     monkeypatch.setitem(providers.PROVIDERS, "fusedattn", doubled)
     with pytest.raises(AssertionError, match="error"):
-        test_benchmarks.test_attention(Benchmark(), "forward", cases.TINY[0], "fusedattn")
+        test_benchmarks.test_step(Benchmark(), "forward", cases.TINY[0], "fusedattn", "forward")

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from fusedattn.bench import accuracy, attention, calls, cases, cost, peers, providers
+from fusedattn.bench import accuracy, attention, calls, cases, cost, engine, peers, providers
 from fusedattn.bench.dev import questions
 
 import fusedattn as fa
@@ -42,13 +42,13 @@ def test_lengths_are_of_the_kind_that_a_case_names():
 
 
 def test_no_length_is_0_and_any_number_of_sequences_has_some():
-    for kind in cases.LENGTHS.values():
+    for kind in cases.LENGTHS:
         for count in (1, 2, 3, 40):
-            lengths = kind(count, 7)
+            lengths = MIXED._replace(B=count, Sq=7, Sk=7, options=f"lengths={kind}").lengths("cpu")
             assert len(lengths) == count and lengths.dtype == torch.int64 and lengths.min() >= 1 and lengths.max() == 7
 
 
-@pytest.mark.parametrize("mode", attention.MODES)
+@pytest.mark.parametrize("mode", engine.MODES)
 def test_what_a_case_costs_is_what_its_sequences_cost_alone(mode):
     case = MIXED._replace(Hq=4, Dv=8, causal=True)
     each = [case._replace(B=1, Sq=n, Sk=n, options="") for n in case.lengths("cpu").tolist()]
@@ -135,15 +135,14 @@ LACKS = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_gets_packed_sequences_as_it_wants_them(case, installed):
     """Right, results back as (B, H, S, D); or the row says what it lacks. On a CPU FlexAttention has no backward."""
-    tensors = case.draw("cpu")
-    truth = accuracy.truth(case, tensors)
+    workload = attention.Attention(case, "cpu")
     assert set(PACKED) == set(LACKS)
     for name in PACKED:
         if name == "sdpa+packed" and (case.causal or case.Hq != case.Hkv):
             continue  # not on a CPU
         modes = ("forward",) if name == "flex+packed" else ("forward", "backward")
         refused = LACKS[name](case) or case.Sq != case.Sk
-        for row, why in attention.measure_all(MACHINE, case, name, tensors, truth, modes, "cpu", 0.1):
+        for row, why in engine.measure(MACHINE, engine.units([case], [name], modes), "cpu", 0.1, lambda *_: workload):
             assert row.provider == (f"{name}:naive" if name in providers.OURS and case.Sq == case.Sk else name)
             assert row.status.startswith("unsupported: " if refused else "ok"), (name, row.mode, row.status, why)
 
@@ -187,11 +186,9 @@ def test_a_call_gets_real_tokens_alone_and_gives_them_back():
 def test_the_kernels_are_timed_on_packed_sequences(tmp_path, at_once):
     pytest.importorskip("triton")
     case = cases.Case(3, 2, 2, 40, 40, 16, 16, True, "float32", "lengths=uniform")
-    tensors = case.draw("cpu")
-    truth = accuracy.truth(case, tensors)
+    units = engine.units([case], ["fusedattn+packed"], engine.MODES[:2])
     with fa.use_backend("triton"):
-        unit = case, "fusedattn+packed", tensors, truth, attention.MODES[:2], "cpu", 1.0
-        found = [row for row, _ in attention.measure_all(MACHINE, *unit)]
+        found = [row for row, _ in engine.measure(MACHINE, units, "cpu", 1.0)]
     assert [(row.mode, row.provider, row.status) for row in found] == [
         ("forward", "fusedattn+packed:triton", "ok"),
         ("backward", "fusedattn+packed:triton", "ok"),
@@ -201,9 +198,7 @@ def test_the_kernels_are_timed_on_packed_sequences(tmp_path, at_once):
 
 def test_offsets_that_are_wrong_are_found(monkeypatch):
     """Also those that are right of all sequences but the last two."""
-    case = MIXED
-    tensors = case.draw("cpu")
-    truth, right = accuracy.truth(case, tensors), calls.offsets_of
+    right = calls.offsets_of
 
     def off_by_one(packed):
         cu_q, cu_k, *longest = right(packed)
@@ -212,8 +207,8 @@ def test_offsets_that_are_wrong_are_found(monkeypatch):
         return cu_q, cu_k, longest[0], longest[1] + 1
 
     monkeypatch.setattr(providers, "offsets_of", off_by_one)
-    unit = case, "fusedattn+packed", tensors, truth, ("forward", "backward"), "cpu", 0.1
-    assert [row.status for row, _ in attention.measure_all(MACHINE, *unit)] == ["wrong", "wrong"]
+    units = engine.units([MIXED], ["fusedattn+packed"], engine.MODES[:2])
+    assert [row.status for row, _ in engine.measure(MACHINE, units, "cpu", 0.1)] == ["wrong", "wrong"]
 
 
 def test_a_run_goes_on_behind_what_was_packed(tmp_path, at_once, monkeypatch, capsys):
@@ -222,8 +217,8 @@ def test_a_run_goes_on_behind_what_was_packed(tmp_path, at_once, monkeypatch, ca
     found = ask("varlen", tmp_path / "a.csv", "--resume")
     assert len(found) == len(providers.usual_packed("cpu")) * 2
     assert [row.provider for row in found][:2] == ["fusedattn+packed:naive"] * 2
-    work = questions.units(cases.VARLEN, ["flex+packed", "fusedattn+packed"], questions.flex_last)
-    assert [name for _, name in work] == ["fusedattn+packed"] * 16 + ["flex+packed"] * 16
+    work = questions.units(cases.VARLEN, ["flex+packed", "fusedattn+packed"], ["forward"], questions.flex_last)
+    assert [name for _, name, _ in work] == ["fusedattn+packed"] * 16 + ["flex+packed"] * 16
     assert capsys.readouterr().out.count("x the pairs") >= 8
 
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from fusedattn.bench import attention, cases, cost, providers, report, rows, timing
+from fusedattn.bench import cases, engine, providers, rows
 
 import fusedattn as fa
 from fusedattn import cli
-from fusedattn.cli import machine, screen
-from fusedattn.cli.bench import measuring, presets
+from fusedattn.cli import bench, machine, screen
+from fusedattn.cli.bench import presets
 
 TINY = ["bench", "--shape", "1,2,1,24,40,16", "--providers", "fusedattn,naive,sdpa:math"]
 SQUARE = ["bench", "--shape", "1,2,2,32,32,16", "--providers", "fusedattn,naive"]
@@ -22,7 +22,7 @@ SQUARE = ["bench", "--shape", "1,2,2,32,32,16", "--providers", "fusedattn,naive"
 def quick_on_the_cpu(monkeypatch):
     """Where kernels take seconds to compile, and where tiny steps wait for other threads, nothing is to be learned."""
     monkeypatch.setattr(presets, "device", lambda: "cpu")
-    monkeypatch.setattr(measuring, "BUDGET_MS", {"cpu": 0.1})
+    monkeypatch.setattr(bench, "BUDGET_MS", {"cpu": 0.1})
     monkeypatch.setattr(machine, "busy", lambda: False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -180,7 +180,7 @@ def test_a_case_too_large_to_draw_is_rows_and_the_next_one_is_measured(error, ca
 def test_a_cpu_says_that_memory_is_out():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
-    assert attention.out_of_memory(raised.value) and not attention.out_of_memory(RuntimeError("shape"))
+    assert engine.out_of_memory(raised.value) and not engine.out_of_memory(RuntimeError("shape"))
 
 
 def test_what_was_measured_before_an_interruption_is_shown(capsys, monkeypatch):
@@ -266,9 +266,7 @@ def test_presets():
     assert all(case.B * case.Sq == 16384 and case.Hq * case.D == 2048 for case in on_gpu.cases)
     paper, full = chosen("--preset", "paper", on_gpu=True), chosen("--preset", "full", on_gpu=True)
     assert (
-        paper.cases == cases.LONG
-        and paper.modes == list(attention.MODES)
-        and paper.providers == providers.usual("cuda")
+        paper.cases == cases.LONG and paper.modes == list(engine.MODES) and paper.providers == providers.usual("cuda")
     )
     assert set(full.cases) == {*cases.LONG, *cases.MORE, *cases.OPTIONS}
     assert chosen("--preset", "paper").providers == ["fusedattn", "sdpa"]  # what no CPU has the memory for is left out
@@ -281,13 +279,17 @@ def test_presets():
 def test_modules_are_timed_where_nothing_else_is_asked_for_or_they_are():
     assert len(chosen().modules) == 1 and not chosen("--providers", "naive").modules
     alone = chosen("--providers", "torch.nn", "--shape", "1,2,2,8,8,4", "--shape", "1,2,1,8,8,4")
-    assert alone.modules == alone.cases[:1] and not alone.providers and not chosen("--shape", "1,2,2,8,8,4").modules
+    assert (
+        [case._replace(options="") for case in alone.modules] == alone.cases[:1]
+        and not alone.providers
+        and not chosen("--shape", "1,2,2,8,8,4").modules
+    )
     with pytest.raises(screen.Problem, match=r"^providers: torch\.nn needs"):
         chosen("--providers", "torch.nn", "--shape", "1,2,2,8,9,4")
     for modes in ("forward", "backward", "forward_backward,forward"):
         preset = chosen("--providers", "torch.nn", "--shape", "1,2,2,8,8,4", "--dtype", "float32", "--mode", modes)
-        found = list(measuring.measure(preset, "cpu"))
-        assert len(found) == measuring.count(preset) == {"forward": 4, "backward": 3}.get(modes, 7)
+        found = list(engine.measure(rows.machine("cpu"), presets.units(preset), "cpu", 0.1))
+        assert len(found) == len(presets.units(preset)) == {"forward": 4, "backward": 3}.get(modes, 7)
         assert {row.status for row, _ in found} == {"ok"} and {row.options for row, _ in found} == {"module"}
         assert {"torch.nn", "fusedattn:naive", "fusedattn.compat:naive"} <= {row.provider for row, _ in found}
 
@@ -305,103 +307,6 @@ def test_options_narrow_a_preset():
     assert chosen("--shape", "1,4,2,8,16,32", on_gpu=True).cases[0].dtype == "bfloat16"
 
 
-def made(provider, ms, case=cases.LONG[0], mode="forward", **columns):
-    about = dict.fromkeys(rows.COLUMNS[:8], "x")
-    times = {} if ms == "" else dict(ms_p20=ms, ms_p50=ms, ms_p80=ms, tflops=cost.flops(case, mode) / ms / 1e9)
-    return rows.row(about, mode, provider, case, **times | columns)
-
-
-def sentences(some, busy=False):
-    return report.sentences(report.judged(some, busy))
-
-
-def test_the_verdict_is_the_median_over_cases():
-    first, second, third = cases.LONG[:3]
-    some = []
-    for case, ours, flash, cudnn in ((first, 2.0, 4.0, 3.0), (second, 2.0, 1.0, 5.0), (third, 1.0, 1.2, 9.0)):
-        some += [made("fusedattn:triton", ours, case), made("sdpa:flash", flash, case), made("sdpa:cudnn", cudnn, case)]
-    some.append(made("naive", "", first, status="oom"))
-    (best,), each = report.standings(some)
-    assert best.ratios == [1.5, 0.5, 1.2] and best.median == 1.2 and best.faster == 2
-    assert best.other == "sdpa:flash, sdpa:cudnn"  # the fastest other of two cases, and of one
-    assert {one.other: one.median for one in each} == {"sdpa:flash": 1.2, "sdpa:cudnn": 2.5}
-    first_line, *others = sentences(some)
-    assert first_line == (
-        "forward: fusedattn:triton is 1.20x faster than the fastest other of each case (sdpa:flash, sdpa:cudnn), "
-        "by the median of 3 cases. It is the fastest of all in 2."
-    )
-    assert others == [
-        "fusedattn: 3 of 3 results right, by the rule of its tests against float64.",
-        "1 of 10 could not be measured; their rows say why.",
-    ]
-
-
-def test_the_verdict_where_there_is_little_to_compare():
-    ours, other = made("fusedattn:triton", 1.0), made("sdpa:flash", 2.0)
-    assert (
-        sentences([ours, other])[0] == "forward: fusedattn:triton is 2.00x faster than the fastest other, sdpa:flash."
-    )
-    assert sentences([ours])[0] == "forward: there is no other to compare with."
-    alone = sentences([other, made("naive", 9.0)])
-    assert alone == ["forward: the fastest of each case: sdpa:flash."]
-    both = [ours, made("fusedattn:naive", 5.0), other]  # the faster of ours is what counts
-    assert report.standings(both)[0][0].ratios == [2.0]
-
-
-SAMPLES = {  # of a quiet machine, and of one where threads wait for each other: milliseconds
-    "ours": ([0.050, 0.052, 0.051, 0.050, 0.053], [0.050, 0.9, 28.0, 0.051, 36.0]),
-    "theirs": ([0.024, 0.025, 0.024, 0.026, 0.025], [0.024, 0.025, 0.024, 0.024, 0.025]),
-}
-
-
-def drawn(provider, samples, **columns):
-    times = timing.quantiles(samples)
-    return made(provider, times.p50, **times.columns(), gbps=1.0, **columns)
-
-
-def test_a_machine_that_is_disturbed_is_judged_by_the_least():
-    quiet = drawn("fusedattn:triton", SAMPLES["ours"][0]), drawn("sdpa:flash", SAMPLES["theirs"][0])
-    noisy = drawn("fusedattn:triton", SAMPLES["ours"][1]), drawn("sdpa:flash", SAMPLES["theirs"][1])
-    assert noisy[0].ms_p50 == 0.9 and noisy[0].ms_min == 0.05 and sentences(quiet)[0].split()[3] == "2.04x"
-    for some, busy in ((noisy, False), (noisy, True), (quiet, True)):
-        found = report.judged(some, busy)
-        assert [row.ms_p50 for row in found.rows] == [0.05, 0.024]
-        assert [row.tflops * row.ms_p50 for row in found.rows] == pytest.approx([r.tflops * r.ms_p50 for r in some])
-        assert "2.08x slower" in report.sentences(found)[0]
-        assert report.sentences(found)[-1].endswith("Each is judged by the least of its repeats.")
-    assert report.judged(quiet).rows == list(quiet) and not report.judged(quiet).why
-    assert "1 of 2 times vary by more than half" in report.judged(noisy).why
-    absent = made("naive", "", status="oom"), made("naive", 1.0)  # not timed; timed before there was a least
-    assert report.judged(absent, busy=True).rows == list(absent)
-
-
-def test_noise_is_no_verdict():
-    ours = drawn("fusedattn:triton", [0.05, 40.0, 100.0, 119.0, 150.0])  # by the median 2000 times slower
-    other, slower = drawn("sdpa:flash", [0.049, 0.051, 0.051, 0.052, 0.06]), drawn("naive", [200.0, 210.0, 300.0])
-    some = [ours, other, slower]
-    best, each = report.standings(report.judged(some).rows)
-    assert [one.clear for one in each] == [False, True] and best[0].faster == 0
-    first = sentences(some)[0]
-    assert first == "forward: fusedattn:triton and the fastest other, sdpa:flash, differ by no more than noise."
-    shown = "\n".join(text for text, _ in report.lines(report.judged(some), [""] * 3))
-    assert shown.count("within noise") == 2 and "2000" not in shown and "ms is the least" in shown
-    (line,) = (line for line in shown.splitlines() if line.startswith("  sdpa:flash"))
-    assert "within noise" in line
-
-
-def test_noise_in_most_cases_is_no_verdict_and_in_few_is():
-    near, far = [1.0, 1.1, 1.2, 1.1, 1.0], [2.0, 2.1, 2.2, 2.1, 2.0]
-    first, second, third = (case._replace(options="") for case in cases.LONG[:3])
-    some = [drawn("fusedattn:triton", near, case=case) for case in (first, second, third)]
-    peers = [drawn("sdpa:flash", samples, case=case) for samples, case in ((near, first), (near, second), (far, third))]
-    assert sentences(some + peers)[0] == (
-        "forward: fusedattn:triton and the fastest other of each case (sdpa:flash) differ by no more than noise in 2 "
-        "of 3 cases. It is the fastest of all in 1."
-    )
-    peers[0] = drawn("sdpa:flash", far, case=first)
-    assert "is 1.91x faster than the fastest other of each case" in sentences(some + peers)[0]
-
-
 def test_a_busy_cpu_is_timed_by_one_thread(capsys, monkeypatch):
     monkeypatch.setattr(machine, "busy", lambda: True)
     torch.set_num_threads(2)
@@ -412,21 +317,6 @@ def test_a_busy_cpu_is_timed_by_one_thread(capsys, monkeypatch):
     assert found["threads"] == 1 and found["verdict"]["by"] == "ms_min"
 
 
-@pytest.mark.parametrize("ratio, expected", [(1.8, "1.80x faster"), (0.5, "2.00x slower"), (1.004, "as fast")])
-def test_words(ratio, expected):
-    assert report.words(ratio) == expected
-
-
-def test_rows_are_shown_mode_by_mode_and_short_to_long():
-    long, short = cases.LONG[0]._replace(Sq=4096, Sk=4096), cases.LONG[0]
-    other = short._replace(causal=False)
-    some = [made("naive", 1.0, case, mode) for case in (long, other, short) for mode in ("forward", "backward")]
-    assert list(report.groups(some)) == [
-        (mode, case) for mode in ("forward", "backward") for case in (short, long, other)
-    ]
-    assert {row.case for group in report.groups(some).values() for row in group} == {short, long, other}
-
-
 def test_sdpa_as_torch_chooses_is_a_provider():
     case = cases.Case(1, 2, 2, 16, 16, 16, 16, True, "float32")
     tensors = case.draw("cpu")
@@ -435,10 +325,12 @@ def test_sdpa_as_torch_chooses_is_a_provider():
     torch.testing.assert_close(got, want)
 
 
-def test_a_gpu_that_broke_down_ends_the_run(monkeypatch):
-    def broken():
+def test_a_gpu_that_broke_down_ends_the_run(capsys, monkeypatch):
+    def broken(case, tensors):
         raise RuntimeError("CUDA error: an illegal memory access\nadvice")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with pytest.raises(screen.Problem, match="the GPU broke down: CUDA error: an illegal memory access$"):
-        measuring._recover("cuda")
+    monkeypatch.setitem(providers.PROVIDERS, "naive", broken)
+    assert cli.main(["bench", *SQUARE[1:], "--mode", "forward"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.endswith("the GPU broke down: RuntimeError: CUDA error: an illegal memory access\n")
+    assert "fusedattn: 1 of 1 result right" in shown.out

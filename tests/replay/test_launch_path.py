@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import rows, timing
-from fusedattn.bench.dev import launch_path
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -22,7 +21,7 @@ from fusedattn.operators import attention
 from fusedattn.replay import cache
 
 from ..inside import OPTIONS, compiled, draw, learned, only_interpreted, passes_compiled
-from ..offline import absent
+from ..offline import absent, launch_path
 
 # What torch's own calls take on the machine of which the goals speak, when nothing else runs there.
 UNDISTURBED_US = {"sdpa": 6.0, "sdpa, with gradients": 8.2}
@@ -294,7 +293,7 @@ def test_the_host_takes_little_time():
             break
     else:
         pytest.fail(f"us of a call, on a machine that nothing disturbs: {found}")
-    text = launch_path.report(times)
+    text = "\n".join(launch_path.report(times))
     assert "goal 12; sdpa:" in text and "goal 25; sdpa, with gradients:" in text and "new kind" in text
 
 

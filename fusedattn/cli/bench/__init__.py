@@ -6,105 +6,92 @@ from pathlib import Path
 
 import torch
 
-from ...bench import plots, report, rows
+from ...bench import engine, plots, report, rows
 from .. import machine
 from ..screen import Problem, Screen, need
-from . import measuring, presets
+from . import presets
+
+# How long a row is timed, about: a CPU has slow steps, and a median wants some of them.
+BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}
 
 
-def run(given) -> int:
-    screen, began = Screen(given.json), time.monotonic()
-    device = presets.device()
-    chosen = presets.choose(given, on_gpu=device == "cuda")
-    _check_plot(given.plot)
-    writer = _writer(given.csv)
-    count = measuring.count(chosen)
+def run(arguments) -> int:
+    screen, began = Screen(arguments.json), time.monotonic()
+    device, plot = presets.device(), arguments.plot
+    preset = presets.choose(arguments, on_gpu=device == "cuda")
+    if plot:
+        need("matplotlib")
+        if not Path(plot).resolve().parent.is_dir():
+            raise Problem(f"plot: there is no folder {Path(plot).resolve().parent}")
+    try:
+        writer = rows.Writer(arguments.csv)
+    except (OSError, ValueError) as error:
+        raise Problem(f"csv: cannot append to {arguments.csv}: {error}") from error
     busy = device == "cpu" and machine.busy()
     if busy:
         # Threads of one step wait for each other at every operation, a time slice each where one has no core: steps of
         # 0.05 ms then take 8 to 80 ms, again and again, and no least or median of them says what a quiet machine takes.
         torch.set_num_threads(1)
-    screen.say(_heading(device, chosen))
-    if device == "cpu":
-        if busy:
-            screen.say("Other work keeps this machine busy: one thread is timed, and the least of its times counts.")
-        if given.preset in ("paper", "full"):
-            screen.say(f"{given.preset} is made for a GPU and takes hours on a CPU; --preset quick takes a minute.")
+    screen.say(_heading(device, preset))
+    if busy:
+        screen.say("Other work keeps this machine busy: one thread is timed, and the least of its times counts.")
+    if device == "cpu" and arguments.preset in ("paper", "full"):
+        screen.say(f"{arguments.preset} is made for a GPU and takes hours on a CPU; --preset quick takes a minute.")
 
+    work = presets.units(preset)
     written: list[rows.Row] = []
     whys: list[str] = []
     ended: BaseException | None = None
     try:
-        with screen.progress("measuring", count) as advance:
-            for row, why in measuring.measure(chosen, device):
+        with screen.progress("measuring", len(work)) as advance:
+            for row, why in engine.measure(rows.machine(device), work, device, BUDGET_MS[device]):
                 writer.write(row)
                 written.append(row)
                 whys.append(why)
-                advance(f"{row.provider} {row.mode}, {report.name(row)}")
+                advance(f"{row.provider} {row.mode}, {row.case.name}")
+                if engine.broke(row.status):
+                    raise Problem(f"the GPU broke down: {row.status.removeprefix('unsupported: ')}")
     except (KeyboardInterrupt, Problem) as error:  # the rows until then are shown
         ended = error
 
     judged = report.judged(written, busy)
     for text, style in report.lines(judged, whys):
         screen.say(text, style=style)
-    picture = _drawn(given.plot, written)
-    if given.plot:
-        screen.say(f"{picture} is drawn." if picture else f"{given.plot} is not drawn: nothing was measured.")
-    seconds = round(time.monotonic() - began, 1)
-    screen.say(f"{len(written)} of {count} rows ({seconds} s).")
-    ok = not report.wrong(written)[0]
+    picture = plot if plot and plots.drawable(written) else None
+    if picture:
+        plots.draw(written).savefig(picture, format="png")
+    if plot:
+        screen.say(f"{plot} is drawn." if picture else f"{plot} is not drawn: nothing was measured.")
+    seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)[0]
+    screen.say(f"{len(written)} of {len(work)} rows ({seconds} s).")
     answer = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)
-    answer |= dict(threads=torch.get_num_threads(), preset=None if given.shape else given.preset or "quick")
-    screen.finish(answer | _answer(written, judged, whys) | dict(csv=given.csv, picture=picture))
+    answer |= dict(threads=torch.get_num_threads(), preset=None if arguments.shape else arguments.preset or "quick")
+    screen.finish(answer | _answer(written, judged, whys) | dict(csv=arguments.csv, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1
 
 
-def _heading(device: str, chosen: presets.Preset) -> str:
-    threads = report.count(torch.get_num_threads(), "thread")
-    where = torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {threads}"
-    counts = [report.count(len(some), of) for some, of in zip(chosen[:3], ("case", "provider", "mode"), strict=True)]
-    if chosen.modules:
-        counts[-1] += f", {report.count(len(chosen.modules), 'module')}"
-    return f"{' x '.join(counts)} on {where}, torch {torch.__version__}."
+def _heading(device: str, preset: presets.Preset) -> str:
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    where += "" if device == "cuda" else f", {report.count(torch.get_num_threads(), 'thread')}"
+    counts = [report.count(len(some), of) for some, of in zip(preset[:3], ("case", "provider", "mode"), strict=True)]
+    modules = f", {report.count(len(preset.modules), 'module')}" if preset.modules else ""
+    return f"{' x '.join(counts)}{modules} on {where}, torch {torch.__version__}."
 
 
 def _answer(written: Sequence[rows.Row], judged: report.Judged, whys: Sequence[str]) -> dict:
     """The rows as they were measured, and the verdict, for JSON: a column that was not measured is None."""
-    best, each = report.standings(judged.rows)
     plain = [
         {column: None if value == "" else value for column, value in row._asdict().items()} | dict(why=why)
         for row, why in zip(written, whys, strict=True)
     ]
-    speeds = dict(fastest=[_standing(one) for one in best], each=[_standing(one) for one in each])
+    best, each = ([_standing(one) for one in some] for some in report.standings(judged.rows))
     by = "ms_min" if judged.why else "ms_p50"
-    return dict(rows=plain, verdict=dict(text=report.sentences(judged), by=by) | speeds)
+    return dict(rows=plain, verdict=dict(text=report.sentences(judged), by=by, fastest=best, each=each))
 
 
 def _standing(one):
     about = dict(mode=one.mode, ours=one.ours, other=one.other, cases=len(one.ratios), faster=one.faster)
-    about |= dict(within_noise=len(one.told) - sum(one.told), median=one.median)
+    about |= dict(within_noise=len(one.clear) - sum(one.clear), median=one.median)
     return about | dict(least=min(one.ratios), most=max(one.ratios))
-
-
-def _check_plot(path):
-    if path:
-        need("matplotlib")
-        if not Path(path).resolve().parent.is_dir():
-            raise Problem(f"plot: there is no folder {Path(path).resolve().parent}")
-
-
-def _drawn(path, written):
-    """The path of the picture, or None: rows without a speed make none."""
-    if not path or not plots.drawable(written):
-        return None
-    plots.draw(written).savefig(path, format="png")
-    return path
-
-
-def _writer(path):
-    try:
-        return rows.Writer(path)
-    except (OSError, ValueError) as error:
-        raise Problem(f"csv: cannot append to {path}: {error}") from error

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ...backends import BACKENDS
-from ...bench import attention, cases, providers
+from ...bench import cases, engine, module, providers
 from ...bench.cases import Case
 from ..screen import Problem
 
@@ -25,17 +25,12 @@ MODULES = "torch.nn"  # torch's module, which only another module can be set bes
 FEW = ["fusedattn", "sdpa", "naive", "sdpa:math"]
 FEW_ON_GPU = ["fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"]
 FRUGAL = ["fusedattn", "sdpa"]  # none that holds all pairs at once: on a CPU those of a long case may take all memory
-
-
-def _square(length, causal, dtype="float32"):
-    return Case(2, 4, 4, length, length, 64, 64, causal, dtype)
-
-
-QUICK = [
-    *(_square(length, True) for length in (128, 256, 512, 1024)),
-    *(_square(length, False) for length in (256, 1024)),
-    _square(512, True, "bfloat16"),
+_SQUARES = [
+    Case(2, 4, 4, length, length, 64, 64, causal, "float32")
+    for causal, lengths in ((True, (128, 256, 512, 1024)), (False, (256, 1024)))
+    for length in lengths
 ]
+QUICK = [*_SQUARES, _SQUARES[2]._replace(dtype="bfloat16")]
 QUICK_ON_GPU = sorted(
     (case for case in cases.LONG if case.dtype == "bfloat16" and case.Sq in (512, 2048, 8192)),
     key=lambda case: (case.D, not case.causal, case.Sq),
@@ -43,47 +38,50 @@ QUICK_ON_GPU = sorted(
 
 
 def _preset(name, on_gpu):
+    if name == "quick" and on_gpu:
+        return Preset(QUICK_ON_GPU, FEW_ON_GPU, ONE_WAY, cases.MODULE[:1])
     if name == "quick":
-        if on_gpu:
-            return Preset(QUICK_ON_GPU, FEW_ON_GPU, ONE_WAY, cases.TABLES["module"][:1])
-        return Preset(QUICK, FEW, ONE_WAY, [_square(256, False)])
+        return Preset(QUICK, FEW, ONE_WAY, [QUICK[1]._replace(causal=False, options="module")])
     chosen = cases.LONG if name == "paper" else cases.TABLES["all"] + cases.OPTIONS
     names = providers.usual("cuda") if on_gpu else FRUGAL
-    return Preset(chosen, names, list(attention.MODES), cases.TABLES["module"] if on_gpu and name == "full" else [])
+    return Preset(chosen, names, list(engine.MODES), cases.MODULE if on_gpu and name == "full" else [])
 
 
-def choose(given, on_gpu: bool) -> Preset:
+def choose(arguments, on_gpu: bool) -> Preset:
     """What the options of the command ask for."""
-    found = _preset(given.preset or "quick", on_gpu)
-    if given.shape:
-        dtypes = given.dtype or ["bfloat16" if on_gpu else "float32"]
-        chosen = [_shape(text, given.causal, dtype) for text in given.shape for dtype in dtypes]
-        names = FEW_ON_GPU if on_gpu else FEW
+    preset, shapes = _preset(arguments.preset or "quick", on_gpu), arguments.shape
+    if shapes:
+        dtypes = arguments.dtype or ["bfloat16" if on_gpu else "float32"]
+        chosen = [_shape(text, arguments.causal, dtype) for text in shapes for dtype in dtypes]
+        preset = Preset(chosen, FEW_ON_GPU if on_gpu else FEW, ONE_WAY)
     else:
-        chosen = [case for case in found.cases if case.causal or not given.causal]
-        if given.dtype:
-            chosen = [case._replace(dtype=dtype) for dtype in given.dtype for case in chosen]
-        names = found.providers
-    asked = _list("providers", given.providers, [*providers.PROVIDERS, *providers.ASIDE, *_backends(), MODULES])
-    names = [name for name in asked if name != MODULES] if asked else names
-    modules = [] if given.shape or asked else found.modules
+        chosen = [case for case in preset.cases if case.causal or not arguments.causal]
+        if arguments.dtype:
+            chosen = [case._replace(dtype=dtype) for dtype in arguments.dtype for case in chosen]
+    backends = (f"fusedattn:{name}" for name in BACKENDS)
+    asked = _list("providers", arguments.providers, [*providers.PROVIDERS, *providers.ASIDE, *backends, MODULES])
+    modules = [] if asked else preset.modules
     if MODULES in asked:
-        modules = (
-            [case for case in chosen if case.Hq == case.Hkv and case.Sq == case.Sk] if given.shape else found.modules
-        )
+        squares = [case._replace(options="module") for case in chosen if case.Hq == case.Hkv and case.Sq == case.Sk]
+        modules = squares if shapes else preset.modules
         if not modules:
             raise Problem(f"providers: {MODULES} needs as many kv heads as heads, and as many keys as queries")
-    modes = _list("mode", given.mode, attention.MODES) or (ONE_WAY if given.shape else found.modes)
+    names = [name for name in asked if name != MODULES] if asked else preset.providers
+    modes = _list("mode", arguments.mode, engine.MODES) or preset.modes
     return Preset(list(dict.fromkeys(chosen)), names, modes, modules)
+
+
+def units(preset: Preset) -> list[tuple[Case, str, str]]:
+    """(case, provider, mode) of each row. A module is timed forward, and as it is trained: forward and backward."""
+    forward, training = module.MODES
+    modes = [forward] * (forward in preset.modes) + [training] * (preset.modes != [forward])
+    of_modules = engine.units(preset.modules, module.PROVIDERS, modes)
+    return engine.units(preset.cases, preset.providers, preset.modes) + of_modules
 
 
 def device() -> str:
     """Where they are measured: never in an interpreter, whose times say nothing."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _backends():
-    return [f"fusedattn:{name}" for name in BACKENDS]
 
 
 def _list(option, texts, known):
@@ -97,10 +95,10 @@ def _list(option, texts, known):
 
 def _shape(text, causal, dtype):
     try:
-        batch, heads, kv_heads, rows, keys, dim = map(int, text.split(","))
+        sizes = batch, heads, kv_heads, rows, keys, dim = [int(number) for number in text.split(",")]
     except ValueError:
         raise Problem(f"shape: expected six whole numbers B,Hq,Hkv,Sq,Sk,D, got {text}") from None
-    if min(batch, heads, kv_heads, rows, keys, dim) < 1:
+    if min(sizes) < 1:
         raise Problem(f"shape: expected 1 or more of each, got {text}")
     if heads % kv_heads:
         raise Problem(f"shape: expected Hq to be a multiple of Hkv, got {text}")

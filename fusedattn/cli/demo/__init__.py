@@ -25,23 +25,23 @@ PROVIDERS = {
 }
 
 
-def run(given) -> int:
-    screen, began = Screen(given.json), time.monotonic()
+def run(arguments) -> int:
+    screen, began = Screen(arguments.json), time.monotonic()
     need("matplotlib")
-    text = texts.load(given.text)
-    if not Path(given.out).resolve().parent.is_dir():
-        raise Problem(f"out: there is no folder for {given.out}")
+    text = texts.load(arguments.text)
+    if not Path(arguments.out).resolve().parent.is_dir():
+        raise Problem(f"out: there is no folder for {arguments.out}")
     device = machine.device()
     if device == "cpu":
         # Steps this small wait for the slowest thread: on cores shared with others fewer are faster.
         torch.set_num_threads(min(torch.get_num_threads(), max(1, machine.cores() // 2)))
-    torch.manual_seed(given.seed)
+    torch.manual_seed(arguments.seed)
     model = LanguageModel().to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by the naive path"
     screen.say(f"A model of {parameters:,} parameters learns {text.name}, {len(text.content):,} bytes, on {where}.\n")
-    with screen.progress("training", given.steps, keep=True) as advance:
-        points = train(model, text, given.steps, given.seed, advance)
+    with screen.progress("training", arguments.steps, keep=True) as advance:
+        points = train(model, text, arguments.steps, arguments.seed, advance)
     shown = [points[index] for index in sorted({round(part * (len(points) - 1) / 6) for part in range(7)})]
     rows = [[point.step, point.train, bits(point.train), point.held_out, bits(point.held_out)] for point in shown]
     screen.table("Loss", ["step", "train", "bits a byte", "held out", "bits a byte"], rows)
@@ -61,20 +61,20 @@ def run(given) -> int:
     checks |= (of_cache := {"generated with a cache": verify.generation(model, without, cached)}) | of_encoder
     screen.verdicts(f"The likeliest {count} bytes after {sentence!r}: {BESIDE}", of_cache)
     steps = {how: functools.partial(write, model, prompt, count, cached) for how, cached in ways.items()}
-    speeds = {how: 1e3 * count / timing.measure(step, device, budget_ms=1000.0).p50 for how, step in steps.items()}
+    speeds = {how: 1e3 * count / timing.measure(step, device, 1000.0).p50 for how, step in steps.items()}
     said = ", ".join(f"{speed:,.0f} tokens a second {how}" for how, speed in speeds.items())
     screen.say(f"{said}. {texts.CONTEXT} bytes are soon read again: what a cache saves grows with the text.\n")
     written = bytes(write(model, prompt, 100, temperature=0.6)[0][0].tolist()).decode("utf-8", errors="replace")
     screen.say(f"Asked to go on from {sentence!r}, it writes:\n{written}\n")
-    picture.draw(given.out, points, text, sentence, model.maps(prompt))
+    picture.draw(arguments.out, points, text, sentence, model.maps(prompt))
 
     wrong, total = screen.failures(checks), sum(map(len, checks.values()))
     seconds = round(time.monotonic() - began, 1)
-    screen.say(f"{total - wrong} of {total} checks hold. {given.out} is drawn. ({seconds} s)", style="bold")
-    found = dict(ok=not wrong, seconds=seconds, versions=machine.versions(), device=where, text=text.name)
-    found |= dict(bytes=len(text.content), parameters=parameters, losses=[point._asdict() for point in points])
-    found |= dict(checks=listed(checks), times=times, converted=encoder_ms, left_out=reasons, tokens_a_second=speeds)
-    screen.finish(found | dict(continuation=written, picture=given.out))
+    screen.say(f"{total - wrong} of {total} checks hold. {arguments.out} is drawn. ({seconds} s)", style="bold")
+    answer = dict(ok=not wrong, seconds=seconds, versions=machine.versions(), device=where, text=text.name)
+    answer |= dict(bytes=len(text.content), parameters=parameters, losses=[point._asdict() for point in points])
+    answer |= dict(checks=listed(checks), times=times, converted=encoder_ms, left_out=reasons, tokens_a_second=speeds)
+    screen.finish(answer | dict(continuation=written, picture=arguments.out))
     return 1 if wrong else 0
 
 
@@ -83,18 +83,17 @@ def _check(screen, model, windows, reasons):
     most, how = (8, "") if windows.is_cuda else (1, " (interpreted)")  # an interpreter takes seconds for a window
     backends = {"as trained": None} if reasons else {"as trained": None, "by triton": "triton"}
     checks = {what: verify.whole_model(model, windows[:most], backend) for what, backend in backends.items()}
-    screen.verdicts(f"The trained model: {BESIDE}", {what: _worst(**row) for what, row in checks.items()})
+    shown: dict[str, dict] = {}
+    for what, (logits, *gradients) in ((what, row.values()) for what, row in checks.items()):
+        worst = max(gradients, key=lambda one: (not one.ok, one.max_error))
+        shown[what] = {"outputs": logits, f"the worst of {len(gradients)} gradients": worst}
+    screen.verdicts(f"The trained model: {BESIDE}", shown)
     for reason in reasons:
         screen.say(f"The fused kernels are not checked: {reason}")
     if not reasons:
         checks |= (of_kernels := verify.kernels(model, windows[:most, :-1], "triton"))
         screen.verdicts(f"The fused kernels{how} on its activations: {BESIDE}", of_kernels)
     return checks
-
-
-def _worst(logits, **gradients):
-    name = max(gradients, key=lambda name: (not gradients[name].ok, gradients[name].max_error))
-    return {"outputs": logits, f"the worst of {len(gradients)} gradients": gradients[name]}
 
 
 def _time(screen, device, reasons):
@@ -118,4 +117,4 @@ def _time(screen, device, reasons):
 def _milliseconds(function, inputs):
     learned = [x.detach().requires_grad_() for x in inputs]
     steps = functools.partial(function, *inputs), lambda: torch.autograd.grad(function(*learned), learned, inputs[0])
-    return [timing.measure(step, inputs[0].device, budget_ms=400.0).p50 for step in steps]
+    return [timing.measure(step, inputs[0].device, 400.0).p50 for step in steps]

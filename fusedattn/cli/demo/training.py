@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .model import LanguageModel
 from .text import Text
@@ -29,10 +30,23 @@ def byte_frequencies(text: Text) -> float:
     return torch.special.entr(torch.tensor(list(text.content)).bincount() / len(text.content)).sum().item()
 
 
+def optimizer_of(model: LanguageModel) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+
+
+def step(model: LanguageModel, optimizer: torch.optim.Optimizer, windows: Tensor) -> Tensor:
+    """The loss of windows (B, S + 1), before a step that lowers it."""
+    loss = model.train().loss(windows)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def train(model: LanguageModel, text: Text, steps: int, seed: int, advance: Callable) -> list[Point]:
     """The losses before training, at about 30 of its steps, and after it; advance(note) is called after each step."""
     device, dice = model.positions.weight.device, torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+    optimizer = optimizer_of(model)
 
     @torch.no_grad()
     def held_out():
@@ -40,15 +54,11 @@ def train(model: LanguageModel, text: Text, steps: int, seed: int, advance: Call
 
     before, losses = held_out(), []
     points = [Point(0, before, before)]
-    for step in range(1, steps + 1):
+    for number in range(1, steps + 1):
         batch = text.windows[text.starts[torch.randint(len(text.starts), (BATCH,), generator=dice)]]
-        loss = model.train().loss(batch.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if step % max(1, steps // 30) == 0 or step == steps:
-            points.append(Point(step, torch.stack(losses).mean().item(), held_out()))
+        losses.append(step(model, optimizer, batch.to(device)))
+        if number % max(1, steps // 30) == 0 or number == steps:
+            points.append(Point(number, torch.stack(losses).mean().item(), held_out()))
             losses = []
         advance(f"{bits(points[-1].train):.2f} bits a byte, held out {bits(points[-1].held_out):.2f}")
     return points

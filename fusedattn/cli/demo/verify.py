@@ -45,20 +45,20 @@ def _learned(model, windows, attends):
 
 def kernels(model: LanguageModel, tokens: Tensor, backend: str) -> dict[str, dict[str, Verdict]]:
     """{layer and dtype: verdicts} of attention alone, by a backend, of the query, key and value of each layer."""
-    found: dict[str, dict[str, Verdict]] = {}
+    judged: dict[str, dict[str, Verdict]] = {}
 
     def attend(*inputs):
-        layer, options = 1 + len(found) // len(DTYPES), dict(causal=True)
+        layer, options = 1 + len(judged) // len(DTYPES), dict(causal=True)
         for dtype in DTYPES:
             tensors = dict(zip(("query", "key", "value"), (x.to(dtype) for x in inputs), strict=True))
             tensors |= dict(out=torch.randn_like(tensors["query"]), lse=torch.randn_like(inputs[0][..., 0]))
             results = compare(with_gradients(attention, tensors, options, backend=backend), tensors, options)
             named = {RESULTS[name]: one for name, one in results.items()}
-            found[f"layer {layer}, {str(dtype).removeprefix('torch.')}"] = named
+            judged[f"layer {layer}, {str(dtype).removeprefix('torch.')}"] = named
         return attention(*inputs, causal=True)
 
     model(tokens, (attend,) * LAYERS)
-    return found
+    return judged
 
 
 def generation(model: LanguageModel, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> dict[str, Verdict]:
@@ -86,13 +86,13 @@ def conversion(device: str) -> tuple[dict[str, dict[str, Verdict]], list[dict]]:
     before = nn.TransformerEncoder(layer, LAYERS).to(device)
     after, exact = convert(copy.deepcopy(before)), copy.deepcopy(before).double()
     x = torch.randn(8, 128, WIDTH, device=device)
-    found, times = {}, []
+    judged, times = {}, []
     for training, mode in ((False, "eval"), (True, "training")):
         steps = [functools.partial(_encode, one.train(training), x) for one in (after, before, exact)]
-        found[f"an nn.TransformerEncoder, converted, {mode}"] = verdicts(*(step() for step in steps))
-        ms_after, ms_before = (timing.measure(step, device, budget_ms=400.0).p50 for step in steps[:2])
+        judged[f"an nn.TransformerEncoder, converted, {mode}"] = verdicts(*(step() for step in steps))
+        ms_after, ms_before = (timing.measure(step, device, 400.0).p50 for step in steps[:2])
         times.append(dict(what="training" if training else "inference", before=ms_before, after=ms_after))
-    return found, times
+    return judged, times
 
 
 def _encode(model, x):
