@@ -362,6 +362,13 @@ def check_flags(**flags: Any) -> None:
             fail(TypeError, name, "a bool", type(flag).__name__)
 
 
+def check_tensors(**tensors: Any) -> None:
+    """Raise for what is no tensor, among what is no field of Arguments."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            fail(TypeError, name, "a tensor", type(tensor).__name__)
+
+
 def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:
     """Raise for the first option that is wrong; without sizes, as for a module, no option may be a tensor."""
     for name, default in DEFAULTS.items():
