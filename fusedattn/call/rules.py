@@ -264,15 +264,15 @@ def of_query_key_value(
             lambda k, a: k.shape[-1] != a.query.shape[-1],
         ),
         invalid(
-            value,
-            lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
-            lambda v, a: v.shape[:-1] != getattr(a, key).shape[:-1],
-        ),
-        invalid(
             key,
             lambda k, a: f"a number of heads that divides the {heads(a.query)} of query",
             lambda k, a: not divides(heads(a.query), heads(k)),
             lambda k: f"{heads(k)} heads",
+        ),
+        invalid(
+            value,
+            lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
+            lambda v, a: v.shape[:-1] != getattr(a, key).shape[:-1],
         ),
     )
 
