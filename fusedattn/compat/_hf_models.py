@@ -79,7 +79,7 @@ def requested(config: Any) -> str | None:
     return name.name if isinstance(name, Requested) else name if name in NAMES else None
 
 
-def _checked(model: Any, name: Any, attn_implementation: Any, is_init_check: bool = False, **options: Any) -> Any:
+def _checked(model: Any, name: Any, attn_implementation: Any, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
     """A name of ours as a Requested one, while the model is built."""
     if not is_init_check or name not in NAMES:
         return name
