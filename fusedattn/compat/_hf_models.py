@@ -10,7 +10,7 @@ another config of its class may be of another model.
 import functools
 import inspect
 import sys
-import types
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -120,16 +120,13 @@ def asked_for(config: Any, implementation: Any) -> Iterator[tuple[int, str]]:
             yield from asked_for(part, name)
 
 
-def under_construction() -> tuple[Any, ...]:
-    """The models whose `__init__` is running, the outermost first, of those that will be settled at its end."""
-    around: list[Any] = []
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
+def under_construction() -> Iterator[PreTrainedModel]:
+    """The models whose `__init__` is running, of those that will be settled at its end."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_name == "__init__" and {"post_init", "init_weights"}.intersection(code.co_names):
-            around.insert(0, frame.f_locals.get(code.co_varnames[0]))
-        frame = frame.f_back
-    return tuple(model for model in around if isinstance(model, PreTrainedModel))
+            if isinstance(model := frame.f_locals.get(code.co_varnames[0]), PreTrainedModel):
+                yield model
 
 
 @dataclass
@@ -164,24 +161,22 @@ def settle(model: Any, asked: dict[int, str] | None = None) -> None:
         if not asks or any(type(outer.config) is type(one.config) for outer in around):
             continue
         if name is not None:
-            give(one.config, name if one.used else "eager", safe.get(type(one.config)))
+            written = "".join([*(name if one.used else "eager")])  # a new object
+            one.config._attn_implementation_internal = written
+            if type(one.config) in safe:
+                setattr(one.config, MASKS, safe[type(one.config)]._replace(name=written))
         if one.silent or one.config is model.config and not one.attends and not around:
             to_warn.setdefault(type(one.model), []).append(one)
     for cls, surveyed_parts in to_warn.items():
         silent = {part for one in surveyed_parts for part in one.silent}
         strays = sorted({part.__name__ for part, does in silent if does.attends and (does.masked or named(part))})
+        where = f"{', '.join(strays)} of {cls.__name__}, which do" if strays else None
         if not any(one.used for one in surveyed_parts):
-            warn(cls, f"{cls.__name__}, whose code does")
-        elif strays:
-            warn(cls, f"{', '.join(strays)} of {cls.__name__}, which do")
-
-
-def give(config: Any, name: str, masks: Masks | None) -> None:
-    """Write a name into a config, and the masks that are safe under it."""
-    name = name[:1] + name[1:]  # a new object
-    config._attn_implementation_internal = name
-    if masks is not None:
-        setattr(config, MASKS, masks._replace(name=name))
+            where = f"{cls.__name__}, whose code does"
+        if where and cls not in _warned:
+            _warned.add(cls)
+            text = f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it "
+            warnings.warn(text + 'does with attn_implementation="eager"', stacklevel=2)
 
 
 def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
@@ -189,9 +184,10 @@ def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
 
     A class is missing where some attention is right for eager's masks alone.
     """
-    used = {key for key, one in surveys.items() if one.used}
+    used, within = {key for key, one in surveys.items() if one.used}, set(model.modules())
+    sharing = [other for other in list(_models) if other not in within and used & configs_of(other).keys()]
     by_class: dict[type, list[Survey]] = {}
-    for one in (surveys, *(surveyed(other) for other in sharing(model, used))):
+    for one in (surveys, *map(surveyed, sharing)):
         for key in used & one.keys():
             by_class.setdefault(type(one[key].config), []).append(one[key])
     return {
@@ -199,12 +195,6 @@ def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
         for cls, alike in by_class.items()
         if not any(one.unsafe for one in alike)
     }
-
-
-def sharing(model: Any, configs: set[int]) -> list[PreTrainedModel]:
-    """The models outside of a model that have one of these configs, by their ids."""
-    within = set(model.modules())
-    return [other for other in list(_models) if other not in within and configs & configs_of(other).keys()]
 
 
 def configs_of(model: Any) -> dict[int, PretrainedConfig]:
@@ -259,11 +249,3 @@ def takes_bool(module: Any, models: tuple[Any, ...]) -> bool:
     flags = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
     alike = [model for model in models if type(model.config) is type(models[-1].config)]
     return hasattr(module, "is_causal") and all(any(getattr(model, name, 0) for name in flags) for model in alike)
-
-
-def warn(cls: type, where: str) -> None:
-    """Warn, once for a class of models, that its attention, or some of it, is not ours."""
-    if cls not in _warned:
-        _warned.add(cls)
-        text = f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it does "
-        warnings.warn(text + 'with attn_implementation="eager"', stacklevel=2)

@@ -6,7 +6,7 @@ packed tensors stay torch's.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ def register() -> None:
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
 
-def sdpa_provider() -> AbstractContextManager[None]:
+@contextmanager
+def sdpa_provider() -> Iterator[None]:
     """In the `with`, F.scaled_dot_product_attention runs our kernels wherever it would run flash attention.
 
         >>> with fusedattn.compat.torch.sdpa_provider():
@@ -45,11 +46,6 @@ def sdpa_provider() -> AbstractContextManager[None]:
     _check_machine()
     if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
         raise RuntimeError(f"sdpa_provider: expected torch 2.11 or later, got {torch.__version__}")
-    return _provide()
-
-
-@contextmanager
-def _provide() -> Iterator[None]:
     register()
     before = torch.nn.attention.current_flash_attention_impl()
     try:
@@ -64,9 +60,7 @@ def _provide() -> Iterator[None]:
 
 def _check_machine() -> None:
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "sdpa_provider: expected a machine with CUDA, got one without: F.scaled_dot_product_attention"
-        )
+        raise RuntimeError("sdpa_provider: expected a machine with CUDA, got one without")
     reasons = backends.machine_reasons(torch.device("cuda", torch.cuda.current_device()))
     if reasons:
         raise RuntimeError(f"sdpa_provider: expected a machine that runs the kernels: {'; '.join(reasons)}")

@@ -63,7 +63,12 @@ def scaled_dot_product_attention(
             attn_mask, causal, align = None, True, variant
 
     if enable_gqa:
-        _check_heads(inputs)
+        for name, tensor in inputs.items():
+            if tensor.dim() < 3:
+                fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
+            if not divides(query.shape[-3], tensor.shape[-3]):
+                expected = f"a number of heads that divides the {query.shape[-3]} of query"
+                fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
         leading = (*_common({name: x.shape[:-3] for name, x in inputs.items()}), query.shape[-3])
     else:
         leading = _common({name: x.shape[:-2] for name, x in inputs.items()})
@@ -107,17 +112,6 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
         fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", (mask.seq_len_q, mask.seq_len_kv))
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
-
-
-def _check_heads(inputs: Mapping[str, Tensor]) -> None:
-    for name, tensor in inputs.items():
-        if tensor.dim() < 3:
-            fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
-    heads = inputs["query"].shape[-3]
-    for name, tensor in inputs.items():
-        if not divides(heads, tensor.shape[-3]):
-            expected = f"a number of heads that divides the {heads} of query"
-            fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
 
 
 def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:

@@ -104,8 +104,10 @@ def fusedattn_forward(
     batch = max(x.shape[0] for x in (query, key, value))
     query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     length = query.shape[2]
+    config = getattr(module, "config", None)
+    eager_masks = getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(length > 1 and attention_mask is None and causal and not _eager_masks(module))
+    causal = bool(length > 1 and attention_mask is None and causal and not eager_masks)
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
     # Some masks of transformers 4 are longer than the keys.
@@ -116,12 +118,6 @@ def fusedattn_forward(
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
     out = attention(query, key, value, mask=mask, bias=bias, causal=causal, align="top_left", **options)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _eager_masks(module: nn.Module) -> bool:
-    """Whether a module gets the masks of "eager", where None hides nothing."""
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
 
 
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
