@@ -37,11 +37,11 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """A module whose options can be read from a config: attributes that it needs, may have, and must not change."""
+    """A module that can read its options from a config."""
 
-    NEEDS: tuple[str, ...]
+    NEEDS: tuple[str, ...]  # attributes of the config
     MAY_HAVE: tuple[str, ...] = ()
-    IMPLEMENTS: tuple[str, ...]
+    IMPLEMENTS: tuple[str, ...]  # with one value
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
@@ -70,9 +70,7 @@ class SinusoidalPositionalEncoding(nn.Module):
     P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; x's dtype is kept. It is not in
     the state dict, so weights load whatever max_len is, and needs `reset_parameters` after `to_empty`.
 
-    Args:
-        embed_dim: E, odd or even.
-        max_len: the most positions x may have.
+    Args: embed_dim: E, odd or even. max_len: the most positions x may have.
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
 
@@ -110,10 +108,8 @@ class Embeddings(_Configurable):
     """ids (B, S) -> (B, S, hidden): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
 
     Args:
-        vocab_size: how many ids there are. hidden_size: the width of the output.
-        max_position_embeddings: the most positions there may be.
-        dropout: the share of the output dropped while training.
-        layer_norm_eps: what the norm adds to the variance.
+        vocab_size, max_position_embeddings: the number of ids, and the most positions. hidden_size: the output's width.
+        dropout: the share of the output dropped while training. layer_norm_eps: what the norm adds to the variance.
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
 
@@ -156,28 +152,19 @@ class Embeddings(_Configurable):
 class FeedForward(_Configurable):
     """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
 
-    Args:
-        hidden_size, intermediate_size: the widths outside and between.
-        dropout: the share of the output dropped while training.
+    intermediate_size is the width inside, dropout the share of the output dropped while training; factory may be the
+    device and dtype of the parameters.
     """
 
     NEEDS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
     IMPLEMENTS = ("hidden_act",)
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        *,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_shares(dropout=dropout)
-        self.linear_1 = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
-        self.linear_2 = nn.Linear(intermediate_size, hidden_size, device=device, dtype=dtype)
+        self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
+        self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,8 +188,7 @@ class TransformerEncoderLayer(_Configurable):
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout: of `feed_forward`.
-        attention_dropout: the share of attention weights dropped while training.
+        dropout: of `feed_forward`. attention_dropout: the share of attention weights dropped while training.
         layer_norm_eps: what the norms add to the variance.
         options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on. The
             variant that divides scores by sqrt(E) instead of sqrt(head_dim) is scale=hidden_size**-0.5.
@@ -242,10 +228,8 @@ class TransformerEncoderLayer(_Configurable):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
         """x (B, S, E) -> (B, S, E).
 
-        Args:
-            mask: bool, True = may attend: (S, S), (B, S, S) or (B, 1 or H, S, S); or a `fusedattn.plan`, which may also
-                hold a query_mask.
-            key_mask: bool (B, S), True = a real token.
+        mask is bool, True = may attend, (S, S), (B, S, S) or (B, 1 or H, S, S), or a `fusedattn.plan`, which may also
+        hold a query_mask; key_mask is bool (B, S), True = a real token.
         """
         check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
@@ -258,9 +242,7 @@ class TransformerEncoder(_Configurable):
 
         >>> encoder = torch.nn.Sequential(Embeddings.from_config(config), TransformerEncoder.from_config(config))
 
-    Args:
-        num_hidden_layers: how many.
-        hidden_size, num_attention_heads, intermediate_size, dropout, options: as in `TransformerEncoderLayer`.
+    All arguments but num_hidden_layers are those of `TransformerEncoderLayer`.
     """
 
     NEEDS = ("num_hidden_layers", *TransformerEncoderLayer.NEEDS)
@@ -299,11 +281,10 @@ class AttentionDecoder(nn.Module):
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 
     Args:
-        vocab_size: how many tokens there are. embed_size: the width that they are embedded in.
+        vocab_size: the number of tokens. embed_size: the width of their embeddings.
         hidden_size: the width of the state. encoder_size: that of encoder_outputs and of the context.
         num_attentions, num_heads: how many attentions, and heads of each.
-        dropout: the share of attention weights dropped while training.
-        scale, backend: as in `fusedattn.MultiHeadAttention`.
+        dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
         of arXiv:1706.03762 in place of its own.
@@ -332,8 +313,7 @@ class AttentionDecoder(nn.Module):
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
         attentions = (MultiHeadAttention(hidden_size, num_heads, **options) for _ in range(num_attentions))
-        self.embedding = nn.Embedding(vocab_size, embed_size, **factory)
-        self.attentions = nn.ModuleList(attentions)
+        self.embedding, self.attentions = nn.Embedding(vocab_size, embed_size, **factory), nn.ModuleList(attentions)
         self.fc_attn = nn.Linear(num_attentions * hidden_size, encoder_size, **factory)
         self.rnn = nn.GRU(embed_size + encoder_size, hidden_size, batch_first=True, **factory)
         self.fc = nn.Linear(hidden_size + encoder_size + embed_size, vocab_size, **factory)
@@ -353,8 +333,7 @@ class AttentionDecoder(nn.Module):
             input: (B,) ids of the tokens before, int32 or int64. hidden: (B, hidden_size), the state.
             encoder_outputs: (B, S, encoder_size). key_mask: bool (B, S), True = a real token of the source.
             need_weights: also return the weights, after dropout.
-        Returns: (logits (B, vocab_size), the new state (B, hidden_size), weights (B, num_attentions, num_heads, S) or
-            None).
+        Returns: (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
         Raises: ValueError, TypeError for other shapes and dtypes.
         """
         _check_ids("input", input, ("batch",))

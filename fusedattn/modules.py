@@ -80,14 +80,11 @@ class MultiHeadAttention(nn.Module):
         >>> output, _ = layer(torch.randn(2, 100, 512))
 
     Args:
-        embed_dim: E, the width of query and output.
+        embed_dim: E, the width of query and output. kdim, vdim: widths of key and value; embed_dim by default.
         num_heads: H. num_kv_heads: heads of key and value, a divisor of H; H by default.
-        kdim, vdim: widths of key and value; embed_dim by default.
         head_dim: D; embed_dim // num_heads by default. value_head_dim: Dv; head_dim by default.
-        bias: whether projections have one.
-        dropout: the share of attention weights dropped while training.
-        causal, window, scale, softcap: as in `fusedattn.attention`.
-        backend: as in `fusedattn.attention`; "naive" is the reference module, with the same parameters.
+        dropout: the share of attention weights dropped while training. bias: whether projections have one.
+        causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
@@ -184,11 +181,7 @@ class MultiHeadAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention with one head and no output projection.
 
-    Args:
-        embed_dim: E, the width of input and output.
-        dropout: the share of attention weights dropped while training.
-        bias: whether projections have one.
-        scale, backend: as in `fusedattn.attention`.
+    embed_dim is E, the width of input and output; all other arguments are those of `MultiHeadAttention`.
     """
 
     def __init__(

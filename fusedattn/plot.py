@@ -116,8 +116,6 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
 
 def _matplotlib() -> Any:
     try:
-        import matplotlib
-        import matplotlib.colors
         import matplotlib.figure
         import matplotlib.ticker
     except ImportError as error:

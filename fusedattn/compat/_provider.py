@@ -77,20 +77,13 @@ def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...] | None:
+def forward(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...] | None:
     """aten::_scaled_dot_product_flash_attention: (out, lse, None, None, L, S, seed, unused, debug mask), or None.
 
-    seed: uint64 (2,), of which the first is ours.
+    seed: uint64 (2,), of which the first is ours. more: dropout_p, is_causal and return_debug_mask, up to a default.
     """
+    defaults: tuple[Any, ...] = (0.0, False, False)
+    dropout_p, is_causal, return_debug_mask = more + defaults[len(more) :]
     if _call(query, key, value, is_causal, scale) is None:
         return None
     if return_debug_mask:

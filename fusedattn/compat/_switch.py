@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..private import (
-    TENSORS_OF_TORCH,
-    DeviceContext,
-    as_torch_has_it,
-    disabled_torch_function,
-    dispatch_modes,
-    function_modes,
-    is_as_torch_has_it,
-    replace_function_modes,
-)
+from .. import private
 from ._override import Override
 from ._sdpa import scaled_dot_product_attention
 
@@ -65,8 +56,8 @@ def enable_sdpa() -> None:
     A second call changes nothing.
     """
     global _everywhere
-    if not any(isinstance(mode, _OursWhileEnabled) for mode in function_modes()):
-        _replace_modes([_OursWhileEnabled(), *function_modes()])
+    if not any(isinstance(mode, _OursWhileEnabled) for mode in private.function_modes()):
+        _replace_modes([_OursWhileEnabled(), *private.function_modes()])
     if _everywhere is None:
         # For an alias of keys there is no kernel to get; that of "CPU" is the kernel of all devices.
         _everywhere = Override({"scaled_dot_product_attention": _answer}, "CompositeImplicitAutograd", "CPU")
@@ -75,7 +66,7 @@ def enable_sdpa() -> None:
 def disable_sdpa() -> None:
     """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is."""
     global _everywhere
-    _replace_modes([mode for mode in function_modes() if not isinstance(mode, _OursWhileEnabled)])
+    _replace_modes([mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)])
     if _everywhere is not None:
         _everywhere.remove()
         _everywhere = None
@@ -127,27 +118,27 @@ class _OursWhileEnabled(_Ours):
         return _everywhere is not None
 
 
-_UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, disabled_torch_function)
+_UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, private.disabled_torch_function)
 
 
 def _answer_themselves(types: Iterable[Any]) -> bool:
     """Whether one of the classes of a call's tensors has its own attention."""
-    functions = (kind.__torch_function__ for kind in types if kind.__module__ not in TENSORS_OF_TORCH)
+    functions = (kind.__torch_function__ for kind in types if kind.__module__ not in private.TENSORS_OF_TORCH)
     return any(getattr(function, "__func__", function) not in _UNCHANGED for function in functions)
 
 
 def _replace_modes(modes: list[Any]) -> None:
     """Make these the modes of this thread, the first being asked last."""
     # torch.set_default_device asserts that its mode is the first.
-    replace_function_modes(sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)))
+    private.replace_function_modes(sorted(modes, key=lambda mode: not isinstance(mode, private.DeviceContext)))
 
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """The operator behind scaled_dot_product_attention while it is ours; None leaves the call to torch."""
     # A graph that is traced is kept, and no guard says that it has our operator.
-    if torch.compiler.is_compiling() or dispatch_modes() or is_as_torch_has_it():
+    if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
         return None
-    with as_torch_has_it():
+    with private.as_torch_has_it():
         return _ours(*args, **kwargs)
 
 

@@ -14,16 +14,8 @@ from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
 
-__all__ = [
-    "MultiheadAttention",
-    "convert",
-    "disable_sdpa",
-    "enable_sdpa",
-    "register",
-    "scaled_dot_product_attention",
-    "sdpa",
-    "sdpa_provider",
-]
+__all__ = ["MultiheadAttention", "convert", "disable_sdpa", "enable_sdpa", "register", "sdpa", "sdpa_provider"]
+__all__ += ["scaled_dot_product_attention"]
 _log = logging.getLogger("fusedattn")
 
 
@@ -73,12 +65,7 @@ def _sum(mask: Tensor, padding: Tensor) -> Tensor:
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """{name: mask of `attention`} from torch's masks, in which True hides.
-
-    Args:
-        attn_mask: (L, S), (N, heads, L, S) or None. padding: (N, S) or None. extra: how many keys come after S; they
-            are visible.
-    """
+    """{name: mask of `attention`} of torch's (L, S) or (N, heads, L, S), and (N, S); `extra` more keys are visible."""
     masks = {}
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, extra))
@@ -164,8 +151,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         need_weights = bool(need_weights)
-        if query is key and key is value and attn_mask is None and key_padding_mask is None and self._is_nested(query):
-            return self._within(query, need_weights, None, average_attn_weights, is_causal)
+        unmasked = query is key and key is value and attn_mask is None and key_padding_mask is None
+        if unmasked and self.batch_first and isinstance(query, Tensor) and query.is_nested:
+            if query.layout == torch.strided:  # a padded batch as torch.nn.TransformerEncoder packs it
+                return self._within(query, need_weights, None, average_attn_weights, is_causal)
         batch_dim = 0 if self.batch_first else 1
         along = 1 - batch_dim
         _check_inputs(self, batch_dim, query, key, value)
@@ -201,10 +190,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             out, weights = out.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return out, weights
-
-    def _is_nested(self, x: Tensor) -> bool:
-        """Whether x is a batch without padding, as torch.nn.TransformerEncoder makes it of a padded one."""
-        return self.batch_first and isinstance(x, Tensor) and x.is_nested and x.layout == torch.strided
 
     def _within(self, x: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
         """(nested output, padded weights or None): self-attention within each sequence of a nested tensor."""

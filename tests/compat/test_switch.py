@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 import fusedattn.compat.torch as compat
-from fusedattn import backends
+from fusedattn import backends, private
 from fusedattn.compat import _switch
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention
@@ -32,7 +32,7 @@ def answered(monkeypatch):
     monkeypatch.setattr(_switch, "scaled_dot_product_attention", counted)
     yield threads
     compat.disable_sdpa()
-    assert not _switch.function_modes()
+    assert not private.function_modes()
 
 
 def in_a_thread(function, *args):
@@ -144,7 +144,7 @@ def test_who_disables_it_in_another_thread_disables_it_here(answered):
     assert not answered
     compat.enable_sdpa()
     taken_before(X, X, X)
-    assert len(answered) == len(_switch.function_modes()) == 1
+    assert len(answered) == len(private.function_modes()) == 1
 
 
 def test_other_modes_are_left_as_they_are(answered):
@@ -163,7 +163,7 @@ def test_other_modes_are_left_as_they_are(answered):
         taken_before(X, X, X)
         compat.enable_sdpa()
     torch.set_default_device(None)
-    assert len(seen) == 2 and len(answered) == 1 and len(_switch.function_modes()) == 1
+    assert len(seen) == 2 and len(answered) == 1 and len(private.function_modes()) == 1
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
