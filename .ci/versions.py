@@ -75,10 +75,9 @@ def with_triton(version, tiers):
     if not folder.exists():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--no-deps", "--target", folder]
         subprocess.run([*pip, f"triton=={version}"], check=True)
-    torch, _ = versions_of(sys.executable)
     for name, command, interpreted in BY_TRITON:
         if name in tiers:
-            yield torch, version, name, *run(command, interpreted, folder)
+            yield versions_of(sys.executable)[0], version, name, *run(command, interpreted, folder)
 
 
 def keep(rows):
@@ -95,8 +94,7 @@ def table():
         last = {(row["torch"], row["triton"], row["what"]): row for row in csv.DictReader(file)}
     yield "| torch | Triton | what | passed | failed | skipped | date | commit |\n|---|---|---|---|---|---|---|---|\n"
     for key in sorted(last, key=lambda key: ([int(x) for part in key[:2] for x in part.split(".")], key[2])):
-        row = last[key]
-        cells = [*key, *(row[name] for name in ("passed", "failed", "skipped", "date", "commit"))]
+        cells = [*key, *(last[key][name] for name in ("passed", "failed", "skipped", "date", "commit"))]
         yield f"| {' | '.join(cells)} |\n"
 
 
@@ -107,13 +105,10 @@ def main():
     tiers = [name for name, *_ in BY_TRITON]
     parser.add_argument("--tier", nargs="+", default=tiers, choices=tiers, help="of --triton; all by default")
     options = parser.parse_args()
-    for version in options.torch:
-        keep(with_torch(version))
-    for version in options.triton:
-        keep(with_triton(version, options.tier))
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "".join(table()) + END + after)
+    keep(row for version in options.torch for row in with_torch(version))
+    keep(row for version in options.triton for row in with_triton(version, options.tier))
+    before, _, after = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "".join(table()) + END + after.partition(END)[2])
 
 
 if __name__ == "__main__":

@@ -16,12 +16,6 @@ from fusedattn.compat.flash_attn import flash_attn_func  # in place of: from fla
 BATCH, LENGTH, HEADS, WIDTH = 2, 100, 4, 128
 
 
-def formula(query, key, value, visible):
-    """softmax(query @ key^T / sqrt(D)) @ value over the visible keys, of (B, H, S, D)."""
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
-
-
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +36,8 @@ masks = dict(attn_mask=~visible, need_weights=False)  # this module hides where 
 outputs["nn.MultiheadAttention"], _ = module(x, x, x, **masks)
 outputs["nn.MultiheadAttention, converted"], _ = converted(x, x, x, **masks)
 
-exact = formula(query.double(), key.double(), value.double(), visible).transpose(1, 2).flatten(2)
+scores = query.double() @ key.double().mT / query.shape[-1] ** 0.5
+exact = (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.double()).transpose(1, 2).flatten(2)
 exact = F.linear(exact, module.out_proj.weight.double(), module.out_proj.bias.double())
 print(f"values of up to {exact.abs().max():.2f}, and the largest difference from the formula in float64")
 for name, output in outputs.items():

@@ -1,7 +1,6 @@
 """Layers of textbook transformers, and a textbook decoder, around `fusedattn.MultiHeadAttention`.
 
-With `backend="naive"` each is the textbook's own computation, on the same parameters. Masks are True where a query may
-attend: of a mask that is True where it may not, pass `~mask`.
+With `backend="naive"` each computes by the textbook's formula, on the same parameters. True in a mask = may attend.
 """
 
 from typing import Any, TypeVar
@@ -37,11 +36,11 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """A module that can read its options from a config."""
+    """A module that can read its options from a config: attributes that this needs, may have, and one value of some."""
 
-    NEEDS: tuple[str, ...]  # attributes of the config
+    NEEDS: tuple[str, ...]
     MAY_HAVE: tuple[str, ...] = ()
-    IMPLEMENTS: tuple[str, ...]  # with one value
+    IMPLEMENTS: tuple[str, ...]
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
@@ -110,6 +109,7 @@ class Embeddings(_Configurable):
     Args:
         vocab_size, max_position_embeddings: the number of ids, and the most positions. hidden_size: the output's width.
         dropout: the share of the output dropped while training. layer_norm_eps: what the norm adds to the variance.
+        factory: the device and dtype of the parameters.
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
 
@@ -125,13 +125,11 @@ class Embeddings(_Configurable):
         dropout: float = 0.0,
         *,
         layer_norm_eps: float = 1e-12,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ):
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -152,8 +150,7 @@ class Embeddings(_Configurable):
 class FeedForward(_Configurable):
     """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
 
-    intermediate_size is the width inside, dropout the share of the output dropped while training; factory may be the
-    device and dtype of the parameters.
+    dropout is the share of the output dropped while training, factory the device and dtype of the parameters.
     """
 
     NEEDS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
@@ -190,8 +187,8 @@ class TransformerEncoderLayer(_Configurable):
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
         dropout: of `feed_forward`. attention_dropout: the share of attention weights dropped while training.
         layer_norm_eps: what the norms add to the variance.
-        options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on. The
-            variant that divides scores by sqrt(E) instead of sqrt(head_dim) is scale=hidden_size**-0.5.
+        options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on;
+            scale=hidden_size**-0.5 divides scores by sqrt(E).
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
@@ -226,11 +223,7 @@ class TransformerEncoderLayer(_Configurable):
         self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, **factory)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, S, E) -> (B, S, E).
-
-        mask is bool, True = may attend, (S, S), (B, S, S) or (B, 1 or H, S, S), or a `fusedattn.plan`, which may also
-        hold a query_mask; key_mask is bool (B, S), True = a real token.
-        """
+        """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`, of S queries and keys."""
         check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
         out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
@@ -242,25 +235,16 @@ class TransformerEncoder(_Configurable):
 
         >>> encoder = torch.nn.Sequential(Embeddings.from_config(config), TransformerEncoder.from_config(config))
 
-    All arguments but num_hidden_layers are those of `TransformerEncoderLayer`.
+    sizes and options are the arguments of `TransformerEncoderLayer`: hidden_size, num_attention_heads and so on.
     """
 
     NEEDS = ("num_hidden_layers", *TransformerEncoderLayer.NEEDS)
     MAY_HAVE = TransformerEncoderLayer.MAY_HAVE
     IMPLEMENTS = TransformerEncoderLayer.IMPLEMENTS
 
-    def __init__(
-        self,
-        num_hidden_layers: int,
-        hidden_size: int,
-        num_attention_heads: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        **options: Any,
-    ):
+    def __init__(self, num_hidden_layers: int, *sizes: Any, **options: Any):
         super().__init__()
         check_sizes(num_hidden_layers=num_hidden_layers)
-        sizes = (hidden_size, num_attention_heads, intermediate_size, dropout)
         self.layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(num_hidden_layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
@@ -284,7 +268,7 @@ class AttentionDecoder(nn.Module):
         vocab_size: the number of tokens. embed_size: the width of their embeddings.
         hidden_size: the width of the state. encoder_size: that of encoder_outputs and of the context.
         num_attentions, num_heads: how many attentions, and heads of each.
-        dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
+        dropout, scale, backend: as in `fusedattn.MultiHeadAttention`. factory: device and dtype of the parameters.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
         of arXiv:1706.03762 in place of its own.
@@ -302,15 +286,13 @@ class AttentionDecoder(nn.Module):
         *,
         scale: float | None = None,
         backend: str | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ):
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size)
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
         attentions = (MultiHeadAttention(hidden_size, num_heads, **options) for _ in range(num_attentions))
         self.embedding, self.attentions = nn.Embedding(vocab_size, embed_size, **factory), nn.ModuleList(attentions)
@@ -338,8 +320,7 @@ class AttentionDecoder(nn.Module):
         """
         _check_ids("input", input, ("batch",))
         check_input("hidden", hidden, (input.shape[0], self.rnn.hidden_size), self.embedding)
-        encoder_size = self.fc_attn.out_features
-        check_input("encoder_outputs", encoder_outputs, ("batch", "length", encoder_size), self.embedding)
+        check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.fc_attn.out_features), self.embedding)
         if encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
         embedded = _look_up(self.embedding, "input", input)

@@ -153,12 +153,11 @@ class MultiHeadAttention(nn.Module):
         Args:
             query: (B, Sq, E). key: (B, Sk, kdim), query by default. value: (B, Sk, vdim), key by default.
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan` of one.
+            bias: floating, added to the scores, of the shapes a mask may have.
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
                 must be finite for the gradients of the projections, which are linear in it.
-            bias: floating, added to the scores, of the shapes a mask may have.
             need_weights: also return the weights, after dropout; they need memory for all pairs.
-        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing has the bias of
-            out_proj, and weights 0.
+        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -205,10 +204,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within x (B, S, E); mask is bool, (S, S) or (B, S, S), True = may attend; key_mask is bool (B, S).
-
-        Returns: (output (B, S, E), weights (B, S, S) or None).
-        """
+        """x (B, S, E), mask (S, S) or (B, S, S), key_mask (B, S), both bool -> (B, S, E), weights (B, S, S) or None."""
         check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -40,13 +40,11 @@ def attention_map(
             `tokens` where Sk = Sq. Rows and columns without names are numbered; names that do not fit are left out.
         mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey, which a weight of 0 is not.
         titles: one for each head; "head 1" and so on by default, none for one head. label: that of the colours.
-        top: the weight of the darkest colour, by default the largest. A quarter of it is half as dark: most weights are
-            small.
+        top: the weight of the darkest colour, by default the largest. A quarter of it is half as dark.
         figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
-    Returns: the figure.
     Raises: ImportError without matplotlib; ValueError, TypeError for arguments that do not fit.
     """
-    maps = _masked(_maps(weights), mask)
+    maps = _maps(weights) if mask is None else _masked(_maps(weights), mask)
     heads, rows, columns = maps.shape
     row_names, same = _names("tokens", tokens, rows), key_tokens is None and rows == columns
     key_names = row_names if same else _names("key_tokens", key_tokens, columns)
@@ -94,7 +92,6 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     Args:
         pe: (S, E) or (1, S, E), real and finite.
         figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
-    Returns: the figure.
     Raises: ImportError without matplotlib; ValueError, TypeError for another pe.
     """
     table = _numbers("pe", pe, 2)
@@ -147,10 +144,8 @@ def _maps(weights: Tensor) -> Tensor:
     return maps
 
 
-def _masked(maps: Tensor, mask: Tensor | None) -> Tensor:
+def _masked(maps: Tensor, mask: Tensor) -> Tensor:
     """maps with NaN where mask hides."""
-    if mask is None:
-        return maps
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", getattr(mask, "dtype", type(mask).__name__))
     try:

@@ -27,10 +27,9 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 
 def constant(function: _Function) -> _Function:
-    """Mark a function as one whose result is a constant for the compiler, which does not trace it.
+    """Mark a function as a constant for the compiler. A torch that ignores it traces the function, maybe with a break.
 
-    `torch.compiler.assume_constant_result` sets the same attribute, and imports the compiler for it. A torch that
-    ignores `_dynamo_marked_constant` traces the function, and may break the graph there.
+    `torch.compiler.assume_constant_result` sets the same attribute, and imports the compiler for it.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True
@@ -61,9 +60,8 @@ def _has_storage(tensor: Tensor) -> bool:
     return True
 
 
-# Whether a tensor is in memory, not a wrapper of another. Without it the storage is fetched.
+# Whether a tensor is in memory, not a wrapper of another; a number for each storage. Without the latter: no replay.
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _has_storage)
-# The same storage has the same number. Without it: no replay.
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
@@ -99,20 +97,16 @@ below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", conte
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
-    """The results of an operator below autograd, called from its kernel for autograd.
-
-    Without `_C._after_autograd_keyset` the operator is called again from the start.
-    """
+    """The results of an operator below autograd, called from its kernel for autograd."""
+    # Without this the operator is called again from the start.
     after = _find("_C._after_autograd_keyset")
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
 
 def autograd_inside(device: torch.device) -> Any:
-    """A context in which autograd records what an operator computes with tensors on a CPU or a GPU.
-
-    Without `_C._ForceDispatchKeyGuard` and its arguments, a backward kernel that does not compile raises.
-    """
+    """A context in which autograd records what an operator computes with tensors on a CPU or a GPU."""
+    # Without these the backward raises where a kernel does not compile.
     names = "_ForceDispatchKeyGuard", "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
     guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in (*names, "DispatchKeySet", "DispatchKey"))
     if None in (guard, included, excluded, keys, key):
@@ -128,7 +122,7 @@ is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabl
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
 # Modules of classes whose __torch_function__ we know: causal biases, and jagged tensors. Another class answers itself.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor")
-# The mode of set_default_device, which must stay first of all modes; without this name it may not.
+# The mode of set_default_device. Without it that mode may not stay first.
 DeviceContext: Any
 try:
     from torch.utils._device import DeviceContext
@@ -145,12 +139,12 @@ def function_modes() -> list[Any]:
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    """Make these the TorchFunctionModes of this thread."""
+    """Make these the TorchFunctionModes of this thread, that of set_default_device first, as it asserts."""
     if _pop_mode is None or _push_mode is None:
         return
     for _ in function_modes():
         _pop_mode()
-    for mode in modes:
+    for mode in sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)):
         _push_mode(mode)
 
 

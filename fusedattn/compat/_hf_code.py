@@ -77,10 +77,7 @@ def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
 
 
 def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, bool, bool]]:
-    """(function, whether it is a method, whether the interface gets it for "eager"), from `forward` on.
-
-    module may have methods in place of those of its class.
-    """
+    """(function, whether it is a method, whether the interface gets it for "eager"), from `forward` on."""
     starts = ("forward",) if module is not None and "forward" in vars(module) else ("__init__", "forward")
     todo = [(function, True, False) for name in starts for function in _methods(cls, module, name)]
     seen = set()
@@ -118,15 +115,12 @@ def _methods(cls: type, module: Module | None, name: str) -> Iterator[FunctionTy
 
 
 def _functions(attribute: Any, module: Module | None) -> Iterator[FunctionType]:
-    """The functions in Python of a method, a property, a partial or another wrapper.
-
-    The method of another module has none here: it calls what the config of that module names.
-    """
+    """The functions in Python of a method, a property, a partial or another wrapper."""
     parts: tuple[Any, ...] = ()
     if isinstance(attribute, FunctionType):
         yield attribute
     elif isinstance(attribute, MethodType | classmethod | staticmethod):
-        owner = getattr(attribute, "__self__", None)
+        owner = getattr(attribute, "__self__", None)  # another module calls what its own config names
         parts = () if isinstance(owner, Module) and owner is not module else (attribute.__func__,)
     elif isinstance(attribute, property):
         parts = (attribute.fget,)

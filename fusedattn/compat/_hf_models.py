@@ -1,10 +1,9 @@
 """Sets the attention implementation of Hugging Face models by whether their code calls the attention interface.
 
 A model that asks for a name of ours is built as an "eager" one, and then its modules are read: a config beneath which
-some attention calls the interface gets the name, as by `set_attn_implementation`; any other stays "eager", with a
-warning. Masks are bool, or None for plain causality, only where every attention that could get them calls the
-interface. Elsewhere they are eager's, right for all but as large as the scores. An attribute of the config says which:
-another config of its class may be of another model.
+some attention calls the interface gets the name; any other stays "eager", with a warning. Masks are bool, or None for
+plain causality, only where every attention that could get them calls the interface, as an attribute of the config says.
+Elsewhere they are eager's, right for all but as large as the scores.
 """
 
 import functools
@@ -145,8 +144,7 @@ class Survey:
 def settle(model: Any, asked: dict[int, str] | None = None) -> None:
     """Give each config of a model that asks for a name the name or "eager", and warn of code that does not use it.
 
-    A config of the class of that of a model around this one waits for that model. `asked` has names by id of config:
-    transformers may have refused to set them.
+    A config of the class of that of a model around this one waits for that model. `asked` is {id of config: name}.
     """
     _models.add(model)
     if not asked and not any(map(requested, configs_of(model).values())):
@@ -180,10 +178,7 @@ def settle(model: Any, asked: dict[int, str] | None = None) -> None:
 
 
 def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
-    """{class of configs: masks that all attention beneath them takes}, in a model and those that share its configs.
-
-    A class is missing where some attention is right for eager's masks alone.
-    """
+    """{class of configs: masks that all attention beneath them takes, if any} of a model and those that share them."""
     used, within = {key for key, one in surveys.items() if one.used}, set(model.modules())
     sharing = [other for other in list(_models) if other not in within and used & configs_of(other).keys()]
     by_class: dict[type, list[Survey]] = {}
@@ -211,18 +206,15 @@ def surveyed(model: Any) -> dict[int, Survey]:
 
 
 def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surveys: dict[int, Survey]) -> bool:
-    """Whether a module is or holds attention, which is added to the Survey of each config around it.
-
-    `models` and `configs` are those around the module, the nearest last.
-    """
+    """Whether a module is or holds attention: it goes into the Surveys of the configs around it, the nearest last."""
     if isinstance(module, PreTrainedModel):
         models = (*models, module)
     config = getattr(module, "config", None)
     if isinstance(config, PretrainedConfig) and models:
         configs = (*(known for known in configs if known is not config), config)
         if id(config) not in surveys:
-            alike = (outer for outer in models if type(outer.config) is type(config))
-            surveys[id(config)] = Survey(config, next(alike, models[-1]))
+            outermost = (outer for outer in models if type(outer.config) is type(config))
+            surveys[id(config)] = Survey(config, next(outermost, models[-1]))
     beneath = False
     for child in module.children():
         beneath |= survey(child, models, configs, surveys)
@@ -232,20 +224,17 @@ def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surve
         does = does._replace(attends=True)  # in code without a name that tells
     if does.calls or does.attends or named(cls):
         used = does.calls and requested(configs[-1]) is not None
+        # Whether the module says what None means, and the models of its config that they take other masks than eager's.
+        flags = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
+        alike = [model for model in models if type(model.config) is type(models[-1].config)]
+        able = hasattr(module, "is_causal") and all(any(getattr(model, name, 0) for name in flags) for model in alike)
         for known in configs:
             outer = surveys[id(known)]
             outer.attends = True
             outer.used |= used
             if used:
                 outer.causal.add(bool(getattr(module, "is_causal", True)))
-            outer.unsafe |= does.masked and does.attends or does.calls and not (used and takes_bool(module, models))
+            outer.unsafe |= does.masked and does.attends or does.calls and not (used and able)
         if not does.calls:
             surveys[id(configs[-1])].silent.add((cls, does))
     return beneath or does.calls or does.attends
-
-
-def takes_bool(module: Any, models: tuple[Any, ...]) -> bool:
-    """Whether a module says what None means, and the models of its config that they take other masks than eager's."""
-    flags = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
-    alike = [model for model in models if type(model.config) is type(models[-1].config)]
-    return hasattr(module, "is_causal") and all(any(getattr(model, name, 0) for name in flags) for model in alike)

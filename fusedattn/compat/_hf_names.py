@@ -1,4 +1,4 @@
-"""The names registered with transformers, and the mark on a config that says which masks its models take."""
+"""The names registered with transformers, and an attribute of configs that says which masks their models take."""
 
 from typing import Any, NamedTuple
 

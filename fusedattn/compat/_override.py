@@ -11,9 +11,7 @@ import torch
 class Override:
     """Operators of aten, replaced for a dispatch key for as long as this lives, or until remove().
 
-    Args:
-        operators: {name: function of the operator's arguments}; where one returns None, torch's own kernel is called.
-        key: the dispatch key. kernel_key: where torch's own kernel is, if it is another.
+    operators is {name: function}: where one returns None, torch's kernel is called, that of kernel_key if it has one.
     """
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):

@@ -23,9 +23,8 @@ from ._override import Override
 def register() -> None:
     """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()`, and activate nothing.
 
-    `torch.nn.attention.activate_flash_attention_impl("fusedattn")`, or `sdpa_provider` for the length of a `with`, then
-    makes F.scaled_dot_product_attention run our kernels where it runs flash attention on CUDA tensors. A copy of the
-    package under another name adds that name.
+    `torch.nn.attention.activate_flash_attention_impl("fusedattn")`, or `sdpa_provider` in a `with`, does that. A copy
+    of the package under another name adds that name.
     """
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
@@ -78,10 +77,8 @@ def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
 
 
 def forward(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...] | None:
-    """aten::_scaled_dot_product_flash_attention: (out, lse, None, None, L, S, seed, unused, debug mask), or None.
-
-    seed: uint64 (2,), of which the first is ours. more: dropout_p, is_causal and return_debug_mask, up to a default.
-    """
+    """aten::_scaled_dot_product_flash_attention: (out, lse, None, None, L, S, seed, unused, debug mask), or None."""
+    # Defaults are not passed. The seed is uint64 (2,), of which the first is ours.
     defaults: tuple[Any, ...] = (0.0, False, False)
     dropout_p, is_causal, return_debug_mask = more + defaults[len(more) :]
     if _call(query, key, value, is_causal, scale) is None:

@@ -26,8 +26,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
 
-    Where torch's answer depends on its kernel, or is undefined, ours is: a row that sees nothing is 0 and has gradients
-    0; attn_mask beside is_causal raises, and so do key and value of different lengths.
+    A row that sees nothing is 0 and has gradients 0. attn_mask beside is_causal raises, and so do key and value of
+    different lengths, where torch's answer depends on its kernel.
 
     Args:
         query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, or none,
@@ -54,13 +54,17 @@ def scaled_dot_product_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     causal, align = is_causal, "top_left"
     if query.is_nested:
-        return _jagged(query, key, value, attn_mask, enable_gqa, causal=causal, scale=scale, dropout_p=dropout_p)
-    if attn_mask is not None:
-        if is_causal:
-            fail(ValueError, "is_causal", "False beside an attn_mask", True)
-        variant = _causal_bias(attn_mask, query.shape[-2], key.shape[-2])
-        if variant is not None:
-            attn_mask, causal, align = None, True, variant
+        if attn_mask is not None:
+            fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
+        heads = query.shape[1]
+        for name, tensor in inputs.items():
+            if tensor.dim() == query.dim() and tensor.shape[1] != heads and not enable_gqa:
+                fail(ValueError, name, f"the {heads} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
+        return attention(query, key, value, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
+    if attn_mask is not None and is_causal:
+        fail(ValueError, "is_causal", "False beside an attn_mask", True)
+    if attn_mask is not None and (variant := _causal_bias(attn_mask, query.shape[-2], key.shape[-2])):
+        attn_mask, causal, align = None, True, variant
 
     if enable_gqa:
         for name, tensor in inputs.items():
@@ -83,8 +87,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         _check_mask(attn_mask, query, (*leading, query.shape[-2], key.shape[-2]))
         mask = attn_mask if attn_mask.dim() == 2 else _rank4(attn_mask, batch, shared=True)
-        if mask.dtype != torch.bool:
-            mask, bias = None, mask
+        mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
     if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
@@ -92,21 +95,9 @@ def scaled_dot_product_attention(
     return out.contiguous().view(*leading, *out.shape[2:])
 
 
-def _jagged(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **options: Any
-) -> Tensor:
-    """The same of nested tensors of torch.jagged, each sequence of which is causal by itself."""
-    if attn_mask is not None:
-        fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dim() == query.dim() and tensor.shape[1] != query.shape[1] and not enable_gqa:
-            fail(ValueError, name, f"the {query.shape[1]} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
-    return attention(query, key, value, align="top_left", **options)
-
-
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     """The alignment of a mask that is a causal bias of torch's, which holds no numbers; None for any other."""
-    module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever made one, and slow to import
+    module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever has one, and slow to import
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
@@ -127,10 +118,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """(product of batch, heads, rows, columns) of a tensor that broadcasts to (*batch, heads, rows, columns).
-
-    shared: a tensor that is the same for all of the batch may keep 1 for the product.
-    """
+    """(product of batch, or 1 if shared, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns)."""
     rank = max(len(batch), 1) + 3
     tensor = tensor[(None,) * (rank - tensor.dim())]
     if shared and all(size == 1 for size in tensor.shape[:-3]):

@@ -18,11 +18,8 @@ from ._override import Override
 from ._sdpa import scaled_dot_product_attention
 
 # The functions of torch that a program may call. F.scaled_dot_product_attention is the first, however it was imported.
-_TORCHS = (
-    F.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
+_OPERATOR = torch.ops.aten.scaled_dot_product_attention
+_TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 
 
 def sdpa() -> AbstractContextManager[Any]:
@@ -34,15 +31,12 @@ def sdpa() -> AbstractContextManager[Any]:
     For code that cannot be edited: timm, diffusers, torchvision, transformers' "sdpa". It is a TorchFunctionMode, so it
     also answers references that were imported before, torch.ops.aten.scaled_dot_product_attention, and
     torch.nn.MultiheadAttention with need_weights=False, whose fast path is not taken. Gradients and autocast work;
-    torch.compile compiles inside and outside apart. `fusedattn.use_backend` chooses the kernels, and torch's
-    sdpa_kernel does not.
+    torch.compile compiles inside and outside apart. `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel
+    does not. attn_mask beside is_causal raises, and so do nested tensors but those of torch.jagged without a mask. A
+    tensor whose class has a __torch_function__ is answered by its class.
 
-    attn_mask beside is_causal raises, and so do nested tensors but those of torch.jagged without a mask. A tensor whose
-    class has a __torch_function__ is answered by its class.
-
-    It holds for the calls of this thread, and for what their backward computes if it is started inside: keep the
-    backward of a model with checkpoints inside, too. Other threads: `enable_sdpa`. Every call of a function of torch's
-    takes about a microsecond longer.
+    It holds for this thread (for others see `enable_sdpa`), and for a backward that is started inside, as that of a
+    model with checkpoints must be. Every call of a function of torch's takes about a microsecond longer.
     """
     return _Ours()
 
@@ -57,7 +51,7 @@ def enable_sdpa() -> None:
     """
     global _everywhere
     if not any(isinstance(mode, _OursWhileEnabled) for mode in private.function_modes()):
-        _replace_modes([_OursWhileEnabled(), *private.function_modes()])
+        private.replace_function_modes([_OursWhileEnabled(), *private.function_modes()])
     if _everywhere is None:
         # For an alias of keys there is no kernel to get; that of "CPU" is the kernel of all devices.
         _everywhere = Override({"scaled_dot_product_attention": _answer}, "CompositeImplicitAutograd", "CPU")
@@ -66,7 +60,8 @@ def enable_sdpa() -> None:
 def disable_sdpa() -> None:
     """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is."""
     global _everywhere
-    _replace_modes([mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)])
+    modes = [mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)]
+    private.replace_function_modes(modes)
     if _everywhere is not None:
         _everywhere.remove()
         _everywhere = None
@@ -125,12 +120,6 @@ def _answer_themselves(types: Iterable[Any]) -> bool:
     """Whether one of the classes of a call's tensors has its own attention."""
     functions = (kind.__torch_function__ for kind in types if kind.__module__ not in private.TENSORS_OF_TORCH)
     return any(getattr(function, "__func__", function) not in _UNCHANGED for function in functions)
-
-
-def _replace_modes(modes: list[Any]) -> None:
-    """Make these the modes of this thread, the first being asked last."""
-    # torch.set_default_device asserts that its mode is the first.
-    private.replace_function_modes(sorted(modes, key=lambda mode: not isinstance(mode, private.DeviceContext)))
 
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -14,11 +14,10 @@ For code that cannot be changed there is `install()`. All of them:
   flash-attn takes a side of Sk or more for unbounded, which differs where Sq > Sk.
 - keep float16 and bfloat16 under autocast; float32, which flash-attn does not take, is cast.
 - take softcap 0.0 for none, and subtract slope * |i + Sk - Sq - j| of alibi_slopes, floating (H,) or (B, H).
-- apply dropout_p always, by torch's generator: other weights are dropped than by flash-attn.
+- always apply dropout_p, to other weights than flash-attn.
 - return the log-sum-exp as float32 (float64 for float64), natural, with a gradient; -inf for a row that sees nothing,
   where flash-attn has +inf. flash-attn's is more by slope * (i + Sk - Sq) for causal alibi.
 - with deterministic compute gradients of the same bits each time.
-- with return_attn_probs return (output, log-sum-exp, an empty tensor in place of flash-attn's own test data).
 """
 
 import importlib.machinery
@@ -35,7 +34,7 @@ from ..api import attention_decode
 from ..call.cached import RULES, CacheArguments
 from ..call.form import autocast_dtype
 from ..call.rules import apply, check_flags, fail
-from . import _bert_padding, _flash_calls
+from . import _bert_padding, _flash
 
 
 def flash_attn_func(
@@ -56,7 +55,7 @@ def flash_attn_func(
     Returns: output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash_calls.attend(("q", "k", "v"), (q, k, v), options)
+    return _flash.attend(("q", "k", "v"), (q, k, v), options)
 
 
 def flash_attn_qkvpacked_func(
@@ -72,7 +71,7 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | Any:
     """`flash_attn_func` of the three in one tensor (B, S, 3, H, D)."""
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash_calls.attend(["qkv"] * 3, _flash_calls.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
+    return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
 
 
 def flash_attn_kvpacked_func(
@@ -89,7 +88,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | Any:
     """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D)."""
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash_calls.attend(("q", "kv", "kv"), (q, *_flash_calls.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
+    return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
 
 
 def flash_attn_varlen_func(
@@ -123,7 +122,7 @@ def flash_attn_varlen_func(
         fail(NotImplementedError, "block_table", expected, type(block_table).__name__)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _flash_calls.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -143,8 +142,8 @@ def flash_attn_varlen_qkvpacked_func(
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict.fromkeys(("query", "key", "value"), "qkv")
     names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
-    tensors = *_flash_calls.unpacked("qkv", qkv, "(T, 3, H, D)"), cu_seqlens, cu_seqlens
-    return _flash_calls.attend_packed(names, tensors, max_seqlen, max_seqlen, options)
+    tensors = *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), cu_seqlens, cu_seqlens
+    return _flash.attend_packed(names, tensors, max_seqlen, max_seqlen, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -166,8 +165,8 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D)."""
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict(query="q", key="kv", value="kv")
-    tensors = q, *_flash_calls.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
-    return _flash_calls.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    tensors = q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
+    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 def flash_attn_with_kvcache(
@@ -196,24 +195,23 @@ def flash_attn_with_kvcache(
     Args:
         k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; slots past a length may hold
             anything. Or, with block_table, pages of any size, (pages, page, Hkv, D or Dv).
-        k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on. new may differ from Sq.
+        k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of k are rotated by
             their slots, those of query i by cache_seqlens + i if causal or in a window, otherwise by cache_seqlens.
             Only with k. rotary_interleaved: whether columns 2n and 2n + 1 are a pair, or n and n + rotary_dim / 2.
         cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
             the whole cache, to which nothing can be added. Causality aligns the last query with the last (new) key.
-        cache_batch_idx: int32 (B,), the cache of each sequence.
+        cache_batch_idx: int32 (B,), the cache of each sequence. num_splits: is not used.
         cache_leftpad: int32 (B,), how many slots at the start of each cache are hidden.
         block_table: int32 (B, n), the pages of each sequence, in order. Without the two above.
-        num_splits: is not used.
     Returns: output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
     Raises: before anything is written; values on a GPU are not checked (see `fusedattn.attention_decode`).
     """
     check_flags(return_softmax_lse=return_softmax_lse)
     for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v).items():
         if x is not None or name not in ("k", "v"):
-            _flash_calls.check_tensor(name, x, "(B, S, H, D)")
-    options = _flash_calls.scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+            _flash.check_tensor(name, x, "(B, S, H, D)")
+    options = _flash.scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     names = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k", new_value="v")
     names |= dict(attention_decode="flash_attn_with_kvcache")
     room = k_cache.shape[1]
@@ -221,25 +219,25 @@ def flash_attn_with_kvcache(
         for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
             if x is not None:
                 fail(ValueError, name, "None beside a block_table", type(x).__name__)
-        _flash_calls.check_tensor("block_table", block_table, "(B, pages of a sequence)")
+        _flash.check_tensor("block_table", block_table, "(B, pages of a sequence)")
         room *= block_table.shape[1]
     elif cache_batch_idx is not None:
-        _flash_calls.check_numbers("cache_batch_idx", cache_batch_idx, q, k_cache.shape[0] - 1)
+        _flash.check_numbers("cache_batch_idx", cache_batch_idx, q, k_cache.shape[0] - 1)
         names["block_table"] = "cache_batch_idx"
         block_table = cache_batch_idx[:, None]  # a cache is a page
     elif k_cache.shape[0] < q.shape[0]:
         fail(ValueError, "k_cache", f"the batch size of q, {q.shape[0]}, or more", tuple(k_cache.shape))
-    lengths = _flash_calls.lengths_of(cache_seqlens, q, k, room)
+    lengths = _flash.lengths_of(cache_seqlens, q, k, room)
     if cache_leftpad is not None:
-        _flash_calls.check_numbers("cache_leftpad", cache_leftpad, q, room)
+        _flash.check_numbers("cache_leftpad", cache_leftpad, q, room)
         options |= dict(key_mask=torch.arange(room, device=q.device) >= cache_leftpad[:, None])
     query, key_cache, value_cache, *new = (x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v))
     caches = CacheArguments(query, key_cache, value_cache, lengths, block_table, *new)
-    with _flash_calls.half_kept(q):
+    with _flash.half_kept(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Before the caches are cut: errors show their shapes.
             cast = caches._replace(query=caches.query.to(autocast_dtype(q)))
-            _flash_calls.ask(names, apply, RULES, cast, cast)
+            _flash.ask(names, apply, RULES, cast, cast)
             caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
@@ -249,10 +247,8 @@ def flash_attn_with_kvcache(
             # A side of the window that is as long as the cache bounds nothing, for flash-attn.
             spread = causal or any(side is not None and side < room for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
-                caches = _flash_calls.ask(names, _flash_calls.rotated_as_theirs, caches, options, spread)
-        results = _flash_calls.ask(
-            names, attention_decode, **caches._asdict(), **options, return_lse=return_softmax_lse
-        )
+                caches = _flash.ask(names, _flash.rotated_as_theirs, caches, options, spread)
+        results = _flash.ask(names, attention_decode, **caches._asdict(), **options, return_lse=return_softmax_lse)
     out, *lse = results if return_softmax_lse else (results,)
     out = out.transpose(1, 2).contiguous()
     return (out, *lse) if lse else out
@@ -285,7 +281,7 @@ def install() -> None:
 
 
 def _module(name: str, members: Iterable[Callable[..., Any]], **more: Any) -> types.ModuleType:
-    module = types.ModuleType(name, f"{name}, as fusedattn.compat.flash_attn has it.")
+    module = types.ModuleType(name, f"{name} by fusedattn.compat.flash_attn.")
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
     module.__package__ = module.__spec__.parent
     module.__dict__.update({member.__name__: member for member in members}, **more)

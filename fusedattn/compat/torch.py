@@ -56,14 +56,6 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 
-def _sum(mask: Tensor, padding: Tensor) -> Tensor:
-    """Two float masks added. Finite numbers stay finite: twice finfo.min is finfo.min."""
-    dtype = torch.promote_types(torch.promote_types(mask.dtype, padding.dtype), torch.float32)
-    hidden = (mask == float("-inf")) | (padding == float("-inf"))
-    total = (mask.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
-    return total.masked_fill(hidden, float("-inf"))
-
-
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
     """{name: mask of `attention`} of torch's (L, S) or (N, heads, L, S), and (N, S); `extra` more keys are visible."""
     masks = {}
@@ -75,7 +67,12 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
         masks["key_mask"] = ~pad(padding, (0, extra))
     elif padding is not None:
         padding = pad(padding, (0, extra))[:, None, None]
-        masks["bias"] = _sum(masks["bias"], padding) if "bias" in masks else padding
+        if (bias := masks.get("bias")) is not None:  # finite numbers stay finite: twice finfo.min is finfo.min
+            dtype = torch.promote_types(torch.promote_types(bias.dtype, padding.dtype), torch.float32)
+            hidden = (bias == float("-inf")) | (padding == float("-inf"))
+            padding = (bias.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
+            padding = padding.masked_fill(hidden, float("-inf"))
+        masks["bias"] = padding
     return masks
 
 
@@ -86,10 +83,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights.
     - is_causal is a hint, and changes nothing. In torch one that contradicts attn_mask counts without weights.
-    - For one seed, dropout drops the same with weights and without.
+    - For one seed, dropout drops the same with weights and without. bool and float masks mix.
     - What a bool key_padding_mask hides may be NaN or inf, and changes no bit; in torch it leaks.
 
-    bool and float masks mix. `torch.jit.script` does not compile it.
+    `torch.jit.script` does not compile it.
     """
 
     def __init__(
@@ -110,9 +107,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
+        flags = bias, add_bias_kv, add_zero_attn
+        super().__init__(embed_dim, num_heads, dropout, *flags, kdim, vdim, batch_first, device, dtype)
         self._leave_fast_path()
 
     def __setstate__(self, state: Any) -> None:
@@ -141,9 +137,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: (L, N, E), with batch_first (N, L, E), or (L, E). key, value: (S, N, kdim), (S, N, vdim), likewise.
                 Or all three one nested tensor, as torch has it: with batch_first and without masks.
             key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
-            need_weights: also return the weights, after dropout.
             attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
-            average_attn_weights: return the mean of the weights over the heads.
+            need_weights, average_attn_weights: also return the weights, after dropout, or their mean over the heads.
             is_causal: says that attn_mask, which must be there, is causal; nothing depends on it.
         Returns: (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S
             grows by one for each of add_bias_kv and add_zero_attn, whose key every query sees.
@@ -155,8 +150,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if unmasked and self.batch_first and isinstance(query, Tensor) and query.is_nested:
             if query.layout == torch.strided:  # a padded batch as torch.nn.TransformerEncoder packs it
                 return self._within(query, need_weights, None, average_attn_weights, is_causal)
-        batch_dim = 0 if self.batch_first else 1
-        along = 1 - batch_dim
+        batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         if attn_mask is None and is_causal:
             fail(ValueError, "is_causal", "False without an attn_mask, for which it is a hint", True)
@@ -206,7 +200,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if weight is not None and query is key and key is value:
             return linear(query, weight, bias).chunk(3, -1)
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
+        biases = [None] * 3 if bias is None else bias.chunk(3)
         q = linear(query, weights[0], biases[0])
         if weight is not None and key is value:
             return q, *linear(key, weight[width:], None if bias is None else bias[width:]).chunk(2, -1)
@@ -236,9 +230,7 @@ def convert(model: nn.Module) -> nn.Module:
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
     modules does that: removing all hooks undoes it. A Tracer of torch.fx needs them as leaves, by `is_leaf_module`.
 
-    Args:
-        model: any module. For a torch.nn.MultiheadAttention the converted one is returned, with the same parameters.
-    Raises: TypeError for anything else.
+    For a torch.nn.MultiheadAttention the converted one is returned. Raises: TypeError for what is no module.
     """
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)

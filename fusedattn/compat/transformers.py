@@ -36,8 +36,7 @@ def register(name: str = "fusedattn") -> None:
     right only for eager's floating masks, gets these, as large as the scores; so does a name that was written into a
     config by hand, or pickled with it. generate_batch() takes no registered name, and output_attentions=True gets None.
 
-    Args:
-        name: registering twice, or under two names, does no harm.
+    Registering twice, or under two names, does no harm.
     Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
         empty, holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
     """
@@ -45,9 +44,8 @@ def register(name: str = "fusedattn") -> None:
         fail(TypeError, "name", "a string", type(name).__name__)
     if not name:
         fail(ValueError, "name", "a name", repr(name))
-    for part, meaning in RESERVED.items():
-        if part in name:
-            fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
+    for part in (part for part in RESERVED if part in name):
+        fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {RESERVED[part]}", repr(name))
     try:
         from transformers import AttentionInterface
 
@@ -85,10 +83,9 @@ def fusedattn_forward(
         module: has `is_causal`, for where the keyword is None; without either it is True.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; B may be 1 for some of them.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
-            Columns after the last key are left out.
+            Columns after the last key are left out. position_bias: floating, of such a shape, added to the scores.
         dropout: the share of weights dropped, in training or not. scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`. s_aux: floating (Hq,), a sink for each head.
-        position_bias: floating, broadcastable as the mask is, added to the scores; has its gradient in its own shape.
         others: ignored, such as `sliding_window`, but for those in REFUSED.
     Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; None). A row that sees nothing is 0.
     Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None.

@@ -46,10 +46,9 @@ def check_tensor(name: str, x: Any, layout: str) -> None:
 def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
     """The queries, keys and values in one tensor, or two of these: as many as its name has letters."""
     check_tensor(name, x, layout)
-    dim = x.dim() - 3
-    if x.shape[dim] != len(name):
+    if x.shape[-3] != len(name):
         fail(ValueError, name, f"shape {layout}", tuple(x.shape))
-    return x.unbind(dim)
+    return x.unbind(-3)
 
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
@@ -95,10 +94,9 @@ def attend_packed(
     names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any]
 ) -> Tensor | Any:
     """`attention_varlen` of its first five arguments; names are {its name: the caller's}."""
-    # Some callers compute the longest length by a tensor, and pass that.
-    longest = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in (max_seqlen_q, max_seqlen_k))
-    lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
-    out, *more = _run(names, attention_varlen, tensors, options, **lengths)
+    longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # some callers leave them a tensor
+    longest = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in longest.items()}
+    out, *more = _run(names, attention_varlen, tensors, options, **longest)
     return (out.contiguous(), *more) if more else out.contiguous()
 
 
