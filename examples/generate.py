@@ -36,25 +36,20 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@torch.no_grad()
-def main():
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, differences = Model().to(device), []
-    text = torch.randint(VOCABULARY, (BATCH, PROMPT), device=device)
-    shape = LAYERS, 2, BATCH, HEADS, CAPACITY, WIDTH // HEADS  # of each layer keys and values, (B, H, CAPACITY, D)
-    cache = torch.empty(shape, device=device)  # what no token has filled yet may hold anything
-    logits = model(text, cache)  # the whole prompt in one call
-    for length in range(PROMPT, PROMPT + STEPS):
-        token = logits[:, -1:].argmax(-1)
-        text = torch.cat([text, token], dim=1)
-        logits = model(token, cache, length)
-        differences.append(logits[:, -1] - model(text)[:, -1])
-    worst = torch.stack(differences).abs().max().item()
-    print("the first text goes on:", *text[0, PROMPT:].tolist())
-    print(f"logits of size {logits.std():.2f} differ by at most {worst:.0e} from those without a cache")
-    assert worst < 1e-4, "the cache changes the logits"
-
-
-if __name__ == "__main__":
-    main()
+torch.set_grad_enabled(False)
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model, differences = Model().to(device), []
+text = torch.randint(VOCABULARY, (BATCH, PROMPT), device=device)
+shape = LAYERS, 2, BATCH, HEADS, CAPACITY, WIDTH // HEADS  # of each layer keys and values, (B, H, CAPACITY, D)
+cache = torch.empty(shape, device=device)  # what no token has filled yet may hold anything
+logits = model(text, cache)  # the whole prompt in one call
+for length in range(PROMPT, PROMPT + STEPS):
+    token = logits[:, -1:].argmax(-1)
+    text = torch.cat([text, token], dim=1)
+    logits = model(token, cache, length)
+    differences.append(logits[:, -1] - model(text)[:, -1])
+worst = torch.stack(differences).abs().max().item()
+print("the first text goes on:", *text[0, PROMPT:].tolist())
+print(f"logits of size {logits.std():.2f} differ by at most {worst:.0e} from those without a cache")
+assert worst < 1e-4, "the cache changes the logits"

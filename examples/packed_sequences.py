@@ -31,23 +31,18 @@ def with_gradients(attention, inputs, output_gradient):
     return out, *torch.autograd.grad(out, inputs, output_gradient)
 
 
-def main():
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    inputs = [torch.randn(sum(LENGTHS), HEADS, WIDTH, device=device, requires_grad=True) for _ in range(3)]
-    output_gradient = torch.randn(sum(LENGTHS), HEADS, WIDTH, device=device)
-    packed = with_gradients(packed_attention, inputs, output_gradient)
-    padded = with_gradients(padded_attention, inputs, output_gradient)
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+inputs = [torch.randn(sum(LENGTHS), HEADS, WIDTH, device=device, requires_grad=True) for _ in range(3)]
+output_gradient = torch.randn(sum(LENGTHS), HEADS, WIDTH, device=device)
+packed = with_gradients(packed_attention, inputs, output_gradient)
+padded = with_gradients(padded_attention, inputs, output_gradient)
 
-    names = ("output", "gradient of query", "gradient of key", "gradient of value")
-    for name, one, other in zip(names, packed, padded, strict=True):
-        difference = (one - other).abs().max().item()
-        print(f"{name:17} differs by at most {difference:.0e}")
-        assert difference < 1e-4, f"packed and padded disagree in the {name}"
-    longest, count = max(LENGTHS), len(LENGTHS)
-    print(f"padded: {count * longest:5} rows, {count * longest**2:7} scores a head")
-    print(f"packed: {sum(LENGTHS):5} rows, {sum(length**2 for length in LENGTHS):7} scores a head")
-
-
-if __name__ == "__main__":
-    main()
+names = ("output", "gradient of query", "gradient of key", "gradient of value")
+for name, one, other in zip(names, packed, padded, strict=True):
+    difference = (one - other).abs().max().item()
+    print(f"{name:17} differs by at most {difference:.0e}")
+    assert difference < 1e-4, f"packed and padded disagree in the {name}"
+longest, count = max(LENGTHS), len(LENGTHS)
+print(f"padded: {count * longest:5} rows, {count * longest**2:7} scores a head")
+print(f"packed: {sum(LENGTHS):5} rows, {sum(length**2 for length in LENGTHS):7} scores a head")

@@ -30,30 +30,25 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def main():
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens, positions = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(2 * HALF, WIDTH)
-    rest = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
-    model = nn.ModuleList([tokens, positions, rest]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+tokens, positions = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(2 * HALF, WIDTH)
+blocks = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
+model = nn.ModuleList([tokens, positions, blocks]).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    chance = math.log(SYMBOLS)
-    print(f"loss in nats, where a guess has {chance:.2f}\nstep  first half  second half")
-    for step in range(STEPS + 1):
-        half = torch.randint(SYMBOLS, (32, HALF), device=device)
-        row = torch.cat([half, half], dim=1)
-        logits = rest(tokens(row[:, :-1]) + positions.weight[:-1])  # (B, S - 1, SYMBOLS)
-        losses = F.cross_entropy(logits.transpose(1, 2), row[:, 1:], reduction="none").mean(0)
-        optimizer.zero_grad()
-        losses.mean().backward()
-        optimizer.step()
-        first, second = losses[: HALF - 1].mean().item(), losses[HALF - 1 :].mean().item()
-        if step % 20 == 0:
-            print(f"{step:4}  {first:10.3f}  {second:11.3f}")
-    assert second < 0.1 * chance, "the model did not learn to look back"
-    assert first > 0.95 * chance, "the model saw what comes after"
-
-
-if __name__ == "__main__":
-    main()
+chance = math.log(SYMBOLS)
+print(f"loss in nats, where a guess has {chance:.2f}\nstep  first half  second half")
+for step in range(STEPS + 1):
+    half = torch.randint(SYMBOLS, (32, HALF), device=device)
+    row = torch.cat([half, half], dim=1)
+    logits = blocks(tokens(row[:, :-1]) + positions.weight[:-1])  # (B, S - 1, SYMBOLS)
+    losses = F.cross_entropy(logits.transpose(1, 2), row[:, 1:], reduction="none").mean(0)
+    optimizer.zero_grad()
+    losses.mean().backward()
+    optimizer.step()
+    first, second = losses[: HALF - 1].mean().item(), losses[HALF - 1 :].mean().item()
+    if step % 20 == 0:
+        print(f"{step:4}  {first:10.3f}  {second:11.3f}")
+assert second < 0.1 * chance, "the model did not learn to look back"
+assert first > 0.95 * chance, "the model saw what comes after"

@@ -1,42 +1,27 @@
 """Layers of textbook transformers, and a textbook decoder, around `fusedattn.MultiHeadAttention`.
 
-With `backend="naive"` each is the textbook's own computation, on the same parameters. Masks are True where a query may
-attend: of a mask that is True where it may not, pass `~mask`.
+With `backend="naive"` each computes by the textbook's formula, on the same parameters. True in a mask = may attend.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .call.rules import FLOATING, fail
+from .call.rules import FLOATING, check_tensors, fail
 from .modules import MultiHeadAttention, check_fits, check_input, check_shares, check_sizes
 
 
-def _check_heads(name: str, num_heads: int, hidden_size: int) -> None:
-    if hidden_size % num_heads:
-        fail(ValueError, name, f"a divisor of hidden_size, {hidden_size}", num_heads)
-
-
-def _check_length(name: str, length: int, most: int) -> None:
-    if length > most:
-        fail(ValueError, name, f"a length of at most {most}", length)
-
-
-def _check_ids(name: str, ids: Tensor, shape: str, rank: int) -> None:
-    if not isinstance(ids, Tensor):
-        fail(TypeError, name, "a tensor", type(ids).__name__)
+def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...]) -> None:
+    check_input(name, ids, shape)
     if ids.dtype not in (torch.int32, torch.int64):
         fail(TypeError, name, "int32 or int64", ids.dtype)
-    if ids.dim() != rank:
-        fail(ValueError, name, f"shape {shape}", tuple(ids.shape))
 
 
 def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
-    """The rows of an nn.Embedding. On a GPU nobody looks whether an id has one, but for torch's own assert."""
+    """The rows of an nn.Embedding. Ids outside of it raise; on a GPU torch stops the program by an assert."""
     try:
         rows: Tensor = table(ids)
         return rows
@@ -44,29 +29,34 @@ def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
         fail(ValueError, name, f"ids from 0 to {table.num_embeddings - 1}", f"{ids.min()} to {ids.max()}")
 
 
-# What a config may ask for and the layers do in one way only, and what they call what they read from it.
-ONLY = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
-OPTIONS = {"hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout"}
+# Attributes of a config: which value the layers implement, and which option of a layer another name stands for.
+IMPLEMENTED = dict(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+OPTIONS = dict(hidden_dropout_prob="dropout", attention_probs_dropout_prob="attention_dropout")
+_Layer = TypeVar("_Layer", bound="_Configurable")
 
 
-def _options(
-    config: Any, needed: Sequence[str], may_have: Sequence[str] = (), only: Iterable[str] = ()
-) -> dict[str, Any]:
-    """{option of a layer: value} of attributes that a config needs and of some that it may have."""
-    for name in only:
-        if getattr(config, name, ONLY[name]) != ONLY[name]:
-            fail(ValueError, f"config.{name}", repr(ONLY[name]), repr(getattr(config, name)))
-    for name in needed:
-        if not hasattr(config, name):
-            fail(TypeError, "config", f"an object with {name}", type(config).__name__)
-    found = [*needed, *(name for name in may_have if hasattr(config, name))]
-    return {OPTIONS.get(name, name): getattr(config, name) for name in found}
+class _Configurable(nn.Module):
+    """A module that can read its options from a config: attributes that this needs, may have, and one value of some."""
 
+    NEEDS: tuple[str, ...]
+    MAY_HAVE: tuple[str, ...] = ()
+    IMPLEMENTS: tuple[str, ...]
 
-def _layer_options(config: Any, *more: str) -> dict[str, Any]:
-    """Those of a TransformerEncoderLayer, and more that the config needs."""
-    needed = (*more, "hidden_size", "num_attention_heads", "intermediate_size", "hidden_dropout_prob")
-    return _options(config, needed, ["attention_probs_dropout_prob", "layer_norm_eps"], ONLY)
+    @classmethod
+    def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
+        """A module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
+
+        options of the module override config. Raises: ValueError where config asks for what this module does not
+        implement, TypeError for an attribute that config lacks.
+        """
+        for name in cls.IMPLEMENTS:
+            if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
+                fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), repr(getattr(config, name)))
+        for name in cls.NEEDS:
+            if not hasattr(config, name):
+                fail(TypeError, "config", f"an object with {name}", type(config).__name__)
+        names = [*cls.NEEDS, *(name for name in cls.MAY_HAVE if hasattr(config, name))]
+        return cls(**{OPTIONS.get(name, name): getattr(config, name) for name in names} | options)
 
 
 class SinusoidalPositionalEncoding(nn.Module):
@@ -76,14 +66,10 @@ class SinusoidalPositionalEncoding(nn.Module):
         >>> layer(torch.zeros(2, 100, 512)).shape
         torch.Size([2, 100, 512])
 
-    P is the buffer `pe` (max_len, E), computed in float64 and kept so until `.to()` says otherwise; what is added is
-    rounded to the dtype of x once. It is not part of the state dict, so weights load whatever max_len is; like the
-    parameters of other modules, it takes `reset_parameters` after `to_empty`. A device without float64 wants another
-    dtype.
+    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; x's dtype is kept. It is not in
+    the state dict, so weights load whatever max_len is, and needs `reset_parameters` after `to_empty`.
 
-    Args:
-        embed_dim: E, odd or even.
-        max_len: the most positions x may have.
+    Args: embed_dim: E, odd or even. max_len: the most positions x may have.
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
 
@@ -106,26 +92,30 @@ class SinusoidalPositionalEncoding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises: ValueError, TypeError otherwise."""
-        check_input("x", x, self.embed_dim)
+        check_input("x", x, ("batch", "length", self.embed_dim))
         if x.dtype not in FLOATING:
             fail(TypeError, "x", "a floating dtype", x.dtype)
-        _check_length("x", x.shape[1], self.max_len)
+        if x.shape[1] > self.max_len:
+            fail(ValueError, "x", f"a length of at most {self.max_len}", x.shape[1])
         return x + self.pe[: x.shape[1]].to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, max_len={self.max_len}"
 
 
-class Embeddings(nn.Module):
+class Embeddings(_Configurable):
     """ids (B, S) -> (B, S, hidden): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
 
     Args:
-        vocab_size: how many ids there are. hidden_size: the width of the output.
-        max_position_embeddings: the most positions there may be.
-        dropout: the share of the output dropped while training.
-        layer_norm_eps: what the norm adds to the variance.
+        vocab_size, max_position_embeddings: the number of ids, and the most positions. hidden_size: the output's width.
+        dropout: the share of the output dropped while training. layer_norm_eps: what the norm adds to the variance.
+        factory: the device and dtype of the parameters.
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
+
+    NEEDS = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob")
+    MAY_HAVE = ("layer_norm_eps",)
+    IMPLEMENTS = ("position_embedding_type",)
 
     def __init__(
         self,
@@ -135,72 +125,48 @@ class Embeddings(nn.Module):
         dropout: float = 0.0,
         *,
         layer_norm_eps: float = 1e-12,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ):
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.dropout = nn.Dropout(dropout)
 
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> "Embeddings":
-        """With the sizes, dropout and eps of a BertConfig, or of what has its attributes; options as above.
-
-        Raises: ValueError where it asks for what this layer does not do, TypeError for an attribute it lacks.
-        """
-        needed = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob")
-        return cls(**_options(config, needed, ["layer_norm_eps"], ["position_embedding_type"]) | options)
-
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises: ValueError, TypeError for others."""
-        _check_ids("input_ids", input_ids, "(batch, length)", 2)
-        length = input_ids.shape[1]
-        _check_length("input_ids", length, self.position_embeddings.num_embeddings)
+        _check_ids("input_ids", input_ids, ("batch", "length"))
+        length, max_length = input_ids.shape[1], self.position_embeddings.num_embeddings
+        if length > max_length:
+            fail(ValueError, "input_ids", f"a length of at most {max_length}", length)
         positions = self.position_embeddings(torch.arange(length, device=input_ids.device))
         tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
         out: Tensor = self.dropout(self.layer_norm(tokens + positions))
         return out
 
 
-class FeedForward(nn.Module):
+class FeedForward(_Configurable):
     """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
 
-    Args:
-        hidden_size, intermediate_size: the widths outside and between.
-        dropout: the share of the output dropped while training.
+    dropout is the share of the output dropped while training, factory the device and dtype of the parameters.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        *,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ):
+    NEEDS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
+    IMPLEMENTS = ("hidden_act",)
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_shares(dropout=dropout)
-        self.linear_1 = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
-        self.linear_2 = nn.Linear(intermediate_size, hidden_size, device=device, dtype=dtype)
+        self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
+        self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
         self.dropout = nn.Dropout(dropout)
-
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> "FeedForward":
-        """With the sizes and dropout of a BertConfig; as `Embeddings.from_config`."""
-        needed = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
-        return cls(**_options(config, needed, only=["hidden_act"]) | options)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden), any leading dimensions -> the same shape. Raises: ValueError for another width."""
-        if not isinstance(x, Tensor):
-            fail(TypeError, "x", "a tensor", type(x).__name__)
+        check_tensors(x=x)
         if x.shape[-1:] != (self.linear_1.in_features,):
             fail(ValueError, "x", f"shape (..., {self.linear_1.in_features})", tuple(x.shape))
         check_fits("x", x, self.linear_1)
@@ -208,7 +174,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class TransformerEncoderLayer(nn.Module):
+class TransformerEncoderLayer(_Configurable):
     """Pre-norm: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
 
         >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
@@ -219,14 +185,17 @@ class TransformerEncoderLayer(nn.Module):
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout: of `feed_forward`.
-        attention_dropout: the share of attention weights dropped while training.
+        dropout: of `feed_forward`. attention_dropout: the share of attention weights dropped while training.
         layer_norm_eps: what the norms add to the variance.
-        head_dim, value_head_dim, scale, causal, backend: as in `fusedattn.MultiHeadAttention`. The variant that divides
-            by sqrt(E) instead of sqrt(head_dim) is scale=hidden_size**-0.5.
+        options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on;
+            scale=hidden_size**-0.5 divides scores by sqrt(E).
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
+
+    NEEDS: tuple[str, ...] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_dropout_prob")
+    MAY_HAVE = ("attention_probs_dropout_prob", "layer_norm_eps")
+    IMPLEMENTS = tuple(IMPLEMENTED)
 
     def __init__(
         self,
@@ -237,83 +206,46 @@ class TransformerEncoderLayer(nn.Module):
         *,
         attention_dropout: float = 0.0,
         layer_norm_eps: float = 1e-5,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        backend: str | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ):
         super().__init__()
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
-        if head_dim is None:
-            _check_heads("num_attention_heads", num_attention_heads, hidden_size)
+        if options.get("head_dim") is None and hidden_size % num_attention_heads:
+            fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
         check_shares(attention_dropout=attention_dropout)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
-        self.attention = MultiHeadAttention(
-            hidden_size,
-            num_attention_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            dropout=attention_dropout,
-            causal=causal,
-            scale=scale,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
-        self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, device=device, dtype=dtype)
-
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> "TransformerEncoderLayer":
-        """With the sizes, dropouts and eps of a BertConfig; as `Embeddings.from_config`. BERT itself is post-norm."""
-        return cls(**_layer_options(config) | options)
+        options |= dict(dropout=attention_dropout, **factory)
+        self.attention = MultiHeadAttention(hidden_size, num_attention_heads, **options)
+        self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, **factory)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, S, E) -> (B, S, E).
-
-        Args:
-            mask: bool, True = may attend: (S, S), (B, S, S) or (B, 1 or H, S, S); or a `fusedattn.plan`, which may also
-                hold a query_mask.
-            key_mask: bool (B, S), True = a real token.
-        """
-        check_input("x", x, self.attention.embed_dim, self.layer_norm_1)
+        """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`, of S queries and keys."""
+        check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
         out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
         return out
 
 
-class TransformerEncoder(nn.Module):
+class TransformerEncoder(_Configurable):
     """`layers`: num_hidden_layers times a `TransformerEncoderLayer`, and no norm after the last.
 
         >>> encoder = torch.nn.Sequential(Embeddings.from_config(config), TransformerEncoder.from_config(config))
 
-    Args:
-        num_hidden_layers: how many.
-        hidden_size, num_attention_heads, intermediate_size, dropout, options: as in `TransformerEncoderLayer`.
+    sizes and options are the arguments of `TransformerEncoderLayer`: hidden_size, num_attention_heads and so on.
     """
 
-    def __init__(
-        self,
-        num_hidden_layers: int,
-        hidden_size: int,
-        num_attention_heads: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        **options: Any,
-    ):
+    NEEDS = ("num_hidden_layers", *TransformerEncoderLayer.NEEDS)
+    MAY_HAVE = TransformerEncoderLayer.MAY_HAVE
+    IMPLEMENTS = TransformerEncoderLayer.IMPLEMENTS
+
+    def __init__(self, num_hidden_layers: int, *sizes: Any, **options: Any):
         super().__init__()
         check_sizes(num_hidden_layers=num_hidden_layers)
-        sizes = (hidden_size, num_attention_heads, intermediate_size, dropout)
         self.layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(num_hidden_layers))
-
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> "TransformerEncoder":
-        """With the sizes, dropouts and eps of a BertConfig; as `TransformerEncoderLayer.from_config`."""
-        return cls(**_layer_options(config, "num_hidden_layers") | options)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
         """x (B, S, E) -> (B, S, E); every layer takes the same masks, those of `TransformerEncoderLayer`."""
@@ -325,19 +257,18 @@ class TransformerEncoder(nn.Module):
 class AttentionDecoder(nn.Module):
     """One step of a recurrent sequence-to-sequence decoder, whose attentions read the encoder's outputs.
 
-    Each of `attentions` is queried with the hidden state; `fc_attn` makes one context of what they found. The GRU `rnn`
-    takes the embedded token and the context, `fc` makes logits of its output, the context and the embedded token.
+    Each of `attentions` has the hidden state for its query; `fc_attn` maps their outputs to one context. The GRU `rnn`
+    takes the embedded token and the context, `fc` maps its output, the context and the embedded token to logits.
 
         >>> decoder = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256)
         >>> for tokens in target.T:
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 
     Args:
-        vocab_size: how many tokens there are. embed_size: the width that they are embedded in.
+        vocab_size: the number of tokens. embed_size: the width of their embeddings.
         hidden_size: the width of the state. encoder_size: that of encoder_outputs and of the context.
         num_attentions, num_heads: how many attentions, and heads of each.
-        dropout: the share of attention weights dropped while training.
-        scale, backend: as in `fusedattn.MultiHeadAttention`.
+        dropout, scale, backend: as in `fusedattn.MultiHeadAttention`. factory: device and dtype of the parameters.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
         of arXiv:1706.03762 in place of its own.
@@ -355,29 +286,16 @@ class AttentionDecoder(nn.Module):
         *,
         scale: float | None = None,
         backend: str | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ):
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size)
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
-        _check_heads("num_heads", num_heads, hidden_size)
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.embedding = nn.Embedding(vocab_size, embed_size, **factory)
-        self.attentions = nn.ModuleList(
-            MultiHeadAttention(
-                hidden_size,
-                num_heads,
-                kdim=encoder_size,
-                vdim=encoder_size,
-                dropout=dropout,
-                scale=scale,
-                backend=backend,
-                device=device,
-                dtype=dtype,
-            )
-            for _ in range(num_attentions)
-        )
+        if hidden_size % num_heads:
+            fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
+        options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
+        attentions = (MultiHeadAttention(hidden_size, num_heads, **options) for _ in range(num_attentions))
+        self.embedding, self.attentions = nn.Embedding(vocab_size, embed_size, **factory), nn.ModuleList(attentions)
         self.fc_attn = nn.Linear(num_attentions * hidden_size, encoder_size, **factory)
         self.rnn = nn.GRU(embed_size + encoder_size, hidden_size, batch_first=True, **factory)
         self.fc = nn.Linear(hidden_size + encoder_size + embed_size, vocab_size, **factory)
@@ -394,32 +312,23 @@ class AttentionDecoder(nn.Module):
         """One step.
 
         Args:
-            input: (B,) ids of the tokens before, int32 or int64.
-            hidden: (B, hidden_size), the state.
-            encoder_outputs: (B, S, encoder_size).
-            key_mask: bool (B, S), True = a real token of the source.
+            input: (B,) ids of the tokens before, int32 or int64. hidden: (B, hidden_size), the state.
+            encoder_outputs: (B, S, encoder_size). key_mask: bool (B, S), True = a real token of the source.
             need_weights: also return the weights, after dropout.
-        Returns: (logits (B, vocab_size), the new state (B, hidden_size), weights (B, num_attentions, num_heads, S) or
-            None).
+        Returns: (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
         Raises: ValueError, TypeError for other shapes and dtypes.
         """
-        _check_ids("input", input, "(batch,)", 1)
-        if not isinstance(hidden, Tensor):
-            fail(TypeError, "hidden", "a tensor", type(hidden).__name__)
-        if hidden.shape != (input.shape[0], self.rnn.hidden_size):
-            fail(ValueError, "hidden", f"shape {(input.shape[0], self.rnn.hidden_size)}", tuple(hidden.shape))
-        check_fits("hidden", hidden, self.embedding)
-        check_input("encoder_outputs", encoder_outputs, self.fc_attn.out_features, self.embedding)
+        _check_ids("input", input, ("batch",))
+        check_input("hidden", hidden, (input.shape[0], self.rnn.hidden_size), self.embedding)
+        check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.fc_attn.out_features), self.embedding)
         if encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
         embedded = _look_up(self.embedding, "input", input)
-        found = [
-            attention(hidden[:, None], encoder_outputs, key_mask=key_mask, need_weights=need_weights)
-            for attention in self.attentions
-        ]
-        context = self.fc_attn(torch.cat([out[:, 0] for out, _ in found], -1))  # (B, encoder_size)
+        options = dict(key_mask=key_mask, need_weights=need_weights)
+        attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]
+        context = self.fc_attn(torch.cat([out[:, 0] for out, _ in attended], -1))  # (B, encoder_size)
         # cuDNN asks for a state that is contiguous.
         outputs, state = self.rnn(torch.cat([embedded, context], -1)[:, None], hidden[None].contiguous())
         logits = self.fc(torch.cat([outputs[:, 0], context, embedded], -1))
-        weights = torch.stack([each[:, :, 0] for _, each in found], 1) if need_weights else None
+        weights = torch.stack([weight[:, :, 0] for _, weight in attended], 1) if need_weights else None
         return logits, state[0], weights

@@ -9,38 +9,38 @@ from torch.types import Device
 from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
-from .call.rules import check_flags, check_options, fail
+from .call.rules import check_flags, check_options, check_tensors, fail, is_int, is_number
 
 
-def _linear(inputs: int, outputs: int, bias: bool, factory: dict[str, Any]) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs, bias=bias, **factory)
-    nn.init.xavier_uniform_(layer.weight)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
-def check_sizes(**sizes: object) -> None:
+def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
+        if not is_int(size):
             fail(TypeError, name, "an int", type(size).__name__)
         if size < 1:
             fail(ValueError, name, "1 or more", size)
 
 
-def check_input(name: str, tensor: Tensor, width: int, layer: nn.Module | None = None) -> None:
-    """A tensor (batch, length, width) that a layer can take."""
-    if not isinstance(tensor, Tensor):
-        fail(TypeError, name, "a tensor", type(tensor).__name__)
-    if tensor.dim() != 3 or tensor.shape[-1] != width:
-        fail(ValueError, name, f"shape (batch, length, {width})", tuple(tensor.shape))
+def check_shares(**shares: Any) -> None:
+    for name, share in shares.items():
+        if not is_number(share):
+            fail(TypeError, name, "a number", type(share).__name__)
+        if not 0 <= share <= 1:
+            fail(ValueError, name, "a number from 0 to 1", share)
+
+
+def check_input(name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None) -> None:
+    """Raise unless a tensor has this shape, in which a name stands for any size, and a layer can take it."""
+    check_tensors(**{name: tensor})
+    sizes = tuple(want if isinstance(want, str) else size for want, size in zip(shape, tensor.shape, strict=False))
+    if tensor.dim() != len(shape) or sizes != shape:
+        fail(ValueError, name, "shape " + str(shape).replace("'", ""), tuple(tensor.shape))
     check_fits(name, tensor, layer)
 
 
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
-    """The dtype and device of a tensor are those of the weight of a layer.
+    """Raise unless a tensor has the dtype and the device of a layer's weight.
 
-    One whose weight is wrapped, quantized or yet to be loaded answers for itself.
+    A layer whose weight is wrapped, quantized or not yet loaded checks its input itself.
     """
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta:
@@ -51,29 +51,26 @@ def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
         fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
 
 
-def check_shares(**shares: object) -> None:
-    for name, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            fail(TypeError, name, "a number", type(share).__name__)
-        if not 0 <= share <= 1:
-            fail(ValueError, name, "a number from 0 to 1", share)
+def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias=bias, **factory)
+    nn.init.xavier_uniform_(layer.weight)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 def _by_head(pairs: Any) -> Any:
-    """A mask, plan or bias of rank 3 (B, Sq, Sk) as one for all heads; any other as it is."""
+    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads."""
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_by_head(pairs.mask))
     return pairs.unsqueeze(1) if isinstance(pairs, Tensor) and pairs.dim() == 3 else pairs
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, need_weights: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """(output, weights or None); asking for weights changes nothing in the output."""
+def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """(output, weights or None) of `attention`; the output is the same with weights and without."""
     check_flags(need_weights=need_weights)
-    got: Any = attention(query, key, value, return_weights=need_weights, **options)
-    out, weights = got if need_weights else (got, None)
-    return out, weights
+    results: Any = attention(q, k, v, return_weights=need_weights, **options)
+    return results if need_weights else (results, None)
 
 
 class MultiHeadAttention(nn.Module):
@@ -83,14 +80,11 @@ class MultiHeadAttention(nn.Module):
         >>> output, _ = layer(torch.randn(2, 100, 512))
 
     Args:
-        embed_dim: E, the width of query and output.
+        embed_dim: E, the width of query and output. kdim, vdim: widths of key and value; embed_dim by default.
         num_heads: H. num_kv_heads: heads of key and value, a divisor of H; H by default.
-        kdim, vdim: widths of key and value; embed_dim by default.
         head_dim: D; embed_dim // num_heads by default. value_head_dim: Dv; head_dim by default.
-        bias: whether projections have one.
-        dropout: the share of attention weights dropped while training.
-        causal, window, scale, softcap: as in `fusedattn.attention`.
-        backend: as in `fusedattn.attention`; "naive" is the reference module, with the same parameters.
+        dropout: the share of attention weights dropped while training. bias: whether projections have one.
+        causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
@@ -137,11 +131,10 @@ class MultiHeadAttention(nn.Module):
         self.head_dim, self.value_head_dim = head_dim, value_head_dim
         self.causal, self.window, self.scale, self.softcap = causal, window, scale, softcap
         self.dropout, self.backend = dropout, backend
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, factory)
-        self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, factory)
-        self.v_proj = _linear(vdim, num_kv_heads * value_head_dim, bias, factory)
-        self.out_proj = _linear(num_heads * value_head_dim, embed_dim, bias, factory)
+        self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, device=device, dtype=dtype)
+        self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, device=device, dtype=dtype)
+        self.v_proj = _linear(vdim, num_kv_heads * value_head_dim, bias, device=device, dtype=dtype)
+        self.out_proj = _linear(num_heads * value_head_dim, embed_dim, bias, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -160,34 +153,24 @@ class MultiHeadAttention(nn.Module):
         Args:
             query: (B, Sq, E). key: (B, Sk, kdim), query by default. value: (B, Sk, vdim), key by default.
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan` of one.
+            bias: floating, added to the scores, of the shapes a mask may have.
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
                 must be finite for the gradients of the projections, which are linear in it.
-            bias: floating, added to the scores, of the shapes a mask may have.
             need_weights: also return the weights, after dropout; they need memory for all pairs.
-        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing has the bias of
-            out_proj, and weights 0.
+        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
-        check_input("query", query, self.embed_dim, self.q_proj)
-        check_input("key", key, self.kdim, self.k_proj)
-        check_input("value", value, self.vdim, self.v_proj)
-        out, weights = attend(
-            self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2),
-            self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
-            self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2),
-            need_weights,
-            mask=_by_head(mask),
-            bias=_by_head(bias),
-            key_mask=key_mask,
-            query_mask=query_mask,
-            causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout_p=self.dropout if self.training else 0.0,
-            backend=self.backend,
-        )
+        check_input("query", query, ("batch", "length", self.embed_dim), self.q_proj)
+        check_input("key", key, ("batch", "length", self.kdim), self.k_proj)
+        check_input("value", value, ("batch", "length", self.vdim), self.v_proj)
+        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)
+        options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
+        options |= dict(mask=_by_head(mask), bias=_by_head(bias), key_mask=key_mask, query_mask=query_mask)
+        options |= dict(dropout_p=self.dropout if self.training else 0.0, backend=self.backend)
+        out, weights = attend(q, k, v, need_weights, **options)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def extra_repr(self) -> str:
@@ -197,11 +180,7 @@ class MultiHeadAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention with one head and no output projection.
 
-    Args:
-        embed_dim: E, the width of input and output.
-        dropout: the share of attention weights dropped while training.
-        bias: whether projections have one.
-        scale, backend: as in `fusedattn.attention`.
+    embed_dim is E, the width of input and output; all other arguments are those of `MultiHeadAttention`.
     """
 
     def __init__(
@@ -220,27 +199,13 @@ class SelfAttention(nn.Module):
         check_shares(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend
-        self.q_proj = _linear(embed_dim, embed_dim, bias, {})
-        self.k_proj = _linear(embed_dim, embed_dim, bias, {})
-        self.v_proj = _linear(embed_dim, embed_dim, bias, {})
+        self.q_proj, self.k_proj, self.v_proj = (_linear(embed_dim, embed_dim, bias) for _ in range(3))
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within x (B, S, E); mask is bool, (S, S) or (B, S, S), True = may attend; key_mask is bool (B, S).
-
-        Returns: (output (B, S, E), weights (B, S, S) or None).
-        """
-        check_input("x", x, self.embed_dim, self.q_proj)
-        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return attend(
-            query,
-            key,
-            value,
-            need_weights,
-            mask=mask,
-            key_mask=key_mask,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            backend=self.backend,
-        )
+        """x (B, S, E), mask (S, S) or (B, S, S), key_mask (B, S), both bool -> (B, S, E), weights (B, S, S) or None."""
+        check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
+        options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import fail
+from .call.rules import check_tensors, fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIGNS = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u2192"})  # what is written for what cannot be seen
+SIGNS = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u2192"})  # characters that show white space
 INK, HIDDEN, FRAME = "#333333", "#f0f0f0", "#cccccc"
-SMALLEST, LARGEST = 5.0, 9.0  # points that names are written in
-LETTER = 0.6 * LARGEST / 72  # inches that one takes
+SMALLEST, LARGEST = 5.0, 9.0  # font sizes of names, in points
+LETTER = 0.6 * LARGEST / 72  # the width of a letter, in inches
 
 
 def attention_map(
@@ -29,31 +29,25 @@ def attention_map(
     top: float | None = None,
     figure: Any = None,
 ) -> "Figure":
-    """A panel a head, a row a query, a column a key, and one scale of colours for all panels.
+    """A figure with a panel for each head, a row for each query, a column for each key, and one scale of colours.
 
         >>> _, weights = layer(x, need_weights=True)
         >>> fusedattn.plot.attention_map(weights[0], "what it attends to".split()).savefig("heads.png")
 
     Args:
         weights: (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), real, 0 or more. NaN is drawn as hidden.
-        tokens: Sq names of the rows; a string names each by a letter. key_tokens: Sk names of the columns; `tokens`
-            where there are as many keys as queries. What has no names is numbered; where they do not fit, some go.
-        mask: bool, broadcastable to weights, True = may attend. What it hides is grey, which a weight of 0 is not.
-        titles: one for each head; "head 1" and so on by default, none for one head.
-        label: what the colours stand for.
-        top: the weight of the darkest colour; the largest by default. Half as dark is a quarter of it: most weights
-            are small, and are to be told apart.
+        tokens: Sq names of the rows; a string names each by a letter. key_tokens: Sk names of the columns, by default
+            `tokens` where Sk = Sq. Rows and columns without names are numbered; names that do not fit are left out.
+        mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey, which a weight of 0 is not.
+        titles: one for each head; "head 1" and so on by default, none for one head. label: that of the colours.
+        top: the weight of the darkest colour, by default the largest. A quarter of it is half as dark.
         figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
-    Returns: the figure.
     Raises: ImportError without matplotlib; ValueError, TypeError for arguments that do not fit.
     """
-    maps = _seen(_maps(weights), mask)
+    maps = _maps(weights) if mask is None else _masked(_maps(weights), mask)
     heads, rows, columns = maps.shape
-    row_names = _names("tokens", tokens, rows)
-    if key_tokens is None and rows == columns:
-        key_names = row_names
-    else:
-        key_names = _names("key_tokens", key_tokens, columns)
+    row_names, same = _names("tokens", tokens, rows), key_tokens is None and rows == columns
+    key_names = row_names if same else _names("key_tokens", key_tokens, columns)
     if titles is None:
         titles = [f"head {head + 1}" for head in range(heads)] if heads > 1 else [""]
     if len(titles) != heads:
@@ -68,7 +62,7 @@ def attention_map(
     down = math.ceil(heads / across)
     beside, below = (max(map(len, names or ["000"])) * LETTER for names in (row_names, key_names))
     if figure is None:
-        longest, widest = max(rows, columns), max(2.0, min(7.0, 16.0 / across))  # a panel is 2 inches wide to that
+        longest, widest = max(rows, columns), max(2.0, min(7.0, 16.0 / across))  # a panel is 2 to `widest` inches wide
         cell = min(max(0.15, 2.0 / longest), widest / longest)
         size = (across * (columns * cell + beside + 0.3) + 0.9, down * (rows * cell + below + 0.5))
         figure = matplotlib.figure.Figure(figsize=(max(size[0], 3.0), max(size[1], 2.4)), layout="constrained")
@@ -80,20 +74,17 @@ def attention_map(
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for axes in panels[heads:]:
         axes.remove()
-    panels = panels[:heads]
-    for axes, seen, title in zip(panels, maps, titles, strict=True):
-        shown = axes.imshow(seen.numpy(), cmap=colors, norm=norm, interpolation="nearest")
+    for axes, head, title in zip(panels, maps, titles, strict=False):
+        image = axes.imshow(head.numpy(), cmap=colors, norm=norm, interpolation="nearest")
         _write(axes.xaxis, key_names, cell, rotation=90 if below > LETTER else 0)
         _write(axes.yaxis, row_names, cell)
         axes.set_title(title, fontsize=11, color=INK, pad=4)
         axes.spines[:].set_color(FRAME)
-    _bar(figure, shown, panels, label, ticks=matplotlib.ticker.MaxNLocator(4))
-    drawn: Figure = figure
-    return drawn
+    return _with_bar(figure, image, panels[:heads], label, ticks=matplotlib.ticker.MaxNLocator(4))
 
 
 def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
-    """A row a position, a column a dimension.
+    """A figure with a row for each position and a column for each dimension.
 
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(64, 100)
         >>> fusedattn.plot.positional_encoding(layer.pe).savefig("positions.png")
@@ -101,12 +92,9 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     Args:
         pe: (S, E) or (1, S, E), real and finite.
         figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
-    Returns: the figure.
     Raises: ImportError without matplotlib; ValueError, TypeError for another pe.
     """
-    table = _real("pe", pe)
-    if table.dim() == 3 and len(table) == 1:
-        table = table[0]
+    table = _numbers("pe", pe, 2)
     if table.dim() != 2 or not table.numel():
         fail(ValueError, "pe", "shape (S, E) or (1, S, E), none of them 0", tuple(table.shape))
     if not table.isfinite().all():
@@ -115,20 +103,16 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     if figure is None:
         figure = matplotlib.figure.Figure(figsize=(7.0, 4.5), layout="constrained")
     axes, most = figure.subplots(), table.abs().max().item() or 1.0
-    shown = axes.imshow(table.numpy(), cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+    image = axes.imshow(table.numpy(), cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
     for axis, name in ((axes.xaxis, "dimension"), (axes.yaxis, "position")):
         _write(axis, None, 0.0)
         axis.set_label_text(name, color=INK, fontsize=10)
     axes.spines[:].set_color(FRAME)
-    _bar(figure, shown, [axes], "value")
-    drawn: Figure = figure
-    return drawn
+    return _with_bar(figure, image, [axes], "value")
 
 
 def _matplotlib() -> Any:
     try:
-        import matplotlib
-        import matplotlib.colors
         import matplotlib.figure
         import matplotlib.ticker
     except ImportError as error:
@@ -136,22 +120,19 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-def _real(name: str, tensor: Tensor) -> Tensor:
-    """A tensor as matplotlib takes it."""
-    if not isinstance(tensor, Tensor):
-        fail(TypeError, name, "a tensor", type(tensor).__name__)
+def _numbers(name: str, tensor: Tensor, rank: int) -> Tensor:
+    """A tensor as matplotlib takes it; of a batch of one, its first, of this rank."""
+    check_tensors(**{name: tensor})
     if tensor.is_complex():
         fail(TypeError, name, "real numbers", tensor.dtype)
-    return tensor.detach().to("cpu", torch.float64)
+    numbers = tensor.detach().to("cpu", torch.float64)
+    return numbers[0] if numbers.dim() == rank + 1 and len(numbers) == 1 else numbers
 
 
 def _maps(weights: Tensor) -> Tensor:
     """weights as (H, Sq, Sk)."""
-    maps = _real("weights", weights)
-    if maps.dim() == 4 and len(maps) == 1:
-        maps = maps[0]
-    if maps.dim() == 2:
-        maps = maps[None]
+    maps = _numbers("weights", weights, 3)
+    maps = maps[None] if maps.dim() == 2 else maps
     if maps.dim() != 3:
         expected = "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk); weights[0] are those of the first of a batch"
         fail(ValueError, "weights", expected, tuple(weights.shape))
@@ -163,10 +144,8 @@ def _maps(weights: Tensor) -> Tensor:
     return maps
 
 
-def _seen(maps: Tensor, mask: Tensor | None) -> Tensor:
+def _masked(maps: Tensor, mask: Tensor) -> Tensor:
     """maps with NaN where mask hides."""
-    if mask is None:
-        return maps
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", getattr(mask, "dtype", type(mask).__name__))
     try:
@@ -185,23 +164,24 @@ def _names(argument: str, names: Sequence[object] | None, length: int) -> list[s
 
 
 def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -> None:
-    """Names, or numbers, along an axis where each has `cell` inches."""
+    """Write names, or numbers, along an axis on which each has `cell` inches."""
     if names is None:
         axis.get_major_locator().set_params(integer=True)
         axis.set_tick_params(labelsize=LARGEST, labelcolor=INK, length=2, color=INK)
         return
     room = max(cell * 72, 0.1)  # points
     every = math.ceil(SMALLEST / room)
-    # A token is a token: two dollars in it are no formula.
-    style: dict[str, Any] = dict(
-        fontfamily="monospace", fontsize=min(max(room, SMALLEST), LARGEST), color=INK, parse_math=False
-    )
-    axis.set_ticks(range(0, len(names), every), names[::every], rotation=rotation, **style)
+    # Two dollars in a token are no formula.
+    style: dict[str, Any] = dict(fontfamily="monospace", color=INK, parse_math=False, rotation=rotation)
+    style["fontsize"] = min(max(room, SMALLEST), LARGEST)
+    axis.set_ticks(range(0, len(names), every), names[::every], **style)
     axis.set_tick_params(length=0, pad=2)
 
 
-def _bar(figure: Any, shown: Any, panels: list[Any], label: str, ticks: Any = None) -> None:
-    bar = figure.colorbar(shown, ax=panels, fraction=0.025, aspect=50, pad=0.015, ticks=ticks)
+def _with_bar(figure: "Figure", image: Any, panels: list[Any], label: str, ticks: Any = None) -> "Figure":
+    """The figure with the scale of an image's colours beside panels."""
+    bar = figure.colorbar(image, ax=panels, fraction=0.025, aspect=50, pad=0.015, ticks=ticks)
     bar.set_label(label, color=INK, fontsize=10)
     bar.ax.tick_params(labelsize=9, colors=INK, length=2)
     bar.outline.set_visible(False)
+    return figure

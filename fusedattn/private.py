@@ -1,34 +1,8 @@
-"""Lists every private name of torch that this package uses, and what happens where a version of torch lacks it.
+"""Every name of torch that is not public and that this package uses, each with what happens in a torch without it.
 
-| name of torch | what for | where it is gone |
-|---|---|---|
-| `_C._are_functorch_transforms_active` | is a transform of torch.func active? | the next is asked |
-| `_C._functorch.peek_interpreter_stack` | the same | taken to be: no replay, no whole graph, no operator by name |
-| `autograd.forward_ad._current_level` | is forward mode active? | taken to be: no replay, no whole graph |
-| `_C._len_torch_dispatch_stack` | is a TorchDispatchMode active? | taken to be: no replay |
-| `_C._get_tracing_state` | does torch.jit trace? | taken to: no replay |
-| `_C._is_any_autocast_enabled` | is autocast on for any device? | taken to be: no replay |
-| `_C._has_storage` | is a tensor a wrapper of another? | its storage is asked for |
-| `_C._dynamo.guards.TensorGuards` | compares tensors in C++ | a dictionary is asked instead |
-| `_C._dynamo.guards._empty_strided_cpu`, `..._cuda` | make a tensor | `torch.empty_strided` |
-| `_C._cuda_getDevice` | the current device | `torch.cuda.current_device` |
-| `UntypedStorage._cdata` | is this the same storage? | no replay |
-| `_C._any_requires_grad` | does a tensor want a gradient? | each is asked |
-| `_C._AutoDispatchBelowAutograd` | operators of which nobody wants a derivative | they look for who does |
-| `_C._after_autograd_keyset` | the same, from within one | the operator is called again |
-| `_C._ForceDispatchKeyGuard` and what it is told | autograd in an operator | a backward that does not compile raises |
-| `overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode` | modes of a thread | `enable_sdpa` has none |
-| `utils._device.DeviceContext` | the mode of set_default_device, which stays first | it may not |
-| `_C.DisableTorchFunction`, `_C._is_torch_function_all_disabled` | is it ours that calls torch's? | taken to be no |
-| `_C._disabled_torch_function_impl` | does a class answer for itself? | taken to |
-| `OpOverload._schema` | the names of an operator's arguments | it is refused a derivative without their names |
-| the attribute `_maybe_max_seqlen` of a nested tensor | its longest sequence | it is looked for |
-| the attribute `_ragged_idx` of a nested tensor | which dimension is ragged | taken to be the third |
-| the module `nested._internal.nested_tensor` | is a jagged tensor one of torch's? | it answers for itself |
-| the attribute `_dynamo_marked_constant` | the compiler does not trace a function | it traces it: maybe a graph break |
-
-"No replay" is the way of a call that is made for the first time, 40 us to 200 us longer; "no whole graph", that
-torch.compile with fullgraph=True refuses, and without it breaks the graph there.
+Nothing breaks where a name is missing: a call takes longer, or torch.compile stops at it. "No replay" means that each
+call is made as if it were the first of its kind, which takes 40 us to 200 us longer; "no whole graph", that
+torch.compile refuses a call with fullgraph=True, and breaks the graph without. No other file names what is not public.
 """
 
 import contextlib
@@ -40,36 +14,45 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-DeviceContext: Any
-try:
-    from torch.utils._device import DeviceContext
-except ImportError:
-    DeviceContext = ()
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def _find(path: str, otherwise: Any = None) -> Any:
     """The object at a path below torch; `otherwise` where there is none."""
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return otherwise if found is None else found
+        value = getattr(value, name, None)
+    return otherwise if value is None else value
 
 
 def constant(function: _Function) -> _Function:
-    """Tell the compiler not to trace a function: what it returns is a constant.
+    """Mark a function as a constant for the compiler. A torch that ignores it traces the function, maybe with a break.
 
-    `torch.compiler.assume_constant_result` sets the same mark, and imports the compiler for it.
+    `torch.compiler.assume_constant_result` sets the same attribute, and imports the compiler for it.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function
 
 
-def _storage_there(tensor: Tensor) -> bool:
+# What watches a call: a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode, torch.jit.
+# Without these a call is taken for watched: no replay, and without the first two no whole graph.
+@constant
+def _in_transform() -> bool:
+    peek = _find("_C._functorch.peek_interpreter_stack")  # for a torch without the next name
+    return peek is None or peek() is not None
+
+
+transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _in_transform)
+forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
+dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
+tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
+# Whether autocast is on for any device. Without it: no replay.
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
+
+
+def _has_storage(tensor: Tensor) -> bool:
     try:
         tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -77,75 +60,75 @@ def _storage_there(tensor: Tensor) -> bool:
     return True
 
 
-def _wants_gradient(*arguments: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-
-
-@constant
-def _interpreter_there() -> bool:
-    peek = _find("_C._functorch.peek_interpreter_stack")
-    return peek is None or peek() is not None
-
-
-def _made_on(device: str) -> _Empty:
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _interpreter_there)
-any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
-has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _storage_there)
-current_device: Callable[[], int] = _find("_C._cuda_getDevice", torch.cuda.current_device)
-any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _wants_gradient)
-below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
-TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
-# Of (shape, strides, dtype), on the device that is current: in half the time that a tensor's own method takes.
-EMPTY: dict[str, _Empty] = {
-    "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _made_on("cpu")),
-    "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _made_on("cuda")),
-}
-dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
-tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
+# Whether a tensor is in memory, not a wrapper of another; a number for each storage. Without the latter: no replay.
+has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _has_storage)
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
-_GUARD = (
-    "_ForceDispatchKeyGuard",
-    "_dispatch_tls_local_include_set",
-    "_dispatch_tls_local_exclude_set",
-    "DispatchKeySet",
-    "DispatchKey",
-)
-
-
-# The level of forward mode, below 0 where no forward-mode derivative is being computed.
-forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 
 
 def storage(tensor: Tensor) -> int:
-    """What tensors share that share their storage; where `can_replay`."""
-    place: int = tensor.untyped_storage()._cdata
-    return place
+    """A number of the storage of a tensor; where `can_replay`."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _require_grad(*arguments: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+# Compares tensors in C++; None where a dictionary does.
+TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
+# Whether a tensor wants a gradient; the current GPU. Without them the public functions are called.
+any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _require_grad)
+current_device: Callable[[], int] = _find("_C._cuda_getDevice", torch.cuda.current_device)
+
+
+def _empty_on(device: str) -> _Empty:
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+# (shape, strides, dtype) -> a tensor on the current device, in half the time of torch.empty_strided, the fallback.
+EMPTY: dict[str, _Empty] = {
+    "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")),
+    "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
+}
+
+# A context without autograd, for operators whose derivative nobody wants. Without it autograd looks at each.
+below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
-    """What an operator computes below autograd, from within what autograd has for it."""
+    """The results of an operator below autograd, called from its kernel for autograd."""
+    # Without this the operator is called again from the start.
     after = _find("_C._after_autograd_keyset")
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
 
 def autograd_inside(device: torch.device) -> Any:
-    """A context in which autograd sees what an operator computes with tensors on a CPU or a GPU."""
-    guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in _GUARD)
+    """A context in which autograd records what an operator computes with tensors on a CPU or a GPU."""
+    # Without these the backward raises where a kernel does not compile.
+    names = "_ForceDispatchKeyGuard", "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
+    guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in (*names, "DispatchKeySet", "DispatchKey"))
     if None in (guard, included, excluded, keys, key):
         return contextlib.nullcontext()
     below = excluded() - keys(key.AutogradCUDA if device.type == "cuda" else key.AutogradCPU)
     return guard(included(), below - keys(key.ADInplaceOrView))
 
 
+# For `compat.torch.sdpa`: a context in which no mode answers for torch, and whether it is active (without it: never).
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
-# Where torch has classes of tensors with a __torch_function__ that we know: causal biases, and jagged tensors.
-TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor")
+# The __torch_function__ of a class that answers no call; without it such a class is taken to answer.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
+# Modules of classes whose __torch_function__ we know: causal biases, and jagged tensors. Another class answers itself.
+TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor")
+# The mode of set_default_device. Without it that mode may not stay first.
+DeviceContext: Any
+try:
+    from torch.utils._device import DeviceContext
+except ImportError:
+    DeviceContext = ()
+# The TorchFunctionModes of a thread. Without them `enable_sdpa` has none, and replaces the operator alone.
 _MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
 _all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
 
@@ -156,12 +139,12 @@ def function_modes() -> list[Any]:
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    """Make these the TorchFunctionModes of this thread."""
+    """Make these the TorchFunctionModes of this thread, that of set_default_device first, as it asserts."""
     if _pop_mode is None or _push_mode is None:
         return
     for _ in function_modes():
         _pop_mode()
-    for mode in modes:
+    for mode in sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)):
         _push_mode(mode)
 
 
@@ -171,11 +154,11 @@ def longest(nested: Tensor) -> int | None:
 
 
 def ragged_dim(nested: Tensor) -> int:
-    """Which dimension of a tensor of torch.jagged differs from batch to batch."""
+    """The dimension of a tensor of torch.jagged that differs from batch to batch; the third if it is not known."""
     return getattr(nested, "_ragged_idx", 2)
 
 
 def argument_names(operator: Any) -> list[str]:
-    """What the arguments of an operator are called, or their numbers."""
+    """The names of an operator's arguments; without `_schema`, their numbers."""
     schema = getattr(operator, "_schema", None)
     return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]

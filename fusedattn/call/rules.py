@@ -273,15 +273,15 @@ def of_query_key_value(
             lambda k, a: k.shape[-1] != a.query.shape[-1],
         ),
         invalid(
-            value,
-            lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
-            lambda v, a: v.shape[:-1] != getattr(a, key).shape[:-1],
-        ),
-        invalid(
             key,
             lambda k, a: f"a number of heads that divides the {heads(a.query)} of query",
             lambda k, a: not divides(heads(a.query), heads(k)),
             lambda k: f"{heads(k)} heads",
+        ),
+        invalid(
+            value,
+            lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
+            lambda v, a: v.shape[:-1] != getattr(a, key).shape[:-1],
         ),
     )
 
@@ -365,6 +365,13 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             fail(TypeError, name, "a bool", type(flag).__name__)
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Raise for what is no tensor, among what is no field of Arguments."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            fail(TypeError, name, "a tensor", type(tensor).__name__)
 
 
 def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:

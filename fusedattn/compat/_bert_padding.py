@@ -12,20 +12,19 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) with values (n, ...) in the rows named by indices (n,) and 0 elsewhere, differentiable."""
+    """(first_axis_dim, ...) with values (n, ...) in the rows indices (n,) and 0 elsewhere, differentiable."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The real rows of a padded batch, packed, and where they were.
+    """The real rows of a padded batch hidden_states (B, S, ...), packed, and where they were.
 
     Args:
-        hidden_states: (B, S, ...).
         attention_mask, unused_mask: bool or int (B, S), 1 where a row is real, and where one is kept though not real.
-    Returns: (rows (T, ...), their places (T,) in the B * S of the batch, cu_seqlens int32 (B + 1,), the longest length,
-        how many rows of each are real, int32 (B,)). On a GPU the host waits for them to be counted.
+    Returns: (rows (T, ...), their indices (T,) in the B * S of the batch, cu_seqlens int32 (B + 1,), the longest
+        length, the number of real rows of each, int32 (B,)). On a GPU the host waits for the counts.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     places = kept.flatten().nonzero().flatten()
@@ -35,6 +34,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) of packed rows (T, ...) and their places, 0 in the others."""
+    """(batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the others."""
     padded: Tensor = index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
     return padded

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.nn import Module
 from transformers import AttentionInterface, PreTrainedModel
 
-# What code refers to that computes attention by itself. It may have a softmax for something else: that costs a little.
+# Names in code that computes attention by itself. A softmax for something else costs a warning at most.
 ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flex_attention$|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_head_attention_forward|^MultiheadAttention$"
@@ -19,14 +19,14 @@ ATTENDS = re.compile(
 
 
 class Kind(NamedTuple):
-    """What a module does: it calls the interface, attends (computes attention itself), is masked (takes a mask)."""
+    """Whether a module calls the interface, attends (computes attention itself), and is masked (takes a mask)."""
 
     calls: bool = False
     attends: bool = False
     masked: bool = False
 
 
-INSTEAD = Kind(attends=True, masked=True)  # what took the place of attention, and cannot be seen to call
+INSTEAD = Kind(attends=True, masked=True)  # of code in place of attention that is not seen to call the interface
 
 
 def kind(module: Module) -> Kind:
@@ -45,20 +45,15 @@ def kind(module: Module) -> Kind:
 
 
 def named(cls: type) -> bool:
-    """Whether the name of a class says that it is attention; those of torch do not count."""
+    """Whether the name of a class that is not torch's says that it is attention."""
     return "Attention" in cls.__name__ and cls.__module__.partition(".")[0] != "torch"
-
-
-def stranger(cls: type) -> bool:
-    """Whether a class named so is not of transformers, whose classes take the masks of "sdpa" where their models do."""
-    return named(cls) and cls.__module__.partition(".")[0] != "transformers"
 
 
 @functools.cache
 def _kind(cls: type, forward: Callable[..., Any] | None) -> Kind:
-    """Of all modules of a class, where `forward` is cls.forward: who replaces it has another class."""
+    """The Kind of all modules of a class, where `forward` is cls.forward: a class is read again if that is replaced."""
     if _foreign(cls.__module__):
-        return Kind()  # who uses torch's modules names them
+        return Kind()  # the code that uses torch's modules names them
     read = _read(_reached(cls, None))
     if read.calls or read.attends:
         return read
@@ -70,7 +65,7 @@ def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
     calls = masked = attends = falls_back = False
     for function, method, fallback in reached:
         code = function.__code__
-        used = {name for inner in _within(code) for name in inner.co_names}
+        used = _names(code)
         asks = any(isinstance(function.__globals__.get(name), AttentionInterface) for name in used)
         calls |= asks and "_attn_implementation" in used
         if any(ATTENDS.search(name) for name in used):
@@ -82,10 +77,7 @@ def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
 
 
 def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, bool, bool]]:
-    """(function, whether it is a method, whether it is what the interface is handed for "eager"), from `forward` on.
-
-    An instance of the class may have methods of its own.
-    """
+    """(function, whether it is a method, whether the interface gets it for "eager"), from `forward` on."""
     starts = ("forward",) if module is not None and "forward" in vars(module) else ("__init__", "forward")
     todo = [(function, True, False) for name in starts for function in _methods(cls, module, name)]
     seen = set()
@@ -98,7 +90,7 @@ def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, b
         if _foreign(function.__globals__.get("__name__") or ""):
             continue
         yield step
-        for name in {name for code in _within(function.__code__) for name in code.co_names}:
+        for name in _names(function.__code__):
             todo += [(other, True, fallback) for other in _methods(cls, module, name)]
             value = function.__globals__.get(name)
             if isinstance(value, type) and issubclass(value, Function):
@@ -108,7 +100,7 @@ def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, b
 
 
 def _methods(cls: type, module: Module | None, name: str) -> Iterator[FunctionType]:
-    """The method that has this name, and where it calls `super`, those above it."""
+    """The method of this name, and where it calls `super`, those above it."""
     if module is not None and callable(override := vars(module).get(name)):
         yield from _functions(override, module)
         return
@@ -123,31 +115,25 @@ def _methods(cls: type, module: Module | None, name: str) -> Iterator[FunctionTy
 
 
 def _functions(attribute: Any, module: Module | None) -> Iterator[FunctionType]:
-    """Those of Python that are in a method, a property, a partial or what else wraps one; none in code of C.
-
-    None in the method of another module either, which calls what the config of that one names.
-    """
+    """The functions in Python of a method, a property, a partial or another wrapper."""
+    parts: tuple[Any, ...] = ()
     if isinstance(attribute, FunctionType):
         yield attribute
-    elif (
-        isinstance(attribute, MethodType)
-        and isinstance(attribute.__self__, Module)
-        and attribute.__self__ is not module
-    ):
-        return
     elif isinstance(attribute, MethodType | classmethod | staticmethod):
-        yield from _functions(attribute.__func__, module)
+        owner = getattr(attribute, "__self__", None)  # another module calls what its own config names
+        parts = () if isinstance(owner, Module) and owner is not module else (attribute.__func__,)
     elif isinstance(attribute, property):
-        yield from _functions(attribute.fget, module)
+        parts = (attribute.fget,)
     elif isinstance(attribute, functools.partial):
-        for part in (attribute.func, *attribute.args, *attribute.keywords.values()):
-            yield from _functions(part, module)
+        parts = (attribute.func, *attribute.args, *attribute.keywords.values())
     elif "__wrapped__" in getattr(attribute, "__dict__", {}):
-        yield from _functions(attribute.__wrapped__, module)
+        parts = (attribute.__wrapped__,)
+    for part in parts:
+        yield from _functions(part, module)
 
 
 def _kept(function: FunctionType, module: Module | None) -> Iterator[FunctionType]:
-    """The functions that another one, such as a decorator's, keeps to call them."""
+    """The functions in the closure and the defaults of another, such as a decorator's."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty as yet
             yield from _functions(cell.cell_contents, module)
@@ -156,12 +142,10 @@ def _kept(function: FunctionType, module: Module | None) -> Iterator[FunctionTyp
 
 
 def _foreign(module: str) -> bool:
-    """Whether a module of Python is torch's, or transformers' and not a model's."""
+    """Whether a module of Python is of torch, or of transformers and not of a model."""
     return module.startswith(("torch.", "transformers.")) and not module.startswith("transformers.models.")
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _within(constant)
+def _names(code: CodeType) -> set[str]:
+    """The names that code refers to, functions within it included."""
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

@@ -1,4 +1,4 @@
-"""The names registered with transformers, and the mark on a config that says which masks its models take."""
+"""The names registered with transformers, and an attribute of configs that says which masks their models take."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ MASKS = "_fusedattn_masks"  # the attribute of a config that holds its Masks, if
 class Masks(NamedTuple):
     """What all attention beneath a config takes: bool masks, and None for some. Copied with the config, not pickled."""
 
-    name: str  # the object that is the config's name: a name that is written into it later is another object
+    name: str  # the object that the config has for a name: one that is written into it later is another object
     causal: bool  # None for a causal mask
     unhidden: bool  # None for a mask that hides nothing
 
@@ -21,6 +21,6 @@ class Masks(NamedTuple):
 
 
 def masks_of(config: Any) -> Masks | None:
-    """Those of a config whose name was written after all that gets its masks was read; None for eager's masks."""
+    """The Masks of a config whose name `give` wrote; None, for eager's masks, where somebody else wrote it."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, Masks) and masks.name is config._attn_implementation else None

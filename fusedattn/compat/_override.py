@@ -1,5 +1,6 @@
 """Replaces operators of torch for a while, in all threads."""
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,15 +11,13 @@ import torch
 class Override:
     """Operators of aten, replaced for a dispatch key for as long as this lives, or until remove().
 
-    Args:
-        operators: {name: function of the operator's arguments}; where one returns None, torch's own kernel is called.
-        key: the dispatch key. kernel_key: where torch's own kernel is, if it is another.
+    operators is {name: function}: where one returns None, torch's kernel is called, that of kernel_key if it has one.
     """
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for name, run in operators.items():
-            run = _with_fallback(run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
+            run = functools.partial(_run, run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
                 self.library.impl(name, run, key, with_keyset=True)
@@ -27,11 +26,6 @@ class Override:
         self.library = None
 
 
-def _with_fallback(run: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    """`run`, and `original` where it returns None."""
-
-    def replacement(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        results = run(*args, **kwargs)
-        return original.call_boxed(keyset, *args, **kwargs) if results is None else results
-
-    return replacement
+def _run(run: Callable[..., Any], original: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    results = run(*args, **kwargs)
+    return original.call_boxed(keyset, *args, **kwargs) if results is None else results

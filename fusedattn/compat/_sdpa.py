@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
-from ..call.rules import check_flags, fail
+from ..call.rules import broadcasts, check_flags, check_tensors, divides, fail
 
 
 def scaled_dot_product_attention(
@@ -26,51 +26,57 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
 
-    Where torch's answer depends on the kernel it takes, or is undefined, this one is defined: a row that sees nothing
-    is 0 and has gradients 0; attn_mask beside is_causal raises, and so do key and value of different lengths.
+    A row that sees nothing is 0 and has gradients 0. attn_mask beside is_causal raises, and so do key and value of
+    different lengths, where torch's answer depends on its kernel.
 
     Args:
-        query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, none
-            included, that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. All three
-            may be nested tensors of torch.jagged, (B, H, ragged, D), without attn_mask, and so is the result then.
+        query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, or none,
+            that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. Or all three nested
+            tensors of torch.jagged, (B, H, ragged, D), without attn_mask; the output is nested, too.
         attn_mask: of rank 2 up, broadcasts to (..., Hq, L, S): bool, True = may attend; or float, added to the scores,
             in query's dtype or float32. Or one of `torch.nn.attention.bias`.
         dropout_p: the share of weights dropped, always: there is no training mode here.
-        is_causal: row i sees keys up to i, whatever the lengths.
-        scale: 1 / sqrt(D) by default.
+        is_causal: row i sees keys up to i, whatever the lengths. scale: 1 / sqrt(D) by default.
         enable_gqa: heads of key and value, dimension -3, may be fewer: head h reads head h // group.
     Returns: (..., Hq, L, Dv) in query's dtype: in the order of a query of rank 4 where torch's fused kernels keep it,
         otherwise contiguous.
     Raises: ValueError, TypeError for arguments that do not fit.
     """
     inputs = {"query": query, "key": key, "value": value}
+    check_tensors(**inputs)
     for name, tensor in inputs.items():
-        if not isinstance(tensor, Tensor):
-            fail(TypeError, name, "a tensor", type(tensor).__name__)
-        if tensor.is_nested or tensor.layout != torch.strided:
-            if not (query.is_nested and tensor.layout == torch.jagged):
-                got = "a nested tensor" if tensor.is_nested else tensor.layout
-                fail(TypeError, name, "a strided tensor, or all three nested ones of torch.jagged", got)
+        jagged = query.is_nested and tensor.layout == torch.jagged
+        if not jagged and (tensor.is_nested or tensor.layout != torch.strided):
+            got = "a nested tensor" if tensor.is_nested else tensor.layout
+            fail(TypeError, name, "a strided tensor, or all three nested ones of torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     causal, align = is_causal, "top_left"
     if query.is_nested:
-        return _jagged(query, key, value, attn_mask, enable_gqa, causal=causal, scale=scale, dropout_p=dropout_p)
-    if attn_mask is not None:
-        if is_causal:
-            fail(ValueError, "is_causal", "False beside an attn_mask", True)
-        variant = _causal_bias(attn_mask, query.shape[-2], key.shape[-2])
-        if variant is not None:
-            attn_mask, causal, align = None, True, variant
+        if attn_mask is not None:
+            fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
+        heads = query.shape[1]
+        for name, tensor in inputs.items():
+            if tensor.dim() == query.dim() and tensor.shape[1] != heads and not enable_gqa:
+                fail(ValueError, name, f"the {heads} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
+        return attention(query, key, value, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
+    if attn_mask is not None and is_causal:
+        fail(ValueError, "is_causal", "False beside an attn_mask", True)
+    if attn_mask is not None and (variant := _causal_bias(attn_mask, query.shape[-2], key.shape[-2])):
+        attn_mask, causal, align = None, True, variant
 
     if enable_gqa:
-        heads = _check_heads(inputs)
-        batch = _common({name: x.shape[:-3] for name, x in inputs.items()})
-        leading = (*batch, heads)
+        for name, tensor in inputs.items():
+            if tensor.dim() < 3:
+                fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
+            if not divides(query.shape[-3], tensor.shape[-3]):
+                expected = f"a number of heads that divides the {query.shape[-3]} of query"
+                fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
+        leading = (*_common({name: x.shape[:-3] for name, x in inputs.items()}), query.shape[-3])
     else:
         leading = _common({name: x.shape[:-2] for name, x in inputs.items()})
-        batch, heads = leading[:-1], leading[-1] if leading else 1
+    batch, heads = leading[:-1], leading[-1] if leading else 1
     q, k, v = (_rank4(x, batch) for x in inputs.values())
     if not enable_gqa:
         q = q.expand(-1, heads, -1, -1)
@@ -79,10 +85,9 @@ def scaled_dot_product_attention(
 
     mask = bias = None
     if attn_mask is not None:
-        _check_mask(attn_mask, query, key, value, leading)
+        _check_mask(attn_mask, query, (*leading, query.shape[-2], key.shape[-2]))
         mask = attn_mask if attn_mask.dim() == 2 else _rank4(attn_mask, batch, shared=True)
-        if mask.dtype != torch.bool:
-            mask, bias = None, mask
+        mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
     if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
@@ -90,21 +95,9 @@ def scaled_dot_product_attention(
     return out.contiguous().view(*leading, *out.shape[2:])
 
 
-def _jagged(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **options: Any
-) -> Tensor:
-    """The answer for nested tensors of torch.jagged, each sequence of which is causal by itself."""
-    if attn_mask is not None:
-        fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dim() == query.dim() and tensor.shape[1] != query.shape[1] and not enable_gqa:
-            fail(ValueError, name, f"the {query.shape[1]} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
-    return attention(query, key, value, align="top_left", **options)
-
-
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     """The alignment of a mask that is a causal bias of torch's, which holds no numbers; None for any other."""
-    module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever made one, and slow to import
+    module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever has one, and slow to import
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
@@ -112,21 +105,8 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _check_heads(inputs: Mapping[str, Tensor]) -> int:
-    """The number of query heads, of which those of key and value must be divisors."""
-    for name, tensor in inputs.items():
-        if tensor.dim() < 3:
-            fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
-    heads = inputs["query"].shape[-3]
-    for name in ("key", "value"):
-        fewer = inputs[name].shape[-3]
-        if fewer != heads and (fewer == 0 or heads % fewer):
-            fail(ValueError, name, f"a number of heads that divides the {heads} of query", f"{fewer} heads")
-    return heads
-
-
 def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """What leading dimensions broadcast to."""
+    """The shape that leading dimensions broadcast to."""
     whole = [1] * max(map(len, shapes.values()))
     for name, shape in shapes.items():
         for axis in range(-len(shape), 0):
@@ -138,10 +118,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """(batch, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns).
-
-    shared: where all of the batch has the same, it may stay 1.
-    """
+    """(product of batch, or 1 if shared, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns)."""
     rank = max(len(batch), 1) + 3
     tensor = tensor[(None,) * (rank - tensor.dim())]
     if shared and all(size == 1 for size in tensor.shape[:-3]):
@@ -149,20 +126,15 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
     return tensor.expand(*batch or (1,), *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
 
 
-def _check_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor, leading: tuple[int, ...]) -> None:
-    if not isinstance(mask, Tensor):
-        fail(TypeError, "attn_mask", "a tensor", type(mask).__name__)
+def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
+    check_tensors(attn_mask=mask)
     if mask.is_nested or mask.layout != torch.strided:
         fail(TypeError, "attn_mask", "a strided tensor", mask.layout)
     if mask.device != query.device:
         fail(ValueError, "attn_mask", f"the device of query, {query.device}", mask.device)
     dtype = autocast_dtype(query)
-    allowed = {torch.bool, torch.float32, dtype}
-    if dtype in CAST and autocasting(query):
-        allowed.update(CAST)
-    if mask.dtype not in allowed:
+    cast = CAST if dtype in CAST and autocasting(query) else ()
+    if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):
         fail(TypeError, "attn_mask", f"bool, float32 or the dtype of query, {dtype}", mask.dtype)
-    scores = (*leading, query.shape[-2], key.shape[-2])
-    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
-    if not 2 <= mask.dim() <= len(scores) or any(size not in (1, whole) for size, whole in sizes):
+    if mask.dim() < 2 or not broadcasts(mask, scores):
         fail(ValueError, "attn_mask", f"rank 2 or more, broadcastable to {scores}", tuple(mask.shape))

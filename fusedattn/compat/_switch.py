@@ -13,25 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..private import (
-    TENSORS_OF_TORCH,
-    DeviceContext,
-    as_torch_has_it,
-    disabled_torch_function,
-    dispatch_modes,
-    function_modes,
-    is_as_torch_has_it,
-    replace_function_modes,
-)
+from .. import private
 from ._override import Override
 from ._sdpa import scaled_dot_product_attention
 
-# What a program may hold of it. F.scaled_dot_product_attention is the first, whenever and however it was imported.
-_TORCHS = (
-    F.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
+# The functions of torch that a program may call. F.scaled_dot_product_attention is the first, however it was imported.
+_OPERATOR = torch.ops.aten.scaled_dot_product_attention
+_TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 
 
 def sdpa() -> AbstractContextManager[Any]:
@@ -41,16 +29,14 @@ def sdpa() -> AbstractContextManager[Any]:
         ...     model(inputs).sum().backward()
 
     For code that cannot be edited: timm, diffusers, torchvision, transformers' "sdpa". It is a TorchFunctionMode, so it
-    answers references taken before, torch.ops.aten.scaled_dot_product_attention, and torch.nn.MultiheadAttention with
-    need_weights=False, whose fast path steps aside. Gradients, autocast and torch.compile included: what is compiled
-    inside is compiled again outside. `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel does not.
+    also answers references that were imported before, torch.ops.aten.scaled_dot_product_attention, and
+    torch.nn.MultiheadAttention with need_weights=False, whose fast path is not taken. Gradients and autocast work;
+    torch.compile compiles inside and outside apart. `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel
+    does not. attn_mask beside is_causal raises, and so do nested tensors but those of torch.jagged without a mask. A
+    tensor whose class has a __torch_function__ is answered by its class.
 
-    What ours refuses raises: attn_mask beside is_causal, nested tensors but those of torch.jagged without a mask. A
-    tensor of a class with a __torch_function__ of its own is answered by its class.
-
-    It holds for the calls of this thread, and for what their backward computes if it is started inside: keep the
-    backward of a model with checkpoints inside too. Other threads: `enable_sdpa`. It costs about a microsecond for
-    every call of a function of torch's.
+    It holds for this thread (for others see `enable_sdpa`), and for a backward that is started inside, as that of a
+    model with checkpoints must be. Every call of a function of torch's takes about a microsecond longer.
     """
     return _Ours()
 
@@ -58,24 +44,24 @@ def sdpa() -> AbstractContextManager[Any]:
 def enable_sdpa() -> None:
     """Make F.scaled_dot_product_attention ours for the whole program, all threads, until `disable_sdpa`.
 
-    What is said of `sdpa` holds in the thread that calls this. In other threads, whether they have started or not, and
-    in TorchScript, the operator behind it is ours, also for references taken before; but there, what torch.compile,
-    torch.vmap or a TorchDispatchMode sees of it stays torch's, and so does the fast path of torch.nn.MultiheadAttention
-    (`convert` reaches that). A thread that compiles calls enable_sdpa() itself. A second call changes nothing.
+    The thread that calls this has what `sdpa` has. In all other threads, and in TorchScript, the operator behind the
+    function is ours; but torch.compile, torch.vmap and a TorchDispatchMode see torch's there, and
+    torch.nn.MultiheadAttention keeps its fast path (see `convert`). A thread that compiles calls enable_sdpa() itself.
+    A second call changes nothing.
     """
     global _everywhere
-    if not any(isinstance(mode, _OursWhileEnabled) for mode in function_modes()):
-        _replace_modes([_OursWhileEnabled(), *function_modes()])
+    if not any(isinstance(mode, _OursWhileEnabled) for mode in private.function_modes()):
+        private.replace_function_modes([_OursWhileEnabled(), *private.function_modes()])
     if _everywhere is None:
-        # For an alias of keys there is no kernel to get; what "CPU" has is that of all devices.
-        operators = {"scaled_dot_product_attention": _answer}
-        _everywhere = Override(operators, "CompositeImplicitAutograd", "CPU")
+        # For an alias of keys there is no kernel to get; that of "CPU" is the kernel of all devices.
+        _everywhere = Override({"scaled_dot_product_attention": _answer}, "CompositeImplicitAutograd", "CPU")
 
 
 def disable_sdpa() -> None:
     """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is."""
     global _everywhere
-    _replace_modes([mode for mode in function_modes() if not isinstance(mode, _OursWhileEnabled)])
+    modes = [mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)]
+    private.replace_function_modes(modes)
     if _everywhere is not None:
         _everywhere.remove()
         _everywhere = None
@@ -86,9 +72,9 @@ def _ours(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _asking_nobody(function: Any, **names: Any) -> Callable[..., Any]:
-    """A function of torch's without the question whether a mode wants it, and with other values of global names.
+    """A copy of a function of torch's that does not hand the call to a mode, with other values of global names.
 
-    It runs what the mode wants to see, and asked, torch would set the mode aside for as long as it runs.
+    torch would disable the mode for as long as the function runs, and what it calls is for the mode.
     """
     never = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
     space = {**function.__globals__, **never, **names}
@@ -99,12 +85,12 @@ def _asking_nobody(function: Any, **names: Any) -> Callable[..., Any]:
 
 _ATTENTION = F.multi_head_attention_forward
 _OUR_ATTENTION = _asking_nobody(_ATTENTION, scaled_dot_product_attention=_ours)
-# They run what torch.utils.checkpoint computes again.
+# In a backward torch.utils.checkpoint computes a forward again.
 _BACKWARDS = {x: _asking_nobody(x) for x in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 
 
 class _Ours(TorchFunctionMode):
-    """Answers calls of scaled_dot_product_attention; torch sets it aside while it does."""
+    """Answers calls of scaled_dot_product_attention; torch disables it while it does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,36 +107,27 @@ class _Ours(TorchFunctionMode):
 
 
 class _OursWhileEnabled(_Ours):
-    """The mode of enable_sdpa. A thread cannot take it from another one, where it then answers nothing."""
+    """The mode of enable_sdpa. disable_sdpa cannot remove it from another thread: there it then answers nothing."""
 
     def answers(self) -> bool:
         return _everywhere is not None
 
 
-_UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, disabled_torch_function)
+_UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, private.disabled_torch_function)
 
 
 def _answer_themselves(types: Iterable[Any]) -> bool:
-    """Whether one of the classes of a call's tensors says itself what attention is."""
-    for kind in types:
-        function = kind.__torch_function__
-        if getattr(function, "__func__", function) not in _UNCHANGED and kind.__module__ not in TENSORS_OF_TORCH:
-            return True
-    return False
-
-
-def _replace_modes(modes: list[Any]) -> None:
-    """Make these the modes of this thread, the first being asked last."""
-    # What torch.set_default_device puts there must come first: it asserts so.
-    replace_function_modes(sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)))
+    """Whether one of the classes of a call's tensors has its own attention."""
+    functions = (kind.__torch_function__ for kind in types if kind.__module__ not in private.TENSORS_OF_TORCH)
+    return any(getattr(function, "__func__", function) not in _UNCHANGED for function in functions)
 
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What the operator behind scaled_dot_product_attention does while it is ours; None leaves it to torch."""
-    # What is traced is kept, where no guard tells that it was ours.
-    if torch.compiler.is_compiling() or dispatch_modes() or is_as_torch_has_it():
+    """The operator behind scaled_dot_product_attention while it is ours; None leaves the call to torch."""
+    # A graph that is traced is kept, and no guard says that it has our operator.
+    if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
         return None
-    with as_torch_has_it():
+    with private.as_torch_has_it():
         return _ours(*args, **kwargs)
 
 

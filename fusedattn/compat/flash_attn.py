@@ -5,20 +5,19 @@
     >>> flash_attn_func(query, key, value, causal=True).shape
     torch.Size([2, 128, 8, 64])
 
-For code that cannot be changed there is `install()`. What holds for all of them:
+For code that cannot be changed there is `install()`. All of them:
 
-- float16, bfloat16, float32 and float64, on a CPU and a GPU, of any strides; head dimensions as in
+- take float16, bfloat16, float32 and float64, on a CPU and a GPU, of any strides; head dimensions as in
   `fusedattn.attention`, that of v may be another. Errors name arguments as flash-attn does. The output is contiguous.
-- Causality and windows are lower-right: with lengths Sq and Sk query i sees key j where
+- align causality and windows lower-right: with lengths Sq and Sk query i sees key j where
   i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1 is unbounded. causal makes right 0. A row that sees nothing is 0.
   flash-attn takes a side of Sk or more for unbounded, which differs where Sq > Sk.
-- Under autocast float16 and bfloat16 stay what they are; float32, which flash-attn does not take, is cast.
-- softcap 0.0 is none. alibi_slopes, floating (H,) or (B, H): slope * |i + Sk - Sq - j| is subtracted from the scores.
-- dropout_p always applies. What is dropped is drawn from torch's generator, and is not what flash-attn drops.
-- The log-sum-exp is float32 (float64 for float64), natural, -inf for a row that sees nothing; it has a gradient. Where
-  flash-attn's own differs: +inf for such a row, and causal alibi without slope * (i + Sk - Sq).
-- deterministic: the gradients of this call have the same bits each time.
-- return_attn_probs: return (output, log-sum-exp, what flash-attn tests itself with, which is empty here).
+- keep float16 and bfloat16 under autocast; float32, which flash-attn does not take, is cast.
+- take softcap 0.0 for none, and subtract slope * |i + Sk - Sq - j| of alibi_slopes, floating (H,) or (B, H).
+- always apply dropout_p, to other weights than flash-attn.
+- return the log-sum-exp as float32 (float64 for float64), natural, with a gradient; -inf for a row that sees nothing,
+  where flash-attn has +inf. flash-attn's is more by slope * (i + Sk - Sq) for causal alibi.
+- with deterministic compute gradients of the same bits each time.
 """
 
 import importlib.machinery
@@ -28,11 +27,14 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..call.rules import check_flags, fail
-from . import _bert_padding
-from ._flash_calls import Options, attend, attend_cached, attend_packed, check_packed, scores
+from ..api import attention_decode
+from ..call.cached import RULES, CacheArguments
+from ..call.form import autocast_dtype
+from ..call.rules import apply, check_flags, fail
+from . import _bert_padding, _flash
 
 
 def flash_attn_func(
@@ -52,8 +54,8 @@ def flash_attn_func(
 
     Returns: output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
-    shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return attend(("q", "k", "v"), q, k, v, Options(*shared))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _flash.attend(("q", "k", "v"), (q, k, v), options)
 
 
 def flash_attn_qkvpacked_func(
@@ -68,10 +70,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """`flash_attn_func` of the three in one tensor (B, S, 3, H, D)."""
-    check_packed("qkv", qkv, "(B, S, 3, H, D)")
-    shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    q, k, v = qkv.unbind(2)
-    return attend(("qkv", "qkv", "qkv"), q, k, v, Options(*shared))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
 
 
 def flash_attn_kvpacked_func(
@@ -87,10 +87,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D)."""
-    check_packed("kv", kv, "(B, S, 2, H, D)")
-    shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    k, v = kv.unbind(2)
-    return attend(("q", "kv", "kv"), q, k, v, Options(*shared))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
 
 
 def flash_attn_varlen_func(
@@ -115,17 +113,16 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
-            keys. Either may be none, and the one need not be as many as the other.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or more.
-        block_table: None. Keys in pages are not implemented here: see `flash_attn_with_kvcache`.
+            keys; none is fine. max_seqlen_q, max_seqlen_k: the longest lengths, or more.
+        block_table: None; for keys in pages there is `flash_attn_with_kvcache`.
     Returns: output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
     """
     if block_table is not None:
         expected = "None, for keys in pages are for flash_attn_with_kvcache"
         fail(NotImplementedError, "block_table", expected, type(block_table).__name__)
-    shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return attend_packed(dict(query="q", key="k", value="v"), q, k, v, offsets, Options(*shared))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -142,14 +139,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D)."""
-    check_packed("qkv", qkv, "(T, 3, H, D)")
-    shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict.fromkeys(("query", "key", "value"), "qkv")
-    names |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
-    names |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
-    offsets = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    q, k, v = qkv.unbind(1)
-    return attend_packed(names, q, k, v, offsets, Options(*shared))
+    names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
+    tensors = *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), cu_seqlens, cu_seqlens
+    return _flash.attend_packed(names, tensors, max_seqlen, max_seqlen, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -169,11 +163,10 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
     """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D)."""
-    check_packed("kv", kv, "(T, 2, H, D)")
-    shared = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    k, v = kv.unbind(1)
-    return attend_packed(dict(query="q", key="kv", value="kv"), q, k, v, offsets, Options(*shared))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    names = dict(query="q", key="kv", value="kv")
+    tensors = q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
+    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 def flash_attn_with_kvcache(
@@ -202,44 +195,67 @@ def flash_attn_with_kvcache(
     Args:
         k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; slots past a length may hold
             anything. Or, with block_table, pages of any size, (pages, page, Hkv, D or Dv).
-        k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on. new may differ from Sq.
-        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of k are turned by
+        k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
+        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of k are rotated by
             their slots, those of query i by cache_seqlens + i if causal or in a window, otherwise by cache_seqlens.
-            Only with k.
-        cache_seqlens: int32 (B,), or an int for all, how many keys there are before the new ones; it is not changed.
-            None is the whole cache, to which nothing can be added. Causality aligns the last query with the last key,
-            the new ones included.
-        cache_batch_idx: int32 (B,), which of the caches is whose.
-        cache_leftpad: int32 (B,), how many slots at the start of each cache are not seen.
+            Only with k. rotary_interleaved: whether columns 2n and 2n + 1 are a pair, or n and n + rotary_dim / 2.
+        cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
+            the whole cache, to which nothing can be added. Causality aligns the last query with the last (new) key.
+        cache_batch_idx: int32 (B,), the cache of each sequence. num_splits: is not used.
+        cache_leftpad: int32 (B,), how many slots at the start of each cache are hidden.
         block_table: int32 (B, n), the pages of each sequence, in order. Without the two above.
-        rotary_interleaved: whether columns 2n and 2n + 1 are a pair, or n and n + rotary_dim / 2.
-        num_splits: is not used.
     Returns: output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
-    Raises: before anything is written. What is not fetched from a GPU is said at `fusedattn.attention_decode`.
+    Raises: before anything is written; values on a GPU are not checked (see `fusedattn.attention_decode`).
     """
     check_flags(return_softmax_lse=return_softmax_lse)
-    rotary = rotary_cos, rotary_sin, rotary_interleaved
-    where = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return attend_cached(q, k_cache, v_cache, k, v, rotary, *where, options, return_softmax_lse)
+    for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v).items():
+        if x is not None or name not in ("k", "v"):
+            _flash.check_tensor(name, x, "(B, S, H, D)")
+    options = _flash.scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    names = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k", new_value="v")
+    names |= dict(attention_decode="flash_attn_with_kvcache")
+    room = k_cache.shape[1]
+    if block_table is not None:
+        for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+            if x is not None:
+                fail(ValueError, name, "None beside a block_table", type(x).__name__)
+        _flash.check_tensor("block_table", block_table, "(B, pages of a sequence)")
+        room *= block_table.shape[1]
+    elif cache_batch_idx is not None:
+        _flash.check_numbers("cache_batch_idx", cache_batch_idx, q, k_cache.shape[0] - 1)
+        names["block_table"] = "cache_batch_idx"
+        block_table = cache_batch_idx[:, None]  # a cache is a page
+    elif k_cache.shape[0] < q.shape[0]:
+        fail(ValueError, "k_cache", f"the batch size of q, {q.shape[0]}, or more", tuple(k_cache.shape))
+    lengths = _flash.lengths_of(cache_seqlens, q, k, room)
+    if cache_leftpad is not None:
+        _flash.check_numbers("cache_leftpad", cache_leftpad, q, room)
+        options |= dict(key_mask=torch.arange(room, device=q.device) >= cache_leftpad[:, None])
+    query, key_cache, value_cache, *new = (x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v))
+    caches = CacheArguments(query, key_cache, value_cache, lengths, block_table, *new)
+    with _flash.half_kept(q):
+        if block_table is None and k_cache.shape[0] > q.shape[0]:
+            # Before the caches are cut: errors show their shapes.
+            cast = caches._replace(query=caches.query.to(autocast_dtype(q)))
+            _flash.ask(names, apply, RULES, cast, cast)
+            caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
+        if rotary_cos is not None or rotary_sin is not None:
+            if k is None:
+                fail(ValueError, "rotary_cos", "None without k, which it is to turn", "a tensor")
+            angles = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
+            caches = caches._replace(**angles)
+            # A side of the window that is as long as the cache bounds nothing, for flash-attn.
+            spread = causal or any(side is not None and side < room for side in options["window"])
+            if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
+                caches = _flash.ask(names, _flash.rotated_as_theirs, caches, options, spread)
+        results = _flash.ask(names, attention_decode, **caches._asdict(), **options, return_lse=return_softmax_lse)
+    out, *lse = results if return_softmax_lse else (results,)
+    out = out.transpose(1, 2).contiguous()
+    return (out, *lse) if lse else out
 
 
-_FUNCTIONS = (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
-_PADDING = (
-    _bert_padding.index_first_axis,
-    _bert_padding.index_put_first_axis,
-    _bert_padding.pad_input,
-    _bert_padding.unpad_input,
-)
-_VERSION = "2.8.4+fusedattn"
+_FUNCTIONS = [function for name, function in list(globals().items()) if name.startswith("flash_attn_")]
+_PADDING = [function for name, function in vars(_bert_padding).items() if name.startswith(("index_", "pad_", "unpad_"))]
 
 
 def install() -> None:
@@ -249,13 +265,10 @@ def install() -> None:
         >>> from flash_attn import flash_attn_func
         >>> from flash_attn.bert_padding import pad_input, unpad_input
 
-    sys.modules gets flash_attn, whose __version__ is "2.8.4+fusedattn", flash_attn.flash_attn_interface with the same
-    functions, and flash_attn.bert_padding with index_first_axis, index_put_first_axis, pad_input and unpad_input. There
-    is nothing else in it: no layers, losses or private functions. A second call does nothing. Call it before what looks
-    for flash_attn is imported.
-
-    No package is claimed to be installed: importlib.metadata knows none, and so transformers (5.23) does not see
-    it. For its models there is `fusedattn.compat.transformers`.
+    sys.modules gets flash_attn, of version "2.8.4+fusedattn", flash_attn.flash_attn_interface with the same functions,
+    and flash_attn.bert_padding with index_first_axis, index_put_first_axis, pad_input and unpad_input; no layers,
+    losses or private functions. Call it before importing what looks for flash_attn; a second call does nothing.
+    importlib.metadata lists no flash_attn, so transformers (5.23) does not use it: see `fusedattn.compat.transformers`.
 
     Raises: RuntimeError where flash_attn is installed, or imported.
     """
@@ -268,21 +281,15 @@ def install() -> None:
 
 
 def _module(name: str, members: Iterable[Callable[..., Any]], **more: Any) -> types.ModuleType:
-    module = types.ModuleType(name, f"{name}, as fusedattn.compat.flash_attn has it.")
-    package = "." not in name
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package=package)
+    module = types.ModuleType(name, f"{name} by fusedattn.compat.flash_attn.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
     module.__package__ = module.__spec__.parent
     module.__dict__.update({member.__name__: member for member in members}, **more)
     return module
 
 
-def _modules() -> dict[str, types.ModuleType]:
-    inner = {
-        "flash_attn_interface": _module("flash_attn.flash_attn_interface", _FUNCTIONS),
-        "bert_padding": _module("flash_attn.bert_padding", _PADDING),
-    }
-    whole = _module("flash_attn", _FUNCTIONS, **inner, __version__=_VERSION, __path__=[])
-    return {"flash_attn": whole} | {module.__name__: module for module in inner.values()}
-
-
-_MODULES = _modules()
+_INTERFACE = _module("flash_attn.flash_attn_interface", _FUNCTIONS)
+_BERT_PADDING = _module("flash_attn.bert_padding", _PADDING)
+_INNER = dict(flash_attn_interface=_INTERFACE, bert_padding=_BERT_PADDING)
+_WHOLE = _module("flash_attn", _FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn", __path__=[])
+_MODULES = {module.__name__: module for module in (_WHOLE, _INTERFACE, _BERT_PADDING)}

@@ -1,7 +1,6 @@
 """Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,22 +8,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.types import Device
 
-from ..call.rules import check_flags, fail
+from ..call.rules import check_flags, check_tensors, fail
 from ..modules import attend, check_fits, check_shares
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
 
-__all__ = [
-    "MultiheadAttention",
-    "convert",
-    "disable_sdpa",
-    "enable_sdpa",
-    "register",
-    "scaled_dot_product_attention",
-    "sdpa",
-    "sdpa_provider",
-]
+__all__ = ["MultiheadAttention", "convert", "disable_sdpa", "enable_sdpa", "register", "sdpa", "sdpa_provider"]
+__all__ += ["scaled_dot_product_attention"]
 _log = logging.getLogger("fusedattn")
 
 
@@ -37,24 +28,20 @@ def _check_flags(**flags: Any) -> None:
     check_flags(**{name: bool(flag) if isinstance(flag, int) else flag for name, flag in flags.items()})
 
 
-def _check_inputs(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
-    inputs = {"query": query, "key": key, "value": value}
-    widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
-    for name, x in inputs.items():
-        if not isinstance(x, Tensor):
-            fail(TypeError, name, "a tensor", type(x).__name__)
+def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    widths = layer.embed_dim, layer.kdim, layer.vdim
+    for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+        check_tensors(**{name: x})
         if x.is_nested:
-            fail(
-                TypeError, name, "a strided tensor, or without masks one nested one with batch_first", "a nested tensor"
-            )
+            expected = "a strided tensor, or without masks one nested one with batch_first"
+            fail(TypeError, name, expected, "a nested tensor")
         if x.dim() not in (2, 3) or x.dim() != query.dim():
             fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
-        if x.shape[-1] != widths[name]:
-            fail(ValueError, name, f"a width of {widths[name]}", tuple(x.shape))
+        if x.shape[-1] != width:
+            fail(ValueError, name, f"a width of {width}", tuple(x.shape))
         check_fits(name, x, layer.out_proj)
-    batch = 0 if layer.batch_first else 1
-    if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
-        fail(ValueError, "key", f"the batch size of query, {query.shape[batch]}", tuple(key.shape))
+    if query.dim() == 3 and key.shape[batch_dim] != query.shape[batch_dim]:
+        fail(ValueError, "key", f"the batch size of query, {query.shape[batch_dim]}", tuple(key.shape))
     if value.shape[:-1] != key.shape[:-1]:
         fail(ValueError, "value", f"all but the last dimension as in key, {tuple(key.shape)}", tuple(value.shape))
 
@@ -65,62 +52,41 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", got)
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
-    if not any(mask.shape == shape for shape in shapes):
+    if mask.shape not in shapes:
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 
-def _sum(mask: Tensor, padding: Tensor) -> Tensor:
-    """Two float masks added, where what is finite stays so: twice finfo.min still is a number."""
-    dtype = torch.promote_types(torch.promote_types(mask.dtype, padding.dtype), torch.float32)
-    hidden = (mask == float("-inf")) | (padding == float("-inf"))
-    total = (mask.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
-    return total.masked_fill(hidden, float("-inf"))
-
-
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """{name: mask of `attention`} from torch's masks, in which True hides; the extra keys are visible.
-
-    Args:
-        attn_mask: (L, S), (N, heads, L, S) or None. padding: (N, S) or None. extra: how many keys come after S.
-    """
+    """{name: mask of `attention`} of torch's (L, S) or (N, heads, L, S), and (N, S); `extra` more keys are visible."""
     masks = {}
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, extra))
-        if attn_mask.dtype == torch.bool:
-            masks["mask"] = ~attn_mask
-        else:
-            masks["bias"] = attn_mask
-    if padding is not None:
-        padding = pad(padding, (0, extra))
-        if padding.dtype == torch.bool:
-            masks["key_mask"] = ~padding
-        else:
-            padding = padding[:, None, None]
-            masks["bias"] = _sum(masks["bias"], padding) if "bias" in masks else padding
+        hides = attn_mask.dtype == torch.bool
+        masks["mask" if hides else "bias"] = ~attn_mask if hides else attn_mask
+    if padding is not None and padding.dtype == torch.bool:
+        masks["key_mask"] = ~pad(padding, (0, extra))
+    elif padding is not None:
+        padding = pad(padding, (0, extra))[:, None, None]
+        if (bias := masks.get("bias")) is not None:  # finite numbers stay finite: twice finfo.min is finfo.min
+            dtype = torch.promote_types(torch.promote_types(bias.dtype, padding.dtype), torch.float32)
+            hidden = (bias == float("-inf")) | (padding == float("-inf"))
+            padding = (bias.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
+            padding = padding.masked_fill(hidden, float("-inf"))
+        masks["bias"] = padding
     return masks
-
-
-def _all_three(
-    function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """function(query), function(key), function(value): computed once for a tensor that is passed twice."""
-    k = function(key)
-    return k if query is key else function(query), k, k if value is key else function(value)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, fused: same constructor, parameters, initial values, state dict and forward.
 
-    Where torch's answer depends on need_weights, on the mode or on its fast path, ours is the same in all of them:
+    torch's answer depends on need_weights, on the mode and on its fast path; ours does not:
 
-    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights,
-      not without.
-    - is_causal is a hint, and changes nothing: attn_mask decides. In torch a hint that contradicts the mask wins
-      without weights, and loses with them.
-    - For one seed, dropout drops the same with weights and without.
+    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights.
+    - is_causal is a hint, and changes nothing. In torch one that contradicts attn_mask counts without weights.
+    - For one seed, dropout drops the same with weights and without. bool and float masks mix.
     - What a bool key_padding_mask hides may be NaN or inf, and changes no bit; in torch it leaks.
 
-    bool and float masks mix. `torch.jit.script` is not for it.
+    `torch.jit.script` does not compile it.
     """
 
     def __init__(
@@ -141,9 +107,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
+        flags = bias, add_bias_kv, add_zero_attn
+        super().__init__(embed_dim, num_heads, dropout, *flags, kdim, vdim, batch_first, device, dtype)
         self._leave_fast_path()
 
     def __setstate__(self, state: Any) -> None:
@@ -151,7 +116,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._leave_fast_path()
 
     def _leave_fast_path(self) -> None:
-        # Not by register_forward_pre_hook: a number that a pickle brings along may belong to another hook later.
+        # Not by register_forward_pre_hook: after a pickle another hook may get the same number.
         hooks: Any = self._forward_pre_hooks
         hooks.setdefault("fusedattn", _stay)
 
@@ -172,26 +137,28 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: (L, N, E), with batch_first (N, L, E), or (L, E). key, value: (S, N, kdim), (S, N, vdim), likewise.
                 Or all three one nested tensor, as torch has it: with batch_first and without masks.
             key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
-            need_weights: also return the weights, after dropout; the output stays what it is.
             attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
-            average_attn_weights: the mean of the weights over the heads.
-            is_causal: says that attn_mask, which must be there, is causal; it is read all the same.
+            need_weights, average_attn_weights: also return the weights, after dropout, or their mean over the heads.
+            is_causal: says that attn_mask, which must be there, is causal; nothing depends on it.
         Returns: (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S
-            grows by one for each of add_bias_kv and add_zero_attn: every query sees those.
+            grows by one for each of add_bias_kv and add_zero_attn, whose key every query sees.
         Raises: ValueError, TypeError for arguments that do not fit.
         """
         _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         need_weights = bool(need_weights)
-        if query is key and key is value and attn_mask is None and key_padding_mask is None and self._is_nested(query):
-            return self._within(query, need_weights, None, average_attn_weights, is_causal)
-        _check_inputs(self, query, key, value)
+        unmasked = query is key and key is value and attn_mask is None and key_padding_mask is None
+        if unmasked and self.batch_first and isinstance(query, Tensor) and query.is_nested:
+            if query.layout == torch.strided:  # a padded batch as torch.nn.TransformerEncoder packs it
+                return self._within(query, need_weights, None, average_attn_weights, is_causal)
+        batch_dim, along = (0, 1) if self.batch_first else (1, 0)
+        _check_inputs(self, batch_dim, query, key, value)
         if attn_mask is None and is_causal:
             fail(ValueError, "is_causal", "False without an attn_mask, for which it is a hint", True)
         batched = query.dim() == 3
-        if not batched:
-            query, key, value = _all_three(lambda x: x.unsqueeze(0), query, key, value)
-        along = 1 if self.batch_first or not batched else 0
-        batch, rows, keys = query.shape[1 - along], query.shape[along], key.shape[along]
+        if not batched:  # tensors that are one stay one
+            batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
+            query, key, value = (batches[id(x)] for x in (query, key, value))
+        batch, rows, keys = query.shape[batch_dim], query.shape[along], key.shape[along]
         if attn_mask is not None:
             _check_mask("attn_mask", attn_mask, query, (rows, keys), (batch * self.num_heads, rows, keys))
             if attn_mask.dim() == 3:
@@ -200,7 +167,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if batched else (keys,))
             key_padding_mask = key_padding_mask.reshape(batch, keys)
             if key_padding_mask.dtype == torch.bool:
-                # For the output it would do to hide them there; but the projections' gradients are linear in them.
+                # A key_mask does for the output; but the gradients of the projections are linear in what it hides.
                 hidden = (key_padding_mask if along else key_padding_mask.mT).unsqueeze(-1)
                 same, key = key is value, key.masked_fill(hidden, 0.0)
                 value = key if same else value.masked_fill(hidden, 0.0)
@@ -209,24 +176,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v = self._extend(k, v, along)
         order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if along else ((1, 2, 0, 3), (2, 0, 1, 3))
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(order) for x in (q, k, v))
-        out, weights = attend(
-            q,
-            k,
-            v,
-            need_weights,
-            dropout_p=self.dropout if self.training else 0.0,
-            **_masks(attn_mask, key_padding_mask, k.shape[2] - keys),
-        )
+        masks = _masks(attn_mask, key_padding_mask, k.shape[2] - keys)
+        out, weights = attend(q, k, v, need_weights, dropout_p=self.dropout if self.training else 0.0, **masks)
         out = linear(out.permute(back).flatten(2), self.out_proj.weight, self.out_proj.bias)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
-            out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
+            out, weights = out.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return out, weights
-
-    def _is_nested(self, x: Tensor) -> bool:
-        """Whether x is a padded batch as torch.nn.TransformerEncoder packs it, if it was made of a converted layer."""
-        return self.batch_first and isinstance(x, Tensor) and x.is_nested and x.layout == torch.strided
 
     def _within(self, x: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
         """(nested output, padded weights or None): self-attention within each sequence of a nested tensor."""
@@ -238,21 +195,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """All three with their projections, in as few products as there are different inputs."""
+        """(q, k, v), projected; one product for inputs that are the same tensor."""
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and query is key and key is value:
             return linear(query, weight, bias).chunk(3, -1)
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
+        biases = [None] * 3 if bias is None else bias.chunk(3)
         q = linear(query, weights[0], biases[0])
         if weight is not None and key is value:
             return q, *linear(key, weight[width:], None if bias is None else bias[width:]).chunk(2, -1)
         return q, linear(key, weights[1], biases[1]), linear(value, weights[2], biases[2])
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor]:
-        """k and v with what is behind the keys: bias_k and bias_v, and the zeros of add_zero_attn."""
-        shape = list(k.shape)
-        shape[along] = 1
+        """k and v, followed by bias_k and bias_v, and by the zeros of add_zero_attn."""
+        shape = [1 if dim == along else size for dim, size in enumerate(k.shape)]
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (torch.cat([x, more.expand(shape)], along) for x, more in ((k, self.bias_k), (v, self.bias_v)))
         if self.add_zero_attn:
@@ -265,30 +221,23 @@ def convert(model: nn.Module) -> nn.Module:
 
         >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(512, 8))
 
-    The new modules share all that the old ones hold: parameters, buffers, hooks, flags and mode. Subclasses of torch's
-    stay as they are; a second call changes nothing. Names and order of modules, parameters and state dict stay. Copies
-    and pickles are converted, too. The logger "fusedattn" says how many modules were replaced, at level INFO, and warns
-    where there is none.
+    New modules share what the old ones hold: parameters, buffers, hooks, flags and mode. Names and order of modules,
+    parameters and state dict stay, and so do subclasses of torch's module; a second call changes nothing. Copies and
+    pickles are converted, too. The logger "fusedattn" says how many modules were replaced, at level INFO, and warns
+    where there is none. A module in a plain list, which is no child of another, is not replaced.
 
-    torch.nn.TransformerEncoderLayer has a fast path for eval without gradients that calls no module, and
-    torch.nn.TransformerEncoder packs padded batches for it: where attention was converted, neither is taken any more.
-    What comes out at padded positions is finite, not 0. Models that were not converted keep both.
+    Converted models skip the fast path of torch.nn.TransformerEncoderLayer, for eval without gradients, and the nested
+    tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
+    modules does that: removing all hooks undoes it. A Tracer of torch.fx needs them as leaves, by `is_leaf_module`.
 
-    What is not a child of a module, but in a plain list, is not replaced. torch.fx traces into the new modules, as into
-    any that is not torch's own, and cannot: its Tracer must be told by `is_leaf_module`. They keep clear of the fast
-    path by a forward pre-hook of their own: who removes all hooks brings it back.
-
-    Args:
-        model: any module. Of a torch.nn.MultiheadAttention itself the converted one is returned, which shares its
-            parameters.
-    Raises: TypeError for anything else.
+    For a torch.nn.MultiheadAttention the converted one is returned. Raises: TypeError for what is no module.
     """
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
     if type(model) is nn.MultiheadAttention:
         _report(model, 1, 0)
         return _converted(model)
-    there = sum(isinstance(x, MultiheadAttention) for x in model.modules())
+    before = sum(isinstance(x, MultiheadAttention) for x in model.modules())
     fused: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -296,35 +245,31 @@ def convert(model: nn.Module) -> nn.Module:
                 if child not in fused:
                     fused[child] = _converted(child)
                 parent._modules[name] = fused[child]
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder):
-            if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
-                encoder.use_nested_tensor = False
-    _report(model, len(fused), there)
+    for encoder in (x for x in model.modules() if isinstance(x, nn.TransformerEncoder)):
+        if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
+            encoder.use_nested_tensor = False
+    _report(model, len(fused), before)
     return model
 
 
-def _report(model: nn.Module, replaced: int, there: int) -> None:
-    """Say what `convert` did: how many modules it replaced, and how many were ours before."""
-    name = type(model).__name__
-    if replaced or there:
-        already = f", {there} were converted before" if there else ""
-        _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", replaced, name, already)
+def _report(model: nn.Module, replaced: int, before: int) -> None:
+    """Log how many modules `convert` replaced, and how many were ours before."""
+    name, what = type(model).__name__, "torch.nn.MultiheadAttention in"
+    if replaced or before:
+        already = f", {before} were converted before" if before else ""
+        _log.info("convert: replaced %d %s %s%s", replaced, what, name, already)
         return
     subclasses = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
-    _log.warning(
-        "convert: found no torch.nn.MultiheadAttention in %s%s, and replaced nothing. Where it calls "
-        "F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(); for a model of Hugging Face Transformers, "
-        'fusedattn.compat.transformers.register() and attn_implementation="fusedattn"',
-        name,
-        f" but {subclasses} of subclasses, which stay as they are" if subclasses else "",
-    )
+    but = f" but {subclasses} of subclasses, which stay as they are" if subclasses else ""
+    advice = "Where it calls F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(); for a model of Hugging "
+    advice += 'Face Transformers, fusedattn.compat.transformers.register() and attn_implementation="fusedattn"'
+    _log.warning("convert: found no %s %s%s, and replaced nothing. %s", what, name, but, advice)
 
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:
-    """A fused module that is the same in everything but its class."""
+    """The same module, of another class."""
     twin = MultiheadAttention.__new__(MultiheadAttention)
-    # One dict for both: who still holds the old one, or a handle of one of its hooks, holds this one.
+    # One dict for both: references to the old module, and handles of its hooks, keep working.
     object.__setattr__(twin, "__dict__", module.__dict__)
     twin._leave_fast_path()
     return twin

@@ -9,14 +9,14 @@ from ..api import attention
 from ..call.rules import fail
 from ._hf_names import NAMES, masks_of
 
-# What some models ask for by a keyword of their own. Leaving it out would change the answer.
+# Keywords of some models. Leaving one out would change the answer.
 REFUSED = {
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
     "sinks": "a sink for each query",
     "head_mask": "a weight for each head",
 }
-# What transformers takes a name for, by what is in it.
+# What transformers takes a name for that holds one of these.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
 
@@ -27,19 +27,16 @@ def register(name: str = "fusedattn") -> None:
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fusedattn")
         >>> model.set_attn_implementation("fusedattn")  # or later
 
-    Attention is then ours in training, in generate() with any cache, under gradient checkpointing, in each part of a
+    Attention is then ours in training, in generate() with any cache and under gradient checkpointing, in each part of a
     model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
-    and T5) computes what it does with "eager", and a warning names the class of the model, once. That is judged by the
-    code, of a class or where an instance has methods of its own, when a model is built or loaded and when
-    `set_attn_implementation` is called: so this wraps these methods of PreTrainedModel, which do as before for every
-    other name. A model is looked at again only then: after replacing some of its attention, call
-    `set_attn_implementation`. One whose code is right only for eager's floating masks, or is mixed, gets them, as large
-    as the scores; so does a name that is written into a config by hand, or comes with it from a pickle.
-    Not ours: generate_batch(), which takes no registered name; output_attentions=True, which wants "eager" and gets
-    None.
+    and T5) computes what it does with "eager", and a warning names the class of the model, once. The code is read, of
+    classes and of instances whose methods were replaced, when a model is built or loaded and when
+    `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
+    name. After replacing attention in a model, call `set_attn_implementation` again. A model whose code is mixed, or
+    right only for eager's floating masks, gets these, as large as the scores; so does a name that was written into a
+    config by hand, or pickled with it. generate_batch() takes no registered name, and output_attentions=True gets None.
 
-    Args:
-        name: what to call it. Registering twice, or under two names, does no harm.
+    Registering twice, or under two names, does no harm.
     Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
         empty, holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
     """
@@ -47,9 +44,8 @@ def register(name: str = "fusedattn") -> None:
         fail(TypeError, "name", "a string", type(name).__name__)
     if not name:
         fail(ValueError, "name", "a name", repr(name))
-    for part, meaning in RESERVED.items():
-        if part in name:
-            fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
+    for part in (part for part in RESERVED if part in name):
+        fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {RESERVED[part]}", repr(name))
     try:
         from transformers import AttentionInterface
 
@@ -78,21 +74,18 @@ def fusedattn_forward(
 ) -> tuple[Tensor, None]:
     """`fusedattn.attention` as transformers calls attention.
 
-    A mask that is given holds all there is of causality, window, padding and packing, and nothing comes on top of it.
-    With none, attention is causal if `is_causal` says so and there is more than one query, the first query level with
-    the first key: the one query of a decoding step sees all keys, the prompt in a static cache none of the empty slots.
-    But in a model that was registered for and gets eager's masks, none hides nothing.
+    A mask holds causality, window, padding and packing, and nothing comes on top of it. Without one, attention is
+    causal if `is_causal` says so and there is more than one query, the first query level with the first key: the one
+    query of a decoding step sees all keys, the prompt in a static cache none of the empty slots. In a model that gets
+    eager's masks, no mask hides nothing.
 
     Args:
-        module: whose `is_causal` counts where the keyword is None; True where it has none.
+        module: has `is_causal`, for where the keyword is None; without either it is True.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; B may be 1 for some of them.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
-            Columns after the last key are left out.
-        dropout: the share of weights dropped, whether or not the module is training.
-        scaling: 1 / sqrt(D) by default.
-        softcap: as in `fusedattn.attention`.
-        s_aux: floating (Hq,), a sink for each head.
-        position_bias: floating, broadcastable as the mask is, added to the scores; has its gradient in its own shape.
+            Columns after the last key are left out. position_bias: floating, of such a shape, added to the scores.
+        dropout: the share of weights dropped, in training or not. scaling: 1 / sqrt(D) by default.
+        softcap: as in `fusedattn.attention`. s_aux: floating (Hq,), a sink for each head.
         others: ignored, such as `sliding_window`, but for those in REFUSED.
     Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; None). A row that sees nothing is 0.
     Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None.
@@ -100,52 +93,32 @@ def fusedattn_forward(
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             fail(NotImplementedError, name, f"None, for {meaning} is not implemented", type(others[name]).__name__)
-    if attention_mask is not None and not (
-        attention_mask.dtype.is_floating_point or attention_mask.dtype == torch.bool
-    ):
-        fail(TypeError, "attention_mask", "a bool or floating tensor", attention_mask.dtype)
+    dtype = torch.bool if attention_mask is None else attention_mask.dtype
+    if not (dtype == torch.bool or dtype.is_floating_point):
+        fail(TypeError, "attention_mask", "a bool or floating tensor", dtype)
 
-    query, key, value = _one_batch(query, key, value)
+    # Queries that are learned for all samples come as a batch of one.
+    batch = max(x.shape[0] for x in (query, key, value))
+    query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     length = query.shape[2]
+    config = getattr(module, "config", None)
+    eager_masks = getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(length > 1 and attention_mask is None and causal and not _eager_masks(module))
+    causal = bool(length > 1 and attention_mask is None and causal and not eager_masks)
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
-    # transformers 4 makes some masks longer than the keys, and leaves it to attention to cut them.
+    # Some masks of transformers 4 are longer than the keys.
     mask, bias = _pairs(attention_mask, key.shape[2]), _pairs(position_bias, key.shape[2])
     if mask is not None and mask.dtype != torch.bool:
         bias = mask if bias is None else bias + mask
         mask = None
-    out = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        align="top_left",
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout_p=dropout,
-    )
+    options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
+    out = attention(query, key, value, mask=mask, bias=bias, causal=causal, align="top_left", **options)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _eager_masks(module: nn.Module) -> bool:
-    """Whether a module gets the masks of "eager", where None hides nothing."""
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
-
-
-def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one batch size: queries that are learned for all samples come as a batch of one."""
-    batch = max(x.shape[0] for x in tensors)
-    return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in tensors)
-
-
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
-    """A mask or bias in rank 4, as torch broadcasts it, cut to the keys there are."""
+    """A mask or bias in rank 4, as torch broadcasts it, cut to so many keys."""
     if scores is None:
         return None
     scores = scores[(None,) * (4 - scores.dim())]

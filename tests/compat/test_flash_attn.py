@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compat import _flash_calls, flash_attn as compat
+from fusedattn.compat import _flash, flash_attn as compat
 from fusedattn.testing.tolerance import verdict
 
 from ..sequences import offsets
@@ -171,13 +171,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tensors_are_read_where_they_lie(name, monkeypatch):
-    seen, attention = [], _flash_calls.attention
+    seen, attention = [], _flash.attention
 
     def spy(*tensors, **options):
         seen.extend(tensors)
         return attention(*tensors, **options)
 
-    monkeypatch.setattr(_flash_calls, "attention", spy)
+    monkeypatch.setattr(_flash, "attention", spy)
     q, k, v = LAYOUTS[name](5, 4), LAYOUTS[name](7, 2), LAYOUTS[name](7, 2)
     out = compat.flash_attn_func(q, k, v, causal=True)
     assert out.is_contiguous()

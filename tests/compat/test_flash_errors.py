@@ -109,6 +109,15 @@ def test_errors_name_flash_attns_arguments(function, error, name, wrong):
     assert_names(raised.value, name)
 
 
+def test_errors_show_the_shapes_that_the_caller_has():
+    with pytest.raises(ValueError, match=r"^v: .* as in k, \(2, 7, 2, 8\), got \(2, 6, 2, 8\)$"):
+        compat.flash_attn_func(Q, K, K[:, :6])
+    with pytest.raises(ValueError, match=r"^q: expected rank 3, \(T, H, D\), got \(2, 5, 4, 8\)$"):
+        compat.flash_attn_varlen_func(**CALLS["flash_attn_varlen_func"] | dict(q=Q))
+    with pytest.raises(ValueError, match=r"^v_cache: .* as in k_cache, \(2, 7, 2, 8\), got \(2, 6, 2, 8\)$"):
+        compat.flash_attn_with_kvcache(Q[:1], K, K[:, :6])  # of two caches one is used
+
+
 def test_a_kernel_that_cannot_says_so_in_flash_attns_words(device):
     q = torch.zeros(1, 2, 1, 300, device=device)
     with fa.use_backend("triton"), pytest.raises(NotImplementedError) as raised:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 import fusedattn.compat.torch as compat
-from fusedattn import backends
+from fusedattn import backends, private
 from fusedattn.compat import _switch
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention
@@ -32,7 +32,7 @@ def answered(monkeypatch):
     monkeypatch.setattr(_switch, "scaled_dot_product_attention", counted)
     yield threads
     compat.disable_sdpa()
-    assert not _switch.function_modes()
+    assert not private.function_modes()
 
 
 def in_a_thread(function, *args):
@@ -144,7 +144,7 @@ def test_who_disables_it_in_another_thread_disables_it_here(answered):
     assert not answered
     compat.enable_sdpa()
     taken_before(X, X, X)
-    assert len(answered) == len(_switch.function_modes()) == 1
+    assert len(answered) == len(private.function_modes()) == 1
 
 
 def test_other_modes_are_left_as_they_are(answered):
@@ -163,7 +163,7 @@ def test_other_modes_are_left_as_they_are(answered):
         taken_before(X, X, X)
         compat.enable_sdpa()
     torch.set_default_device(None)
-    assert len(seen) == 2 and len(answered) == 1 and len(_switch.function_modes()) == 1
+    assert len(seen) == 2 and len(answered) == 1 and len(private.function_modes()) == 1
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
@@ -303,110 +303,6 @@ def test_models_of_torch_leave_their_fast_path(mode, answered):
             out = model(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     assert len(answered) == attentions(model)
-
-
-class Watched:
-    """A backend of torch.compile that keeps how often it compiled, and runs what it gets."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def __call__(self, graph, inputs):
-        self.graphs.append([node.target for node in graph.graph.nodes])
-        return graph.forward
-
-    def ours(self):
-        """Of each graph, whether the call in it is ours."""
-        torchs = {*_switch._TORCHS, F.multi_head_attention_forward}
-        return [not torchs & set(filter(callable, targets)) for targets in self.graphs]
-
-
-def by_name(x):
-    return F.scaled_dot_product_attention(x, x, x, is_causal=True) + 1
-
-
-def by_reference(x):
-    return taken_before(x, x, x, is_causal=True) + 1
-
-
-def by_operator(x):
-    return OPERATOR.default(x, x, x, None, 0.0, True) + 1
-
-
-@pytest.mark.parametrize(
-    ("function", "first", "everywhere"),
-    [
-        (by_name, False, False),
-        (by_name, True, True),
-        (by_reference, True, False),
-        (by_reference, False, True),
-        (by_operator, False, False),
-    ],
-)
-def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everywhere):
-    torch._dynamo.reset()
-    watched = Watched()
-    compiled = torch.compile(function, fullgraph=True, backend=watched)
-    for inside in (first, not first, first):
-        if not inside:
-            out = compiled(X)
-        elif everywhere:
-            compat.enable_sdpa()
-            out = compiled(X)
-            compat.disable_sdpa()
-        else:
-            with compat.sdpa():
-                out = compiled(X)
-        torch.testing.assert_close(out, function(X))
-    assert watched.ours() == [first, not first]
-
-
-def test_a_with_inside_of_what_is_compiled():
-    watched = Watched()
-
-    def inside(x):
-        with compat.sdpa():
-            y = by_name(x)
-        return y, by_name(x)
-
-    ours, torchs = torch.compile(inside, fullgraph=True, backend=watched)(X)
-    torch.testing.assert_close(ours, torchs)
-    assert watched.graphs[0].count(taken_before) == 1
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiled_models_of_torch_are_ours_with_gradients():
-    torch._dynamo.reset()
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-    watched = Watched()
-    compiled = torch.compile(lambda x: model(x, x, x, need_weights=False)[0].sin().sum(), backend=watched)
-    grads = []
-    for inside in (False, True, False):
-        x = X[0].clone().requires_grad_()
-        if inside:
-            with compat.sdpa():
-                grads += torch.autograd.grad(compiled(x), x)
-        else:
-            grads += torch.autograd.grad(compiled(x), x)
-    torch.testing.assert_close(grads[0], grads[1])
-    assert torch.equal(grads[0], grads[2]) and watched.ours() == [False, True]
-
-
-def test_what_another_thread_compiles_is_torchs_unless_it_enables_too():
-    torch._dynamo.reset()
-    watched = Watched()
-    compat.enable_sdpa()
-
-    def compiled():
-        return torch.compile(by_reference, fullgraph=True, backend=watched)(X)
-
-    def enabled():
-        compat.enable_sdpa()
-        return compiled()
-
-    torch.testing.assert_close(in_a_thread(compiled), in_a_thread(enabled))
-    compat.disable_sdpa()
-    assert watched.ours() == [False, True]
 
 
 def test_what_another_thread_traces_holds_nothing_of_ours(answered):

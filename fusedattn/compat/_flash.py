@@ -1,0 +1,149 @@
+"""Calls of flash-attn's functions as calls of ours: layouts, options, and errors that name its arguments."""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_varlen
+from ..call import cached
+from ..call.cached import CacheArguments, is_known
+from ..call.form import Arguments, autocast_dtype, autocasting, deterministic
+from ..call.rules import check_flags, check_tensors, fail, is_int
+from ..naive.cached import rotated
+
+_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for) )(\w+)")  # where an error names an argument
+_SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
+
+
+def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
+    """function(*tensors, **options); its errors have the caller's names and layout, where `attention` has its own."""
+    try:
+        return function(*tensors, **options)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        names = dict(scale="softmax_scale", window="window_size", **names)
+        text = _NAMED.sub(lambda match: match[1] + names.get(match[2], match[2]), str(error))
+        if function is not attention_varlen:
+            text = _SHAPE.sub(r"(\1, \3, \2, \4)", text)
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
+
+
+def check_tensor(name: str, x: Any, layout: str) -> None:
+    """Raise for what is no strided tensor of as many dimensions as the layout, say "(B, S, H, D)"."""
+    check_tensors(**{name: x})
+    if x.is_nested or x.layout != torch.strided:
+        fail(TypeError, name, "a strided tensor", "a nested tensor" if x.is_nested else x.layout)
+    rank = len(layout.split(", "))
+    if x.dim() != rank:
+        fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
+
+
+def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """The queries, keys and values in one tensor, or two of these: as many as its name has letters."""
+    check_tensor(name, x, layout)
+    if x.shape[-3] != len(name):
+        fail(ValueError, name, f"shape {layout}", tuple(x.shape))
+    return x.unbind(-3)
+
+
+def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
+    """The options of the scores, as `attention` takes them."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2 or not all(map(is_int, window_size)):
+        fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))
+    if any(side < -1 for side in window_size):
+        fail(ValueError, "window_size", "no side below -1, which is unbounded", window_size)
+    window = tuple(None if side == -1 else side for side in window_size)
+    softcap = None if isinstance(softcap, int | float) and softcap == 0 else softcap
+    return dict(scale=softmax_scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+
+
+def half_kept(q: Any) -> contextlib.AbstractContextManager[Any]:
+    """No autocast for float16 and bfloat16, which flash-attn does not cast; float32 is cast as elsewhere."""
+    half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
+    return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
+
+
+def _run(
+    names: Mapping[str, str], function: Callable[..., Any], tensors: Sequence[Any], options: Sequence[Any], **more: Any
+) -> tuple[Tensor, ...]:
+    """(output,), or with return_attn_probs (output, log-sum-exp, an empty tensor); options are the caller's."""
+    dropout_p, *of_scores, repeatable, return_attn_probs = options
+    check_flags(deterministic=repeatable, return_attn_probs=return_attn_probs)
+    more |= dict(scores(*of_scores), dropout_p=dropout_p, return_lse=return_attn_probs)
+    with deterministic(repeatable), half_kept(tensors[0]):
+        results = ask(names, function, *tensors, **more)
+    return (*results, tensors[0].new_empty(0)) if return_attn_probs else (results,)
+
+
+def attend(names: Sequence[str], tensors: Sequence[Any], options: Sequence[Any]) -> Tensor | Any:
+    """`attention` of q, k and v (B, S, H, D); names are those that the caller has for them."""
+    for name, x in zip(names, tensors, strict=True):
+        check_tensor(name, x, "(B, S, H, D)")
+    by_head = [x.transpose(1, 2) for x in tensors]
+    out, *more = _run(dict(zip(("query", "key", "value"), names, strict=True)), attention, by_head, options)
+    out = out.transpose(1, 2).contiguous()
+    return (out, *more) if more else out
+
+
+def attend_packed(
+    names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any]
+) -> Tensor | Any:
+    """`attention_varlen` of its first five arguments; names are {its name: the caller's}."""
+    longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # some callers leave them a tensor
+    longest = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in longest.items()}
+    out, *more = _run(names, attention_varlen, tensors, options, **longest)
+    return (out.contiguous(), *more) if more else out.contiguous()
+
+
+def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
+    """Check an int32 tensor (B,) of numbers from 0 to most; values on a GPU are not read."""
+    check_tensor(name, x, "(B,)")
+    if x.dtype != torch.int32:
+        fail(TypeError, name, "an int32 tensor", x.dtype)
+    if x.device != q.device:
+        fail(ValueError, name, f"the device of q, {q.device}", x.device)
+    if x.shape[0] != q.shape[0]:
+        fail(ValueError, name, f"shape ({q.shape[0]},)", tuple(x.shape))
+    if is_known(x) and len(wrong := x[(x < 0) | (x > most)]):
+        fail(ValueError, name, f"numbers from 0 to {most}", int(wrong[0]))
+
+
+def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Tensor:
+    """cache_seqlens as a tensor (B,); room is how many keys a sequence has space for."""
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if cache_seqlens is None:
+        if k is not None:
+            fail(ValueError, "cache_seqlens", "an int or a tensor beside k", None)
+        cache_seqlens = room
+    if not is_int(cache_seqlens):
+        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type(cache_seqlens).__name__)
+    if not 0 <= cache_seqlens <= room:
+        fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {room}", cache_seqlens)
+    if k is not None and cache_seqlens + k.shape[1] > room:
+        expected = f"at most {room - cache_seqlens} rows after the {cache_seqlens} of a sequence of {room}"
+        fail(ValueError, "k", expected, k.shape[1])
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def rotated_as_theirs(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
+    """caches, checked, whose query and new_key are rotated as flash-attn does where `attention_decode` does not.
+
+    A new key is rotated by its slot; query i by the length before the append, plus i if spread.
+    """
+    # All is checked before anything is computed. With "top_left" no rule is about the positions of queries.
+    cached.checked(caches, Arguments(None, None, None, align="top_left", **options))
+    start, device = caches.cache_seqlens.long()[:, None], caches.query.device
+    rows, new = (torch.arange(x.shape[2], device=device) for x in (caches.query, caches.new_key))
+    positions = start + (rows if spread else torch.zeros_like(rows))
+    angles = caches.rotary_cos, caches.rotary_sin, caches.rotary_interleaved
+    if positions.numel() and is_known(positions) and (needed := int(positions.max()) + 1) > len(angles[0]):
+        fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{len(angles[0])} rows")
+    query = rotated(caches.query.to(autocast_dtype(caches.query)), positions, *angles)
+    new_key = rotated(caches.new_key, start + new, *angles)
+    return caches._replace(query=query, new_key=new_key, rotary_cos=None, rotary_sin=None)

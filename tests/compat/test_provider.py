@@ -1,0 +1,137 @@
+"""register and sdpa_provider of fusedattn.compat.torch: torch's own attention by our kernels."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fusedattn as fa
+import fusedattn.compat.torch as compat
+from fusedattn.compat import _provider
+from fusedattn.compat._override import Override
+
+
+@pytest.fixture
+def registry():
+    """torch's table of implementations, as it was."""
+    from torch.nn.attention import _registry
+
+    before = dict(_registry._FLASH_ATTENTION_IMPLS)
+    yield torch.nn.attention
+    _registry._FLASH_ATTENTION_IMPLS.clear()
+    _registry._FLASH_ATTENTION_IMPLS.update(before)
+
+
+def test_register_adds_a_name_and_activates_nothing(registry):
+    query = torch.randn(2, 3, 4, 8)
+    want, active = (
+        nn.functional.scaled_dot_product_attention(query, query, query),
+        registry.current_flash_attention_impl(),
+    )
+    for _ in range(2):
+        compat.register()
+        assert registry.list_flash_attention_impls().count("fusedattn") == 1
+    assert registry.current_flash_attention_impl() == active
+    assert torch.equal(nn.functional.scaled_dot_product_attention(query, query, query), want)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_the_provider_names_cuda_where_there_is_none(registry):
+    active = registry.current_flash_attention_impl()
+    with pytest.raises(RuntimeError, match="CUDA"):
+        with compat.sdpa_provider():
+            pass
+    compat.register()
+    with pytest.raises(RuntimeError, match="CUDA"):
+        registry.activate_flash_attention_impl("fusedattn")
+    assert registry.current_flash_attention_impl() == active
+
+
+class Original:
+    """Stands for the kernel that torch has on CUDA."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def call_boxed(self, keyset, *args, **kwargs):
+        raise LookupError(self.name)
+
+
+@pytest.fixture
+def override(monkeypatch, device):
+    """Our operators in the place where torch, on a CPU, has none."""
+    if device != "cpu":
+        pytest.skip("on a GPU the provider itself is tested")
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Original(name))
+    made = Override(_provider.REPLACED, "CPU")
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    yield operator
+    made.remove()
+    with pytest.raises(NotImplementedError, match="CPU"):
+        operator(*[torch.randn(1, 1, 2, 8)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("causal", "scale", "kv_heads", "order"),
+    [(False, None, 2, (0, 1, 2, 3)), (True, 0.3, 2, (0, 2, 1, 3)), (False, -0.5, 1, (0, 1, 2, 3))],
+)
+def test_the_operators_of_the_provider_are_torchs(override, causal, scale, kv_heads, order):
+    shapes = (1, 2, 4, 8), (1, kv_heads, 4 if causal else 5, 8), (1, kv_heads, 4 if causal else 5, 8)
+    inputs = [torch.randn([s[axis] for axis in order]).permute(order).half().requires_grad_() for s in shapes]
+    out, lse, cum_q, cum_k, rows, keys, state, unused, debug = override(*inputs, is_causal=causal, scale=scale)
+    assert out.dtype == torch.float16 and out.stride() == torch.empty_like(inputs[0]).stride()
+    assert (rows, keys) == (4, shapes[1][2]) and state.shape == (2,) and state.dtype == unused.dtype == torch.uint64
+    assert cum_q is None and cum_k is None and debug.numel() == 0
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    grouped = [x.repeat_interleave(2 // x.shape[1], 1) for x in doubles]
+    want = nn.functional.scaled_dot_product_attention(*grouped, is_causal=causal, scale=scale)
+    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
+    scores = grouped[0] @ grouped[1].mT * (8**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf) if causal else scores
+    torch.testing.assert_close(lse, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+    weight = torch.randn(out.shape)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    for ours, theirs in zip(got, torch.autograd.grad((want * weight).sum(), doubles), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=5e-3, atol=5e-3)
+
+
+def test_the_provider_drops_the_same_in_both_passes(override):
+    query, key, value = (torch.randn(1, 1, 4, 8).half().requires_grad_() for _ in range(3))
+    out, *_, state, _, _ = override(query, key, value, 0.5)
+    want = fa.attention(query, key, value, dropout_p=0.5, seed=state.view(torch.int64)[:1])
+    torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
+    weight = torch.randn(out.shape)
+    got, want = (torch.autograd.grad((x * weight).sum(), (query, key, value)) for x in (out, want))
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=5e-3)
+    assert not torch.equal(override(query, key, value, 0.5)[0], out)
+
+
+def test_what_the_kernels_do_not_take_goes_to_torch(override):
+    wide, narrow = torch.randn(1, 1, 2, 264).half(), torch.randn(1, 1, 2, 8).half()
+    with pytest.raises(LookupError, match="aten::_scaled_dot_product_flash_attention$"):
+        override(wide, wide, wide)
+    with pytest.raises(NotImplementedError, match="return_debug_mask"):
+        override(narrow, narrow, narrow, return_debug_mask=True)
+    with fa.use_backend("naive"):
+        assert override(narrow, narrow, narrow)[0].shape == narrow.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_provider_reaches_torchs_attention_on_a_gpu(registry):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query, key, value = (torch.randn(2, 4, n, 64, device="cuda").half().requires_grad_() for n in (70, 90, 90))
+    active = registry.current_flash_attention_impl()
+    got = []
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for provided in (True, False):
+            with compat.sdpa_provider() if provided else warnings.catch_warnings():
+                out = nn.functional.scaled_dot_product_attention(query, key, value)
+                got.append((out, *torch.autograd.grad(out.sum(), (query, key, value))))
+    for ours, theirs in zip(*got, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert registry.current_flash_attention_impl() == active
