@@ -49,7 +49,9 @@ def test_what_is_counted_is_what_the_kernels_list(case):
     for size in (16, 64):
         marks = torch.full((1, 1, 1, 1), SOME.value | ALL.value, dtype=torch.uint8)
         if masks:
-            marks = blocks.block_mask(*(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, size)
+            marks = blocks.block_mask(
+                *(masks.get(name) for name in ("mask", "key_mask", "query_mask")), None, None, size
+            )
         for (kernel, tile), one in zip(TILES.items(), counting.count(case, TILES.items(), size), strict=True):
             lists = blocks.tile_lists(call, marks, size, tile, by_keys=kernel == "dkdv").base
             masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
