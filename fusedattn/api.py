@@ -17,27 +17,15 @@ from .replay import cache
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | Plan | None = None,
-    bias: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str = "bottom_right",
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    backend: str | None = None,
-) -> Tensor | Any:
+    query: Tensor, key: Tensor, value: Tensor, *,
+    mask: Tensor | Plan | None = None, bias: Tensor | None = None,
+    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
+) -> Tensor | Any:  # fmt: skip
     """softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
 
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -88,31 +76,16 @@ def attention(
 
 
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    mask: Tensor | Plan | None = None,
-    bias: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str = "bottom_right",
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    backend: str | None = None,
-) -> Tensor | Any:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    mask: Tensor | Plan | None = None, bias: Tensor | None = None,
+    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
+) -> Tensor | Any:  # fmt: skip
     """`attention` within each of n sequences of any lengths, that lie one behind the other: nothing is padded.
 
         >>> query = key = value = torch.randn(100, 8, 64)
@@ -155,32 +128,16 @@ def attention_varlen(
 
 
 def attention_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str = "bottom_right",
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    backend: str | None = None,
-) -> Tensor | Any:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *, cache_seqlens: Tensor,
+    block_table: Tensor | None = None, new_key: Tensor | None = None, new_value: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, rotary_interleaved: bool = False,
+    mask: Tensor | None = None, bias: Tensor | None = None,
+    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
+) -> Tensor | Any:  # fmt: skip
     """Attention of new queries to caches of keys and values, which may first be extended in place.
 
         >>> cache, length = torch.zeros(2, 2, 8, 128, 64), torch.zeros(2, dtype=torch.int32)

@@ -198,18 +198,10 @@ class TransformerEncoderLayer(_Configurable):
     IMPLEMENTS = tuple(IMPLEMENTED)
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        *,
-        attention_dropout: float = 0.0,
-        layer_norm_eps: float = 1e-5,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ):
+        self, hidden_size: int, num_attention_heads: int, intermediate_size: int, dropout: float = 0.0, *,
+        attention_dropout: float = 0.0, layer_norm_eps: float = 1e-5,
+        device: Device = None, dtype: torch.dtype | None = None, **options: Any,
+    ):  # fmt: skip
         super().__init__()
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
@@ -275,19 +267,10 @@ class AttentionDecoder(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        embed_size: int,
-        hidden_size: int,
-        encoder_size: int,
-        num_attentions: int = 2,
-        num_heads: int = 1,
-        dropout: float = 0.0,
-        *,
-        scale: float | None = None,
-        backend: str | None = None,
+        self, vocab_size: int, embed_size: int, hidden_size: int, encoder_size: int, num_attentions: int = 2,
+        num_heads: int = 1, dropout: float = 0.0, *, scale: float | None = None, backend: str | None = None,
         **factory: Any,
-    ):
+    ):  # fmt: skip
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size)
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)

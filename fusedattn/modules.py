@@ -90,25 +90,13 @@ class MultiHeadAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        causal: bool = False,
+        self, embed_dim: int, num_heads: int, *, kdim: int | None = None, vdim: int | None = None,
+        num_kv_heads: int | None = None, head_dim: int | None = None, value_head_dim: int | None = None,
+        dropout: float = 0.0, bias: bool = True, causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        backend: str | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ):
+        scale: float | None = None, softcap: float | None = None, backend: str | None = None,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
@@ -137,17 +125,10 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = _linear(num_heads * value_head_dim, embed_dim, bias, device=device, dtype=dtype)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        mask: Tensor | Plan | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
+        mask: Tensor | Plan | None = None, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+        bias: Tensor | None = None, need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend from query to key and value.
 
         Args:

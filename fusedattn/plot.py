@@ -19,16 +19,10 @@ LETTER = 0.6 * LARGEST / 72  # the width of a letter, in inches
 
 
 def attention_map(
-    weights: Tensor,
-    tokens: Sequence[object] | None = None,
-    key_tokens: Sequence[object] | None = None,
-    *,
-    mask: Tensor | None = None,
-    titles: Sequence[str] | None = None,
-    label: str = "attention weight",
-    top: float | None = None,
-    figure: Any = None,
-) -> "Figure":
+    weights: Tensor, tokens: Sequence[object] | None = None, key_tokens: Sequence[object] | None = None, *,
+    mask: Tensor | None = None, titles: Sequence[str] | None = None, label: str = "attention weight",
+    top: float | None = None, figure: Any = None,
+) -> "Figure":  # fmt: skip
     """A figure with a panel for each head, a row for each query, a column for each key, and one scale of colours.
 
         >>> _, weights = layer(x, need_weights=True)

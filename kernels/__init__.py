@@ -1,1 +1,1 @@
-"""The Triton kernels: one a file, made of the words in `vocabulary`."""
+"""The Triton kernels, one per file, built from the shared functions in `vocabulary`."""

@@ -1,1 +1,1 @@
-"""What a caller wrote, checked, in one form, and results in the caller's shape. Knows torch alone."""
+"""Checks what a caller passed, brings it into one form, shapes the results. Imports only torch."""

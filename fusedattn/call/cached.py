@@ -50,7 +50,7 @@ class Decode(NamedTuple):
 
 # Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def room(decode: Decode) -> int:
-    """The most keys that a sequence may have: lengths on a device, which nobody has checked, are taken for less."""
+    """The most keys that a sequence may have; unchecked lengths on a device are clamped to it."""
     return decode.call.key.shape[2] if decode.key_cache.shape[0] else 0
 
 
@@ -62,7 +62,7 @@ def capacity(arguments: CacheArguments) -> int:
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """What a Decode has for the keys or values of its Call."""
+    """The cache, or for pages a tensor of shape alone."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape
@@ -70,12 +70,12 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _repeats(x: Tensor) -> bool:
-    """Whether it was expanded: several of its elements are then one in memory."""
+    """Whether a tensor is expanded: several of its elements share one address."""
     return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _alone(name: str) -> Rule:
-    """Of a cache that is written to."""
+    """A Rule: a cache not expanded."""
     expected = "a cache that new keys can be written to, with no dimension expanded"
     return invalid(name, expected, lambda x, _: _repeats(x), lambda x: f"strides {x.stride()}")
 
@@ -142,7 +142,7 @@ INTERLEAVED = rules.is_flag("rotary_interleaved")
 
 
 def _rules_of(a: CacheArguments) -> tuple[Rule, ...]:
-    """Those that concern a call, in their order."""
+    """The rules that concern a call, in order."""
     concerned = (INTERLEAVED, *RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
     if a.new_key is not None or a.new_value is not None:
         concerned += NEW
@@ -152,7 +152,7 @@ def _rules_of(a: CacheArguments) -> tuple[Rule, ...]:
 
 
 def check_sizes(a: CacheArguments) -> None:
-    """Raise for what is wrong with arguments, whatever the tensors hold."""
+    """Raise for wrong arguments, without reading tensors' values."""
     apply(_rules_of(a), a, a)
 
 
@@ -167,7 +167,7 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether to look at the values of a tensor: it costs no wait, and they are there."""
+    """Whether tensor values can be read without waiting: on a CPU, not compiled."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -206,7 +206,7 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
 
 
 def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows: int, new: int) -> None:
-    """Rows that stand before the first key are no mistake where they see nothing."""
+    """Raise for too few angles, and queries before position 0 that see keys."""
     bottom_right, most = options.align == "bottom_right", int(after.max())
     needed = max(most if new or (rows and bottom_right) else 0, 0 if bottom_right else rows)
     if needed > a.rotary_cos.shape[0]:

@@ -110,7 +110,7 @@ class Call(NamedTuple):
 
     @property
     def lengths(self) -> Lengths | None:
-        """Those of packed sequences; None if they are not."""
+        """The Lengths of packed sequences, or None."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return None
         totals = self.query.shape[2], self.key.shape[2]
@@ -128,7 +128,7 @@ class Call(NamedTuple):
 
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def diagonal(call: Call) -> int:
-    """How far below the diagonal of the score matrix a row of a call stands level with a key."""
+    """The offset of the diagonal: row i is level with key i + offset."""
     return 0 if call.top_left else call.key.shape[2] - call.query.shape[2]
 
 

@@ -13,11 +13,6 @@ from .rules import BOOL, fail
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 
 
-def is_jagged(query: Any) -> bool:
-    """Whether a call is one of nested tensors, as its query says."""
-    return isinstance(query, Tensor) and query.is_nested
-
-
 def _packed(tensor: Tensor) -> Tensor:
     """(B, H, ragged, D) as (B, ragged, H, D) without holes."""
     return tensor.transpose(1, 2).contiguous()

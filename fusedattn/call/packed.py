@@ -31,7 +31,7 @@ def _known(offsets: Tensor) -> list[int] | None:
 
 
 def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
-    """int32 offsets of sequences in the rows of a tensor, whatever they hold."""
+    """The rules of cu_seqlens whatever its values: int32, shape and device."""
 
     def none_of_some(x: Tensor, a: Packed) -> bool:
         return x.shape[0] == 1 and getattr(a, tensor).shape[0] != 0
@@ -46,7 +46,7 @@ def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def _fall(x: Tensor) -> str | None:
-    """Where offsets fall; None if they do not, or nobody looks."""
+    """Where offsets decrease; None if nowhere, or if not known."""
     known = _known(x) or []
     return next(
         (f"{after} after {before}" for before, after in zip(known, known[1:], strict=False) if after < before), None
@@ -54,7 +54,7 @@ def _fall(x: Tensor) -> str | None:
 
 
 def _values(name: str, tensor: str) -> tuple[Rule, ...]:
-    """What offsets hold, if it is known."""
+    """Rules of known cu_seqlens values."""
 
     def last(_: Tensor, a: Packed) -> str:
         return f"the number of rows of {tensor} as its last, {getattr(a, tensor).shape[0]}"
@@ -70,7 +70,7 @@ def _values(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def _longest(name: str) -> tuple[Rule, ...]:
-    """The longest length, whatever the offsets hold."""
+    """The rules of max_seqlen, without the offsets."""
     return (
         Rule(name, TypeError, "an int or None", lambda x, _: not rules.is_int(x), lambda x: type(x).__name__),
         invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),

@@ -22,7 +22,7 @@ class Packing:
 
     @property
     def offsets(self) -> Tensor:
-        """(n + 1,): those of the same sequences without gaps."""
+        """cu_seqlens (n + 1,) of these lengths, without gaps."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def pad(self, packed: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def of_dtype(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
 
 
 def is_beside(name: str, other: str) -> Rule:
-    """Not None where another is not."""
+    """A Rule: required by `other`."""
     return invalid(
         name, f"a tensor beside {other}", lambda x, a: x is None and getattr(a, other) is not None, lambda x: None
     )
@@ -135,7 +135,7 @@ def has_rank(rank: int, name: str, dims: str = "") -> Rule:
 
 
 def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]], note: str = "") -> Rule:
-    """Of one of some shapes, each of which is a function of what the rule is about."""
+    """A Rule: the shape is one of `shapes`, functions of what the rule is about."""
 
     def expected(_: Tensor, about: Any) -> str:
         return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}{note}"
@@ -361,7 +361,7 @@ DEFAULTS = Arguments._field_defaults
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise for what is no bool, among what is no field of Arguments."""
+    """Raise for a flag, such as return_lse, that is not a bool."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             fail(TypeError, name, "a bool", type(flag).__name__)

@@ -1,4 +1,4 @@
-"""The command line `fusedattn`: what there is to ask of it. Each command is a module, imported when it is used."""
+"""Parses the command line `fusedattn` and runs the command. Each command is a module, imported when it is used."""
 
 import argparse
 import importlib

@@ -14,16 +14,9 @@ from ..call.rules import broadcasts, check_flags, check_tensors, divides, fail
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
 
     A row that sees nothing is 0 and has gradients 0. attn_mask beside is_causal raises, and so do key and value of

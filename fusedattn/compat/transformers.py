@@ -59,19 +59,10 @@ def register(name: str = "fusedattn") -> None:
 
 
 def fusedattn_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """`fusedattn.attention` as transformers calls attention.
 
     A mask holds causality, window, padding and packing, and nothing comes on top of it. Without one, attention is

@@ -1,1 +1,1 @@
-"""From tensors to kernels: tiles, arguments, launches. With replay.recording the only room that imports Triton."""
+"""Launches kernels: chooses tiles, makes arguments. Triton is imported here and in replay.recording."""

@@ -60,7 +60,7 @@ def _side(side, rows, keys):
 
 
 def sizes(call):
-    """(B, Hq, Sq, Sk); of packed sequences how many, and the longest, or all together where nobody needs to know."""
+    """(B, Hq, Sq, Sk); of packed sequences their number and longest lengths, or totals where those are None."""
     batch, heads, rows, _ = call.query.shape
     keys = call.key.shape[2]
     if call.cu_seqlens_q is None:
@@ -138,7 +138,7 @@ def can_pack_gqa(call, out):
 
 
 def pack_gqa(call, out):
-    """(the call that it then is, its output): keys and values are read once for all these heads."""
+    """(call, output) with the query heads of each kv head as rows of one head."""
 
     def rows(tensor):
         return tensor.unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)

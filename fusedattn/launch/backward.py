@@ -39,7 +39,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """What the gradient of the bias is a sum by: where it is broadcast decides whose loops it is taken in."""
+    """Which loop sums the bias gradient, by how the bias broadcasts: rows, keys, pairs or planes."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -84,7 +84,7 @@ def _totals(sums, offsets, batch):
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums):
-    """What every pass reads of a row: its softmax, delta, the gradient of its lse. query_sums get zeros, if any."""
+    """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums, if any."""
     names = "GradOut", "GradWeights", "q_len", "HEADS", "D", "DV", "PRECISION"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),

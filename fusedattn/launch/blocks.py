@@ -1,4 +1,4 @@
-"""Launches what finds the tiles to compute: block masks, lists of tiles, and the slots of packed sequences."""
+"""Launches the kernels that make block masks, lists of tiles to compute, and the layout of packed sequences."""
 
 import torch
 from triton import cdiv

@@ -122,7 +122,7 @@ def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
 
 
 def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
-    """Those of the kernel, but for Lse and Stats."""
+    """The kernel's arguments without Lse, Stats."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each = heads // key.shape[1], tiles.WARPGROUP_ROWS

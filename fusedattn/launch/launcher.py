@@ -60,7 +60,7 @@ def launched(compiled, encodes: bool = True) -> Callable:
 
 
 def _run_of(compiled) -> Any:
-    """What Triton's own launch of a loaded kernel ends in; None where it takes other arguments than we know."""
+    """The `run` of a compiled kernel, which launches it; None where its signature is not known."""
     if not all(hasattr(compiled, name) for name in ("function", "packed_metadata", "launch_metadata")):
         return None
     *named, rest = inspect.signature(compiled.run).parameters.values()
@@ -88,7 +88,7 @@ def rebased(descriptor, tensor: Tensor):
 
 
 class Encoded:
-    """What the driver makes of a descriptor, of tensors that differ in their address alone: it stays what it is."""
+    """Encodes a descriptor for tensors that differ in address alone, and caches the result by address."""
 
     MOST = 256
 

@@ -98,7 +98,7 @@ def has_hopper(tensor):
 
 @functools.cache
 def multiprocessors(device):
-    """How many there are."""
+    """The SM count."""
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -131,14 +131,14 @@ def widest(call):
 
 
 def _load(call):
-    """What a call asks of each pair beyond its score and its weight, as `tiles` has it."""
+    """The load per pair, as `tiles` names it: "plain", "masked" or "rich"."""
     if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
     return "plain" if call.mask is None else "masked"
 
 
 def kind_of(name, call):
-    """What calls share that take the same tiles of a kernel, and whose kernel fails where that of one does."""
+    """The key of calls that take the same tiles of a kernel, and for which it fails together."""
     query, rows = call.query, call.query.shape[2]
     if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
         rows = call.max_seqlen_q

@@ -1,4 +1,4 @@
-"""Tile sizes as data, and the function that reads them.
+"""The table of tile sizes by kernel and GPU, and the functions that look them up.
 
 Rows were chosen offline, by registers and spills in compiled code (`make compile`): none has been timed. A row that has
 says so, with its GPU, versions and number (`make tune`).

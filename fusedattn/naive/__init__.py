@@ -1,1 +1,1 @@
-"""The definition in PyTorch, which is also the path of a CPU."""
+"""Attention by its definition, in PyTorch: the naive path, which a CPU runs."""

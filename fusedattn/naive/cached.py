@@ -1,4 +1,4 @@
-"""Turns a call to a cache into one dense call: lengths become a key_mask, pages are gathered, positions rotated."""
+"""Appends to caches, and turns a call to a cache into a dense call: pages gathered, lengths as key_mask, rotated."""
 
 import functools
 

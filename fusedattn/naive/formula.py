@@ -190,7 +190,7 @@ def _block(call: Call, first: int, last: int, need_lse: bool, need_weights: bool
 
 
 def _block_of(first: int, last: int, need_lse: bool, *fields) -> tuple:
-    """What a checkpoint computes again: it keeps track of tensors that are arguments, not of those inside one."""
+    """`_block` of the fields of a Call, which torch's checkpoint tracks only as arguments of their own."""
     return _block(Call(*fields), first, last, need_lse, False)[:2]
 
 

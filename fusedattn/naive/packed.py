@@ -1,4 +1,4 @@
-"""Pads a packed call to a batch, and unpads its results."""
+"""Splits a packed call into parts of like lengths, pads each to a batch, and unpads and joins the results."""
 
 from collections.abc import Iterator
 

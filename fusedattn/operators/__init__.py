@@ -1,1 +1,1 @@
-"""The operators of torch.library: schemas, derivatives and what runs them."""
+"""The operators of torch.ops.fusedattn: schemas, checks, derivatives and implementations."""

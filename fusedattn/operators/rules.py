@@ -128,7 +128,7 @@ BLOCK_MASK = (
 
 
 def check_forward(*arguments: Any) -> None:
-    """Those of `forward`."""
+    """Check `forward`."""
     *fields, _, need_weights, _, on_hopper = arguments
     call = Call(*fields)
     check_call(call, need_weights)
@@ -173,7 +173,7 @@ def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments:
 
 
 def check_block_mask(*arguments: Any) -> None:
-    """Those of `block_mask`."""
+    """Check `block_mask`."""
     names = "mask", "key_mask", "query_mask", "bias"
     masks = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
     lengths = Lengths(*arguments[len(names) :])
@@ -205,7 +205,7 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
 
 
 def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named) -> None:
-    """Those of `append`."""
+    """Check the arguments of `append`."""
     new, turning = (new_key, new_value), (cos, sin, interleaved)
     arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
     apply(NEW_KEY_CACHE, arguments, arguments)
@@ -215,7 +215,7 @@ def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos
 
 
 def check_caches(arguments: CacheArguments, added: int) -> None:
-    """Those of `decode` but for the options, which are those of a Call."""
+    """Check arguments of `decode` other than the fields of a Call."""
     cached.check_sizes(arguments)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)

@@ -1,1 +1,1 @@
-"""Launches a call again that is like an earlier one, without checking and preparing it again."""
+"""Repeats the kernel launches of an earlier, similar call, without checks and preparation."""

@@ -65,7 +65,7 @@ _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuard
 
 
 def forget() -> None:
-    """Find everything out anew: for who changes what calls are made of, such as the tiles."""
+    """Forget all recordings and fitting tiles, for who changes, say, the tiles."""
     tiles.fitting.clear()
     _known.clear()
     _met.clear()

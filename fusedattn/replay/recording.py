@@ -50,7 +50,7 @@ class Recording(NamedTuple):
     steps: tuple
 
     def run(self, given: Sequence) -> list:
-        """Do it; returns the given tensors and the made ones, in one list."""
+        """Make tensors and launch; returns given and made ones in a list."""
         if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
@@ -167,7 +167,7 @@ class Recorder:
         return self.numbers[storage(tensor)]
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
-        """What an argument is of all tensors; None if it is of none."""
+        """A function from tensors to the argument; None if constant."""
         if isinstance(value, Tensor):
             number = self._number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():

@@ -1,4 +1,4 @@
-"""Kernels for compute capability 9.0 alone, in Gluon: where Triton has none, importing them fails.
+"""Gluon kernels for compute capability 9.0 alone; importing them fails where Triton has no Gluon.
 
 They are made of the same vocabulary as the kernels for every GPU, and mean the same.
 """

@@ -37,7 +37,7 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where they go: Out is a descriptor; Lse and Stats, or None, are as those of the universal kernel."""
+    """The outputs: Out is a descriptor; Lse and Stats, or None, are as in the universal kernel."""
 
     Out: tensor_descriptor
     Lse: gl.tensor

@@ -62,7 +62,7 @@ def _kept(dropout, plane, r, c):
 
 @triton.jit
 def drop(dropout, p, plane, r, c):
-    """What dropout makes of the weights p of pairs (r, c)."""
+    """Apply dropout to the weights p of pairs (r, c)."""
     if dropout is None:
         return p
     else:

@@ -40,14 +40,14 @@ def load(Rows, plane, rows, n):
 
 @triton.jit
 def down(row):
-    """For tiles of [rows, keys]."""
+    """The Row shaped [rows, 1]."""
     s = row.softmax
     return Row(softmax.Row(s.pivot[:, None], s.neg_log2_sum[:, None]), row.delta[:, None], row.dlse[:, None])
 
 
 @triton.jit
 def across(row):
-    """For tiles of [keys, rows]."""
+    """The Row shaped [1, rows]."""
     s = row.softmax
     return Row(softmax.Row(s.pivot[None, :], s.neg_log2_sum[None, :]), row.delta[None, :], row.dlse[None, :])
 

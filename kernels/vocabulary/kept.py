@@ -1,4 +1,4 @@
-"""Stores what the backward needs of a row: its softmax, and the bits that rounding to 16 bits takes from the output.
+"""Stores and loads a row's softmax statistics, and the rounding error of 16-bit outputs, for the backward.
 
 From the gradient of each weight the backward subtracts the mean of its row, the product of the output and its gradient.
 An output of 16 bits has the mean wrong by as much for all keys of a row. Values that have much in common make that

@@ -77,5 +77,5 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """One head of a page, or of one of each row; a number of no page is taken for that of another."""
+    """One head of a page, or of a page for each row; page numbers are clamped to the pool."""
     return tiles.matrix(view, span.on_page(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))

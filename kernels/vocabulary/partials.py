@@ -1,4 +1,4 @@
-"""Partial results of programs that split the keys of a row, for `combine` to put together."""
+"""Stores and loads the partial results of programs that split the keys, which `combine` merges."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ def states(partials, plane, at, last, n):
 
 @triton.jit
 def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store the partials of rows, each of a head of its own, at `at` of the n of that; sums only if there are some."""
+    """Store each row's partials at `at` of the n of its own head; sums only if `some`."""
     if some:
         r = at[:, None]
         head = tiles.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))

@@ -27,7 +27,7 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def mend(sums, delta, dlse):
-    """(The sums, delta) with delta as these products have it: `preprocess` knew it no better than the rounded output.
+    """(sums, delta) corrected by a delta from this pass's products: `preprocess` had it from the rounded output.
 
     One such error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
     """

@@ -15,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """What is kept of a row: its largest score, and the sum of weights relative to that."""
+    """A row's running largest score, and the sum of its weights relative to that."""
 
     row_max: tl.tensor
     row_sum: tl.tensor
@@ -46,7 +46,7 @@ def _pivot(row_max):
 
 @triton.jit
 def _log2(difference, scale):
-    """A difference of two scores, as the power of two that it is."""
+    """A score difference as an exponent of base 2."""
     return difference * (LOG2E if scale is None else scale * LOG2E)
 
 
@@ -62,13 +62,13 @@ def step(state, s, scale):
 
 @triton.jit
 def share(state, whole, scale):
-    """What the sums of a State are worth in those of another, whose keys are its own and more."""
+    """The factor that rescales sums of a State to `whole`, a State of its keys and more."""
     return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), scale))
 
 
 @triton.jit
 def join(states, scale):
-    """The State of rows of whose keys there are several, one after the other along the first axis."""
+    """Merge the States of splits of the keys, along the first axis, into one State for each row."""
     row_max = tl.max(states.row_max, 0)
     return State(row_max, tl.sum(states.row_sum * share(states, State(row_max, row_max), scale), 0))
 

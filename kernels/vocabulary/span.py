@@ -124,7 +124,7 @@ def kv_head(plane, GROUP: tl.constexpr):
 
 @triton.jit
 def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
-    """left and right are what a row sees to either side; None is unbounded, causal is right = 0.
+    """The Band of a window: left and right keys seen; None is unbounded, causal is right = 0.
 
     Row 0 is level with key 0 if TOP_LEFT, otherwise the last row is level with the last key.
     """

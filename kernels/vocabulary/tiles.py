@@ -21,7 +21,7 @@ def width(D):
 
 @triton.constexpr_function
 def wide(dtype):
-    """What products of `dtype` are summed in."""
+    """The accumulator dtype for `dtype`."""
     return tl.float64 if dtype == tl.float64 else tl.float32
 
 

@@ -1,4 +1,4 @@
-"""A byte-level causal language model of fusedattn.layers, and what it writes."""
+"""A byte-level causal language model made of fusedattn.layers, and text generation with it."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Trains the model, and says what a byte of the text costs it."""
+"""Trains the model and records its loss per byte, in training and on held-out text."""
 
 import math
 from collections.abc import Callable

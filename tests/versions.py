@@ -1,8 +1,8 @@
 """Tests with other versions of torch and Triton, and writes the table of CONTRIBUTING.md.
 
-    .venv/bin/python .ci/versions.py --torch 2.10.0 2.15.0            the whole suite, each in a venv of its own
-    .venv/bin/python .ci/versions.py --triton 3.6.0 3.8.0 3.9.0       the tests that know Triton from inside, by each
-    .venv/bin/python .ci/versions.py                                  the table alone, from earlier runs
+    .venv/bin/python -m tests.versions --torch 2.10.0 2.15.0            the whole suite, each in a venv of its own
+    .venv/bin/python -m tests.versions --triton 3.6.0 3.8.0 3.9.0       the tests that know Triton from inside, by each
+    .venv/bin/python -m tests.versions                                  the table alone, from earlier runs
 
 A torch comes with the Triton that it pins, and with gigabytes of CUDA: run this by hand, not in CI. Each run adds a row
 to bench/results/versions.csv; the table has the last row of each kind.
@@ -21,8 +21,20 @@ import time
 ROOT = pathlib.Path(__file__).parent.parent
 ROWS = ROOT / "bench" / "results" / "versions.csv"
 PAGE = ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- versions: .ci/versions.py -->\n", "<!-- end of versions -->\n"
-TESTS = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-m", "not gpu"]
+BEGIN, END = "<!-- versions: tests/versions.py -->\n", "<!-- end of versions -->\n"
+TESTS = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-n",
+    "auto",
+    "--dist",
+    "worksteal",
+    "-m",
+    "not gpu",
+    "--ignore=tests/benchmarks",
+]
 LAUNCH = ["tests/replay/test_launch_path.py", "tests/launch/test_failures.py"]
 COVER = [f"tests/kernels/test_{name}.py" for name in ("options", "kernels", "contract", "cached")]
 # By one Triton: (the name in the table, the command, whether kernels are interpreted).
