@@ -11,7 +11,7 @@ from .call.cached import CacheArguments
 from .call.form import Arguments, Plan, packed_results, rank4, results, rows
 from .call.packed import Packed, checked_packed
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_flags, fail
+from .call.rules import FLOATING, check_flags, check_tensors, fail
 from .operators.attention import block_mask_or_none
 from .replay import cache
 
@@ -223,7 +223,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Raises: ValueError for shapes or devices that differ, TypeError for dtypes.
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
-    _check_merge(out_a, lse_a, out_b, lse_b)
+    _check_merge(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     # Where the larger lies is no business of the gradient: the result does not depend on it.
     top = torch.maximum(lse_a, lse_b).detach()
     empty = top == float("-inf")
@@ -235,22 +235,19 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
-def _check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            fail(TypeError, name, "a tensor", type(tensor).__name__)
-        if tensor.device != out_a.device:
-            fail(ValueError, name, f"the device of out_a, {out_a.device}", tensor.device)
-    if out_a.dtype not in FLOATING:
-        fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out_a.dtype)
-    if out_b.dtype != out_a.dtype:
-        fail(TypeError, "out_b", f"the dtype of out_a, {out_a.dtype}", out_b.dtype)
-    if out_a.dim() == 0 or out_b.shape != out_a.shape:
-        fail(ValueError, "out_b", f"the shape of out_a, {tuple(out_a.shape)}", tuple(out_b.shape))
-    wide = torch.promote_types(out_a.dtype, torch.float32)
-    for name in ("lse_a", "lse_b"):
-        if given[name].dtype != wide:
-            fail(TypeError, name, wide, given[name].dtype)
-        if given[name].shape != out_a.shape[:-1]:
-            fail(ValueError, name, f"shape {tuple(out_a.shape[:-1])}", tuple(given[name].shape))
+def _check_merge(**tensors: Any) -> None:
+    """Raise for what does not go with out_a, which comes first."""
+    check_tensors(**tensors)
+    out = tensors["out_a"]
+    if out.dtype not in FLOATING:
+        fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out.dtype)
+    for name, x in tensors.items():
+        dtype, shape = out.dtype, out.shape
+        if name.startswith("lse"):
+            dtype, shape = torch.promote_types(dtype, torch.float32), shape[:-1]
+        if x.device != out.device:
+            fail(ValueError, name, f"the device of out_a, {out.device}", x.device)
+        if x.dtype != dtype:
+            fail(TypeError, name, f"{dtype}, as out_a is {out.dtype}", x.dtype)
+        if out.dim() == 0 or x.shape != shape:
+            fail(ValueError, name, f"shape {tuple(shape)}, as out_a has {tuple(out.shape)}", tuple(x.shape))

@@ -2,16 +2,15 @@
 
 import functools
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .call.cached import Decode
-from .call.form import Arguments, Call
+from .call.form import Arguments, Call, asked, asking
 from .call.rules import check_flags, checked, fail
 from .launch import tiles as tile_table
 from .launch.failures import warn_once
@@ -75,11 +74,6 @@ def _grid_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
-    """Why this call cannot take the universal kernels; empty if it can."""
-    return _grid_reasons(call) or attention.failed(call, need_weights, on_hopper=False)
-
-
 @constant
 def hopper_reasons(device: torch.device) -> tuple[str, ...]:
     """Why the kernel for Hopper cannot run on tensors of a device that other kernels can run on, whatever the call."""
@@ -119,7 +113,9 @@ BACKENDS = {
     "hopper": Backend(
         "hopper", _hopper_reasons, attention.run_on_hopper, None if tile_table.HOPPER_PROVEN is not None else _UNPROVEN
     ),
-    "triton": Backend("triton", _triton_reasons, attention.run),
+    "triton": Backend(
+        "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run
+    ),
     "naive": Backend("naive", lambda call, need_weights: [], formula.run),
 }
 
@@ -141,14 +137,6 @@ DECODERS = {
 }
 
 
-class _Chosen(threading.local):
-    def __init__(self) -> None:
-        self.name: str | None = None  # not of the class: that is what the compiler of torch 2.10 would see
-
-
-chosen = _Chosen()  # .name: the backend that a `with` around the calls of this thread names
-
-
 def check_name(name: str | None) -> None:
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
         fail(ValueError, "backend", f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
@@ -163,22 +151,12 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
     What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
     """
     check_name(name)
-    return _using(name)
-
-
-@contextmanager
-def _using(name: str | None) -> Iterator[None]:
-    before = chosen.name
-    chosen.name = name
-    try:
-        yield
-    finally:
-        chosen.name = before
+    return asking(backend=name)
 
 
 def named(name: str | None) -> str | None:
     """The backend that the call or the `with` around it names, unchecked; None leaves the choice to `choose`."""
-    return name if name is not None else chosen.name
+    return name if name is not None else asked.backend
 
 
 def _on_gpu(call: Call | Decode) -> bool:

@@ -71,14 +71,12 @@ def storage(tensor: Tensor) -> int:
     return number
 
 
-def _require_grad(*arguments: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-
-
 # Compares tensors in C++; None where a dictionary does.
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 # Whether a tensor wants a gradient; the current GPU. Without them the public functions are called.
-any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _require_grad)
+any_requires_grad: Callable[..., bool] = _find(
+    "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
+)
 current_device: Callable[[], int] = _find("_C._cuda_getDevice", torch.cuda.current_device)
 
 

@@ -102,8 +102,7 @@ def decode(
         unseen = softmax.start(nothing, BLOCK_M, out.dtype)
         out = tl.where(real[:, None], out, 0.0)
         state = softmax.State(
-            tl.where(real, state.row_max, unseen.row_max),
-            tl.where(real, state.row_sum, unseen.row_sum),
+            tl.where(real, state.row_max, unseen.row_max), tl.where(real, state.row_sum, unseen.row_sum)
         )
     if partials is not None:
         some = (start < stop) | (split == 0)

@@ -54,7 +54,7 @@ def _walk_rows(
                 done = block + 1 == end
             else:
                 done = (n + 1 == end) | ((following >> 32) != member)
-            table = tiles.table_of_keys(grads.bias_sums, plane, band.keys, 3)
+            table = tiles.table(grads.bias_sums, plane, band.keys, 3, BY_KEYS=True)
             tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)
         if grads.bias is not None:

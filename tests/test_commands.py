@@ -41,7 +41,7 @@ def test_check_passes_and_fails(monkeypatch, capsys):
 
     def slightly_wrong(*call):
         out, *rest = formula.run(*call)
-        return out * 1.001, *rest
+        return out if out.dtype == torch.float64 else out * 1.001, *rest  # what it is held to is right
 
     planted = backends.BACKENDS["naive"]._replace(run=slightly_wrong)
     monkeypatch.setitem(backends.BACKENDS, "naive", planted)

@@ -69,15 +69,14 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache.new_empty(()).expand(batch, heads, table.shape[1] * page, dim)
 
 
-def _repeats(x: Tensor) -> bool:
-    """Whether a tensor is expanded: several of its elements share one address."""
-    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-
-
 def _alone(name: str) -> Rule:
     """A Rule: a cache not expanded."""
     expected = "a cache that new keys can be written to, with no dimension expanded"
-    return invalid(name, expected, lambda x, _: _repeats(x), lambda x: f"strides {x.stride()}")
+
+    def expanded(x: Tensor, _: Any) -> bool:
+        return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+
+    return invalid(name, expected, expanded, lambda x: f"strides {x.stride()}")
 
 
 def _shape_of_new(a: Any, cache: Tensor) -> tuple[int, int, int]:
@@ -141,19 +140,14 @@ ROTARY = (
 INTERLEAVED = rules.is_flag("rotary_interleaved")
 
 
-def _rules_of(a: CacheArguments) -> tuple[Rule, ...]:
-    """The rules that concern a call, in order."""
+def check_sizes(a: CacheArguments) -> None:
+    """Raise for wrong arguments, without reading tensors' values."""
     concerned = (INTERLEAVED, *RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
     if a.new_key is not None or a.new_value is not None:
         concerned += NEW
     if a.rotary_cos is not None or a.rotary_sin is not None:
         concerned += ROTARY
-    return concerned
-
-
-def check_sizes(a: CacheArguments) -> None:
-    """Raise for wrong arguments, without reading tensors' values."""
-    apply(_rules_of(a), a, a)
+    apply(concerned, a, a)
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:

@@ -133,22 +133,26 @@ def diagonal(call: Call) -> int:
 
 
 class _Asked(threading.local):
-    def __init__(self) -> None:
-        self.deterministic = False
+    """What is asked of calls of this thread: gradients with the same bits each time, and a backend by name."""
+
+    def __init__(self) -> None:  # not attributes of the class: those the compiler of torch 2.10 would see
+        self.deterministic, self.backend = False, None
 
 
-asked = _Asked()  # .deterministic: whether calls of this thread are to have gradients of the same bits each time
+asked = _Asked()
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Have calls made by this thread inside the `with` have gradients of the same bits each time, or not."""
-    before = asked.deterministic
-    asked.deterministic = wanted
+def asking(**wanted: Any) -> Iterator[None]:
+    """Set attributes of `asked` for calls made by this thread inside the `with`."""
+    before = {name: getattr(asked, name) for name in wanted}
+    for name, value in wanted.items():
+        setattr(asked, name, value)
     try:
         yield
     finally:
-        asked.deterministic = before
+        for name, value in before.items():
+            setattr(asked, name, value)
 
 
 def watched() -> bool:

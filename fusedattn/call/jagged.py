@@ -13,11 +13,6 @@ from .rules import BOOL, fail
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 
 
-def _packed(tensor: Tensor) -> Tensor:
-    """(B, H, ragged, D) as (B, ragged, H, D) without holes."""
-    return tensor.transpose(1, 2).contiguous()
-
-
 def _check(query: Any, key: Any, value: Any) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
@@ -56,14 +51,14 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
     key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
     _check(query, key, value)
     tokens = dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
-    query, key, value = (_packed(x) for x in (query, key, value))
-    offsets = query.offsets()  # type: ignore[attr-defined]
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D), no holes
+    offsets = query.offsets()
     results = function(
         query.values(),
         key.values(),
         value.values(),
         offsets.int(),
-        key.offsets().int(),  # type: ignore[attr-defined]
+        key.offsets().int(),
         max_seqlen_q=longest(query),
         max_seqlen_k=longest(key),
         **tokens,

@@ -141,21 +141,13 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
         max_seqlen_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if max_seqlen_k is None else max_seqlen_k
     # What is asked of every sequence is asked of a batch of the longest.
-    count, rows, keys = len(packed.cu_seqlens_q) - 1, query.shape[0], key.shape[0]
-    scores = (
-        count,
-        query.shape[1],
-        rows if max_seqlen_q is None else max_seqlen_q,
-        keys if max_seqlen_k is None else max_seqlen_k,
-    )
+    most_q = query.shape[0] if max_seqlen_q is None else max_seqlen_q
+    most_k = key.shape[0] if max_seqlen_k is None else max_seqlen_k
+    scores = len(packed.cu_seqlens_q) - 1, query.shape[1], most_q, most_k
     check_options(arguments, Sizes(query.device, query.dtype, 4, *scores, scores))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     tokens = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
-    lengths = dict(
-        cu_seqlens_q=packed.cu_seqlens_q,
-        cu_seqlens_k=packed.cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+    lengths = dict(cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
+    lengths |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     arguments = arguments._replace(query=query, key=key, value=value, **tokens)
     return normalise(arguments, block_mask=block_mask, named=named, **lengths)

@@ -286,13 +286,12 @@ def of_query_key_value(
     )
 
 
-def _same_rank(name: str) -> Rule:
-    return invalid(name, lambda x, a: f"the rank of query, {a.query.dim()}", lambda x, a: x.dim() != a.query.dim())
-
-
 _RANKS = (
     invalid("query", "rank 2, 3 or 4", lambda q, _: q.dim() not in (2, 3, 4)),
-    *map(_same_rank, ("key", "value")),
+    *(
+        invalid(name, lambda x, a: f"the rank of query, {a.query.dim()}", lambda x, a: x.dim() != a.query.dim())
+        for name in ("key", "value")
+    ),
     invalid(
         "key",
         lambda k, a: f"the batch size of query, {a.query.shape[0]}",
@@ -335,11 +334,7 @@ OPTIONS = {
         *place("alibi_slopes"),
         has_shape("alibi_slopes", lambda s: (s.Hq,), lambda s: (s.B, s.Hq)),
     ),
-    "sinks": (
-        is_floating("sinks"),
-        *place("sinks"),
-        has_shape("sinks", lambda s: (s.Hq,)),
-    ),
+    "sinks": (is_floating("sinks"), *place("sinks"), has_shape("sinks", lambda s: (s.Hq,))),
     "dropout_p": (
         _is_number("dropout_p"),
         invalid("dropout_p", "a number from 0 to 1", lambda x, _: not 0 <= x <= 1, value),

@@ -10,7 +10,8 @@ from .screen import Screen
 def run(arguments) -> int:
     screen = Screen(arguments.json)
     versions, gpus, cores = machine.versions(), machine.gpus(), machine.cores()
-    answers = [_answer(device, dtype) for device in _devices(gpus) for dtype in DTYPES]
+    devices = [*(f"cuda:{index}" for index in range(len(gpus))), "cpu"]
+    answers = [_answer(device, dtype) for device in devices for dtype in DTYPES]
 
     screen.table("Versions", ["", ""], [[name, version or "none"] for name, version in versions.items()])
     rows = [[g["name"], g["capability"], f"{g['gib']} GiB", str(g["multiprocessors"])] for g in gpus]
@@ -20,10 +21,6 @@ def run(arguments) -> int:
     screen.table("Which backend takes a call, none named", ["device", "dtype", "takes", "and not"], _rows(answers))
     screen.finish(dict(versions=versions, gpus=gpus, cores=cores, threads=torch.get_num_threads(), backends=answers))
     return 0
-
-
-def _devices(gpus):
-    return [*(f"cuda:{index}" for index in range(len(gpus))), "cpu"]
 
 
 def _answer(device, dtype):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen
 from ..call import cached
 from ..call.cached import CacheArguments, is_known
-from ..call.form import Arguments, autocast_dtype, autocasting, deterministic
+from ..call.form import Arguments, asking, autocast_dtype, autocasting
 from ..call.rules import check_flags, check_tensors, fail, is_int
 from ..naive.cached import rotated
 
@@ -75,7 +75,7 @@ def _run(
     dropout_p, *of_scores, repeatable, return_attn_probs = options
     check_flags(deterministic=repeatable, return_attn_probs=return_attn_probs)
     more |= dict(scores(*of_scores), dropout_p=dropout_p, return_lse=return_attn_probs)
-    with deterministic(repeatable), half_kept(tensors[0]):
+    with asking(deterministic=repeatable), half_kept(tensors[0]):
         results = ask(names, function, *tensors, **more)
     return (*results, tensors[0].new_empty(0)) if return_attn_probs else (results,)
 

@@ -44,7 +44,9 @@ def launched(compiled, encodes: bool = True) -> Callable:
     if run is None:
         return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
     if not encodes:
-        run = _without_encoding(run)
+        inner = _launcher_of(run)  # run encodes descriptors first
+        run = copy.copy(run)
+        run.launch = inner
     function, packed, hooks = compiled.function, compiled.packed_metadata, knobs.runtime
 
     def launch(programs, stream, arguments):
@@ -73,13 +75,6 @@ def _launcher_of(run) -> Any:
     wrapped: Any = getattr(run, "launch", None)
     names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
     return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
-
-
-def _without_encoding(run):
-    """`run` of a loaded kernel less the function that encodes descriptors at each launch."""
-    plain = copy.copy(run)
-    plain.launch = _launcher_of(run)
-    return plain
 
 
 def rebased(descriptor, tensor: Tensor):

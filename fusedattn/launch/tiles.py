@@ -76,21 +76,10 @@ ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # programs that share the keys of a sequence
 
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
-INTERPRETED = {
-    "forward": (Tile(32, 16, 4, 1),),
-    "weights": (Tile(16, 32, 4, 1),),
-    "preprocess": (Tile(32, None, 4, 1),),
-    "dq": (Tile(32, 16, 4, 1),),
-    "dkdv": (Tile(16, 32, 4, 1),),
-    "one_pass": (Tile(16, 32, 4, 1),),
-    "postprocess": (Tile(32, None, 4, 1),),
-    "dbias": (Tile(32, 16, 4, 1),),
-    "decode_16": (Tile(16, 16, 4, 1),),
-    "decode_32": (Tile(32, 16, 4, 1),),
-    "decode_64": (Tile(32, 16, 4, 1),),
-    "combine": (Tile(2, None, 4, 1),),
-    "append": (Tile(4, None, 4, 1),),
-}
+INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
+INTERPRETED |= dict.fromkeys(("weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
+INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
+INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1),), append=(Tile(4, None, 4, 1),))
 
 # (pass, architecture, bytes of an element, width): from the best to what fits anywhere. The width is that of the wider
 # of D and Dv, a power of two; a narrower one takes the row of 64.
@@ -215,10 +204,7 @@ RICH = {
     ("one_pass", 80, 2, 64): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2, spills=32), Tile(32, 64, 8, 2)),
     # Half as many keys do not spill, and take twice as many instructions a pair.
-    ("one_pass", 90, 2, 128): (
-        Tile(64, 128, 8, 2, spills=264, bulk=True),
-        Tile(64, 64, 4, 1, spills=432, bulk=True),
-    ),
+    ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 2, spills=264, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
 

@@ -47,9 +47,8 @@ def _drawn(
         shape = torch.broadcast_shapes(plane.shape, rows.shape, column.shape)
         words = _rounds([x.expand(shape) for x in (rows, column, plane & WORD, plane >> 32)], key)
         # [plane, half of i, low bits of i, half of j, low bits of j, bit 3 of i, bit 3 of j]
-        slab = torch.stack([decide(word) for word in words], -1).reshape(
-            shape[0], shape[1] // 8, 8, columns // 8, 8, 2, 2
-        )
+        slab = torch.stack([decide(word) for word in words], -1)
+        slab = slab.reshape(shape[0], shape[1] // 8, 8, columns // 8, 8, 2, 2)
         slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).reshape(shape[0], shape[1] * 2, columns * 2))
     grid = torch.cat(slabs, 1) if slabs else decide(plane.new_zeros(planes.numel(), 0, columns * 2))
     return grid[:, first - start * 2 : last - start * 2, :keys]

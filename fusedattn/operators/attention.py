@@ -29,7 +29,7 @@ _CALL = (  # the fields of a Call, in their order
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _AFTER = 4  # how many arguments of forward come after the fields of the Call
-_MASKS = 4  # how many arguments of mark come before the lengths
+_MASKS = 4  # how many arguments of block_mask come before the lengths
 _BEFORE = 6  # how many arguments of backward come before them
 
 
@@ -131,26 +131,13 @@ def _backward(*arguments):
     return grads
 
 
-def _block_mask_size(*masks):
-    from ..launch import blocks
-
-    return blocks.block_mask_size(next(mask.device for mask in masks if mask is not None))
-
-
-def _new_block_mask(*arguments):
+def _of_masks(function, arguments):
+    """A function of launch.blocks, of the arguments of `block_mask`."""
     from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return blocks.new_block_mask(
-        *masks, lengths if lengths.cu_seqlens_q is not None else None, _block_mask_size(*masks)
-    )[0]
-
-
-def _block_mask(*arguments):
-    from ..launch import blocks
-
-    masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    return blocks.block_mask(*masks, lengths if lengths.cu_seqlens_q is not None else None, _block_mask_size(*masks))
+    size = blocks.block_mask_size(next(mask.device for mask in masks if mask is not None))
+    return getattr(blocks, function)(*masks, None if lengths.cu_seqlens_q is None else lengths, size)
 
 
 register(
@@ -170,8 +157,8 @@ register(
 register(
     "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
-    _block_mask,
-    _new_block_mask,
+    lambda *arguments: _of_masks("block_mask", arguments),
+    lambda *arguments: _of_masks("new_block_mask", arguments)[0],
     rules.check_block_mask,
 )
 

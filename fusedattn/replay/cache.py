@@ -78,7 +78,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     tensors: tuple[Any, ...] = (query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, None)
     if type(mask) is Plan and key_mask is None and query_mask is None:
         tensors = *tensors[:6], *mask[:3], seed, mask.block_mask
-    named = backends.chosen.name if backend is None else backend
+    named = asked.backend if backend is None else backend
     numbers = *options, dropout_p, return_lse, return_weights, named, torch.is_grad_enabled()
     replay = find(tensors, numbers)
     if replay is not None:

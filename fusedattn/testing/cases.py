@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..api import attention
-from .compare import compare as held, with_gradients
+from .compare import INPUTS, LEARNED, compare as held, with_gradients
 from .tolerance import Verdict
 
 
@@ -37,15 +37,13 @@ class Case(NamedTuple):
         """(query, key, value and the gradients of out, lse and weights; options). What masks hide is NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
-        drawn = dict(
-            query=torch.randn(self.batch, self.heads, self.rows, self.dim, generator=dice),
-            key=torch.randn(self.batch, self.kv_heads, self.keys, self.dim, generator=dice),
-            value=torch.randn(self.batch, self.kv_heads, self.keys, self.value_dim, generator=dice),
-            out=torch.randn(self.batch, self.heads, self.rows, self.value_dim, generator=dice),
-            lse=torch.randn(self.batch, self.heads, self.rows, generator=dice),
-            weights=torch.randn(self.batch, self.heads, self.rows, self.keys, generator=dice),
-        )
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
+        kv, of_rows = (batch, self.kv_heads, keys), (batch, heads, rows)
+        sizes: dict[str, tuple[int, ...]] = dict(
+            query=(*of_rows, self.dim), key=(*kv, self.dim), value=(*kv, self.value_dim)
+        )
+        sizes |= dict(out=(*of_rows, self.value_dim), lse=of_rows, weights=(*of_rows, keys))
+        drawn = {name: torch.randn(size, generator=dice) for name, size in sizes.items()}
         shapes = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
         seen = {name: torch.rand(shapes[name], generator=dice) < 0.7 for name in self.drawn if name in shapes}
         shapes = dict(bias=(1, heads, rows, keys), alibi_slopes=(heads,), sinks=(heads,))
@@ -60,10 +58,8 @@ class Case(NamedTuple):
         tensors = {name: x.to(device, wide if name == "lse" else dtype) for name, x in drawn.items()}
         if self.views:
             tensors = tensors | {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()}
-        options = {name: x.to(device) for name, x in seen.items()} | {
-            name: x.to(device, dtype) for name, x in given.items()
-        }
-        return tensors, self.options | options
+        options = {name: x.to(device) for name, x in seen.items()}
+        return tensors, self.options | options | {name: x.to(device, dtype) for name, x in given.items()}
 
 
 _LAYOUTS: dict[str, Callable] = {
@@ -96,17 +92,8 @@ CASES = (
     Case("dropout", batch=2, options=dict(dropout_p=0.3, seed=1234567890123)),
     Case("weights", drawn=("mask",), options=dict(dropout_p=0.3, seed=5), grads="out, lse and weights"),
 )
-RESULTS = dict(
-    out="out",
-    lse="lse",
-    weights="weights",
-    query="d query",
-    key="d key",
-    value="d value",
-    bias="d bias",
-    alibi_slopes="d slopes",
-    sinks="d sinks",
-)
+RESULTS = {name: name for name in ("out", "lse", "weights")} | {name: f"d {name}" for name in (*INPUTS, *LEARNED)}
+RESULTS["alibi_slopes"] = "d slopes"
 
 
 def compare(case: Case, backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:

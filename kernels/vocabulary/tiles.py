@@ -55,25 +55,17 @@ def of_keys(view, plane):
 
 
 @triton.jit
-def table(base, plane, n, COLUMNS: tl.constexpr):
-    """The (n, COLUMNS) matrix of a plane in a buffer of our own, contiguous (planes, n, COLUMNS), with a row a query.
+def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
+    """The (n, COLUMNS) matrix of a plane in a buffer of our own, contiguous (planes, n, COLUMNS), a row a query or key.
 
-    Packed sequences share one of (heads, all rows, COLUMNS).
+    Packed sequences share one of (heads, all rows or keys, COLUMNS).
     """
     if len(plane.packed) == 0:
         first = tl.cast(plane.index, tl.int64) * n
+    elif BY_KEYS:
+        first = tl.cast(plane.head, tl.int64) * plane.packed.keys + plane.packed.key
     else:
         first = tl.cast(plane.head, tl.int64) * plane.packed.rows + plane.packed.row
-    return View(base + first * COLUMNS, (COLUMNS, 1))
-
-
-@triton.jit
-def table_of_keys(base, plane, n, COLUMNS: tl.constexpr):
-    """`table` of a buffer with a row a key."""
-    if len(plane.packed) == 0:
-        first = tl.cast(plane.index, tl.int64) * n
-    else:
-        first = tl.cast(plane.head, tl.int64) * plane.packed.keys + plane.packed.key
     return View(base + first * COLUMNS, (COLUMNS, 1))
 
 

@@ -113,13 +113,13 @@ def test_differentiable_fields_and_tensors_come_first():
 
 def test_deterministic_ends_with_its_with_and_is_of_one_thread():
     elsewhere = []
-    with form.deterministic(True):
-        with form.deterministic(False):
+    with form.asking(deterministic=True):
+        with form.asking(deterministic=False):
             assert not normalise(arguments()).deterministic
         thread = threading.Thread(target=lambda: elsewhere.append(form.asked.deterministic))
         thread.start(), thread.join()
         assert normalise(arguments()).deterministic
-        with pytest.raises(RuntimeError), form.deterministic(False):
+        with pytest.raises(RuntimeError), form.asking(deterministic=False):
             raise RuntimeError
         assert form.asked.deterministic
     assert not form.asked.deterministic and elsewhere == [False]
