@@ -89,7 +89,11 @@ _RANKS = tuple(rules.has_rank(4, name) for name in ("query", "key_cache", "value
 RULES = (
     *rules.of_query_key_value("key_cache", "value_cache", _RANKS, rules.heads),
     *rules.of_dtype("cache_seqlens", torch.int32),
-    rules.has_shape("cache_seqlens", lambda a: (a.query.shape[0],)),
+    invalid(
+        "cache_seqlens",
+        lambda _, a: f"shape ({a.query.shape[0]},)",
+        lambda x, a: tuple(x.shape) != (a.query.shape[0],),
+    ),
 )
 WITHOUT_TABLE = (
     invalid(
@@ -116,7 +120,11 @@ NEW = (
         lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
         lambda x, a: x.dim() != 4 or (*x.shape[:2], x.shape[3]) != _shape_of_new(a, a.key_cache),
     ),
-    rules.has_shape("new_value", lambda a: (*a.new_key.shape[:3], a.value_cache.shape[3]), note=", as many as new_key"),
+    invalid(
+        "new_value",
+        lambda _, a: f"shape {(*a.new_key.shape[:3], a.value_cache.shape[3])}, as many as new_key",
+        lambda x, a: tuple(x.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
+    ),
     _alone("key_cache"),
     _alone("value_cache"),
 )

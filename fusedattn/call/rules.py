@@ -134,11 +134,11 @@ def has_rank(rank: int, name: str, dims: str = "") -> Rule:
     return invalid(name, f"rank {rank}{dims}", lambda x, _: x.dim() != rank)
 
 
-def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]], note: str = "") -> Rule:
+def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]]) -> Rule:
     """A Rule: the shape is one of `shapes`, functions of what the rule is about."""
 
     def expected(_: Tensor, about: Any) -> str:
-        return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}{note}"
+        return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}"
 
     return invalid(name, expected, lambda x, about: all(tuple(x.shape) != allowed(about) for allowed in shapes))
 

@@ -31,7 +31,7 @@ from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention
-from ..private import TensorGuards, any_autocast, can_replay
+from ..private import TensorGuards, any_autocast, can_replay, has_storage
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
 RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
@@ -148,7 +148,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
 
 
 def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
-    if any_autocast() or not in_memory(present) or not _aligned(present):
+    if any_autocast() or not all(has_storage(x) and not x.is_neg() for x in present) or not _aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return Signature(*most, tuple(facts))

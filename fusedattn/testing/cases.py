@@ -39,9 +39,7 @@ class Case(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
         kv, of_rows = (batch, self.kv_heads, keys), (batch, heads, rows)
-        sizes: dict[str, tuple[int, ...]] = dict(
-            query=(*of_rows, self.dim), key=(*kv, self.dim), value=(*kv, self.value_dim)
-        )
+        sizes: dict[str, tuple] = dict(query=(*of_rows, self.dim), key=(*kv, self.dim), value=(*kv, self.value_dim))
         sizes |= dict(out=(*of_rows, self.value_dim), lse=of_rows, weights=(*of_rows, keys))
         drawn = {name: torch.randn(size, generator=dice) for name, size in sizes.items()}
         shapes = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
