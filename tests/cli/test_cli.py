@@ -42,7 +42,7 @@ def plant(monkeypatch, name, run):
 
 def slightly_wrong(call, need_lse, need_weights):
     out, *rest = formula.run(call, need_lse, need_weights)
-    return out * 1.001, *rest
+    return out if out.dtype == torch.float64 else out * 1.001, *rest  # what it is held to is right
 
 
 def doubled(decode, need_lse, need_weights):
