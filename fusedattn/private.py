@@ -160,3 +160,8 @@ def argument_names(operator: Any) -> list[str]:
     """The names of an operator's arguments; without `_schema`, their numbers."""
     schema = getattr(operator, "_schema", None)
     return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]
+
+
+# PyTorch's fused attention for CPUs and its backward. Without them the naive path is taken.
+flash_attention_for_cpu: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu")
+flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

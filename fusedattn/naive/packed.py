@@ -48,12 +48,16 @@ def packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | Non
     return unpad(out), unpad(lse, float("-inf")), unpad(weights)
 
 
-def _runs(lengths: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of consecutive sequences of (rows, keys) that are alike enough to be padded to the longest."""
+def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of consecutive sequences of (rows, keys) that are alike enough to be padded to the longest.
+
+    Args:
+        waste: how many times the scores of its sequences those of a padded call may be, and slack pairs more.
+    """
     first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):
         larger = max(max_seqlen_q, rows), max(max_seqlen_k, keys)
-        if (b + 1 - first) * larger[0] * larger[1] > WASTE * (real + rows * keys) + SLACK:
+        if (b + 1 - first) * larger[0] * larger[1] > waste * (real + rows * keys) + slack:
             yield first, b
             first, real, larger = b, 0, (rows, keys)
         real += rows * keys
@@ -75,7 +79,7 @@ def parts(call: Call) -> list[Call]:
     lengths = [
         (i - before_i, j - before_j) for before_i, i, before_j, j in zip(rows, rows[1:], keys, keys[1:], strict=False)
     ]
-    return [_part(call, rows, keys, lengths, *run) for run in _runs(lengths)]
+    return [_part(call, rows, keys, lengths, *run) for run in runs(lengths, WASTE, SLACK)]
 
 
 def _part(call, rows, keys, lengths, first, last):

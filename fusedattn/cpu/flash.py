@@ -1,0 +1,320 @@
+"""Attention of a Call by PyTorch's fused kernel for CPUs, forward and backward, a rectangle of scores at a time.
+
+Source of the kernel: FlashAttention-2, arXiv:2307.08691, in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of PyTorch.
+It is held to the rule of `testing.tolerance`, which needs two things more. Gradients of the scores of a row add up to that
+of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common. Outputs of
+bfloat16 are rounded before the backward takes them, so values are centred for it: then it depends on what they have not
+in common. And the kernel's exponentials of float32 are right to 2**-20 only, which few keys do not average, so gradients
+of few keys are computed by the formula.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..call.form import Call
+from ..call.layout import arrange, dense
+from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
+from .parts import Part, Rectangle, additive, has_holes, parts, rectangles
+
+INFINITE = float("inf")
+FEW = 64  # keys of float32 whose gradients are computed by the formula
+OFF_CENTRE = 0.25  # values whose mean is this share of their size, or more, are centred
+
+
+class Result(NamedTuple):
+    """Output, log-sum-exp and what the backward takes for output."""
+
+    out: Tensor
+    lse: Tensor
+    kept: Tensor
+
+
+def _in_columns(x: Tensor, columns: int) -> Tensor:
+    """A tensor as the kernel takes it: so many columns, zeros behind its own, side by side in memory."""
+    if x.shape[-1] < columns:
+        return pad(x, (0, columns - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _hidden(mask: Tensor | None) -> Tensor:
+    """(B or 1, 1, S, 1): what a key_mask or query_mask hides."""
+    assert mask is not None
+    return ~mask[:, None, :, None]
+
+
+def _columns(call: Call) -> int:
+    return max(call.query.shape[3], call.value.shape[3])
+
+
+def _inputs(part: Part, columns: int) -> list[Tensor]:
+    """[query, key, value] of a part as the kernel takes them, with zeros where masks say that anything may stand."""
+    call = part.call
+    query, key, value = (_in_columns(x, columns) for x in call[:3])
+    if has_holes(part):
+        hidden = _hidden(call.key_mask)
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    if call.query_mask is not None:
+        query = query.masked_fill(_hidden(call.query_mask), 0.0)
+    return [query, key, value]
+
+
+def _of(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of a rectangle in the first tensor, its keys in the others."""
+    rows, keys = slice(where.first, where.last), slice(where.begin, where.end)
+    return [tensors[0][:, :, rows], *(x[:, :, keys] for x in tensors[1:])]
+
+
+def _wide(call: Call) -> Call:
+    """A call in a dtype that the kernel is fast in: in float16 its backward takes ten times as long as in float32."""
+    if call.query.dtype != torch.float16:
+        return call
+    query, key, value = (x.float() for x in call[:3])
+    return call._replace(query=query, key=key, value=value)
+
+
+def _centre(part: Part, value: Tensor) -> Tensor | None:
+    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little."""
+    if value.dtype != torch.bfloat16:
+        return None
+    value = value[:, :, part.begin : part.end]
+    mean, size = value.mean(2, keepdim=True), value.abs().mean(2, keepdim=True)
+    return mean.masked_fill((mean.abs() < OFF_CENTRE * size) | ~size.isfinite(), 0.0)
+
+
+def _to_heads(x: Tensor, heads: int) -> Tensor:
+    """What each kv head has, for each query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _in_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, Hq, S, D) as (B, Hkv, Hq // Hkv * S, D): the rows of all query heads that share a kv head."""
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
+
+
+def _product(weights: Tensor, keys: Tensor) -> Tensor:
+    """(B, Hq, S, K) @ (B, Hkv, K, D)."""
+    return (_in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
+
+
+def _weights(call: Call, where: Rectangle, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights, lse) of a rectangle by the formula, as if its rows saw nothing else."""
+    scores = _product(rows, keys.mT).mul_(call.scale)
+    if where.masked or where.causal:
+        scores += additive(call, where)
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    return weights.masked_fill_((lse == -INFINITE)[..., None], 0.0) if where.masked else weights, lse
+
+
+def _is_exact(where: Rectangle, query: Tensor) -> bool:
+    """Whether the gradients of a rectangle are computed by the formula."""
+    return query.dtype == torch.float32 and where.end - where.begin <= FEW
+
+
+def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool) -> tuple[Tensor, Tensor]:
+    """(output, lse) of a rectangle; lse is (B, H, S), of any strides."""
+    query, key, value = _of(where, tensors)
+    if save and _is_exact(where, query):
+        weights, lse = _weights(call, where, query, key)
+        return _product(weights, value), lse
+    mask = additive(call, where) if where.masked else None
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=mask, scale=call.scale)
+    if mask is not None and bool((lse == 0).any()):  # what the kernel says of a row that sees nothing, and of others
+        lse = lse.masked_fill((mask == -INFINITE).all(-1), -INFINITE)
+    return out, lse
+
+
+def _differentiate(call: Call, where: Rectangle, tensors, grad_out, out, lse, alone: bool) -> Sequence[Tensor]:
+    """What a rectangle adds to the gradients of its query, key and value; alone: its rows see nothing else."""
+    query, key, value = _of(where, tensors)
+    if _is_exact(where, query):
+        return _differentiate_exactly(call, where, (query, key, value), grad_out, out, None if alone else lse)
+    mask = additive(call, where) if where.masked else None
+    return flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, lse, 0.0, where.causal, attn_mask=mask, scale=call.scale
+    )
+
+
+def _differentiate_exactly(call, where, tensors, grad_out, out, lse) -> Sequence[Tensor]:
+    """`_differentiate` by the formula; lse is None if the rows see nothing else."""
+    query, key, value = tensors
+    weights, own = _weights(call, where, query, key)
+    of_scores = _product(grad_out, value.mT)
+    if lse is None:  # rounded as it is here, this mean makes gradients of scores that add up to 0
+        of_scores -= (of_scores * weights).sum(-1, keepdim=True)
+        of_scores -= out[..., _columns(call) :].sum(-1, keepdim=True)
+    else:
+        weights *= (own - lse).exp_()[..., None]
+        of_scores -= (grad_out * out).sum(-1, keepdim=True)
+    of_scores *= weights.mul(call.scale)
+    heads = key.shape[1]
+    of_key, of_value = (
+        _in_groups(a, heads).mT @ _in_groups(b, heads) for a, b in ((of_scores, query), (weights, grad_out))
+    )
+    return _product(of_scores, key), of_key, of_value
+
+
+def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, of which each row sees some in both. See `fusedattn.merge`."""
+    total = torch.logaddexp(lse, more_lse)
+    return out * (lse - total).exp_()[..., None] + more * (more_lse - total).exp_()[..., None], total
+
+
+def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(output less what is the centre, lse, the centre or None) of all rows of a part."""
+    call, columns = part.call, part.call.value.shape[3]
+    tensors = _inputs(part, _columns(call))
+    centre = _centre(part, tensors[2]) if save else None
+    if centre is not None:
+        tensors[2] = tensors[2] - centre
+        centre = _to_heads(centre[..., :columns], call.query.shape[1])
+    some, rows = list(rectangles(part)), call.query.shape[2]
+    if len(some) == 1 and some[0].last - some[0].first == rows:
+        out, lse = _attend(call, some[0], tensors, save)
+        return out[..., :columns], lse, centre
+    out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
+    lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
+    before = None
+    for where in some:
+        here = slice(where.first, where.last)
+        more, more_lse = _attend(call, where, tensors, save)
+        more = more[..., :columns]
+        if here == before:
+            more, more_lse = _merged(out[:, :, here], lse[:, :, here], more, more_lse)
+        out[:, :, here], lse[:, :, here] = more, more_lse
+        before = here
+    return out, lse, centre
+
+
+def _finished(call: Call, out: Tensor, lse: Tensor, centre: Tensor | None) -> Result:
+    """The Result of rows of a call: with its centre, without what query_mask hides, with sinks."""
+    if call.query_mask is not None:
+        hidden = _hidden(call.query_mask)
+        out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
+    if centre is None and call.sinks is None:
+        return Result(out, lse, out)
+    kept = out
+    if centre is not None:
+        out = (out + centre).masked_fill_((lse == -INFINITE)[..., None], 0.0)
+    if call.sinks is not None:
+        total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None])
+        factor = (lse - total).exp_().masked_fill_(total == -INFINITE, 0.0)[..., None]
+        # As of the centre, so that what is kept is still the output less that.
+        kept = out = out * factor if centre is None else (kept.to(factor.dtype) + centre) * factor
+        kept = kept if centre is None else kept - centre
+        lse = total
+    return Result(out, lse, kept)
+
+
+def forward(call: Call, save: bool) -> Result:
+    """Output in the dtype and dimension order of query, lse in float32 or float64; save: whether for a backward."""
+    like, call = call.query, _wide(call)
+    split = parts(call)
+    if len(split) == 1 and split[0].call is call:
+        out, lse, kept = _finished(call, *_forward(split[0], save))
+    else:
+        out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
+        lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
+        if call.sinks is not None:
+            lse = torch.maximum(lse, call.sinks.detach().to(lse.dtype)[:, :, None])
+        kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
+        for part in split:
+            of_part = _finished(part.call, *_forward(part, save))
+            part.of_rows(out).copy_(of_part.out)
+            part.of_rows(lse).copy_(of_part.lse)
+            if kept is not out:
+                part.of_rows(kept).copy_(of_part.kept)
+    return Result(arrange(out, like), lse, kept.to(call.query.dtype))
+
+
+def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
+    """The weights (B, Hq, Sq, columns) of a call, of which `forward` gave the lse."""
+    whole = call.query.new_zeros(*call.query.shape[:3], columns)
+    for part in parts(call):
+        tensors = [x.to(lse.dtype) for x in _inputs(part, call.query.shape[3])]
+        of_part, lse_of_part = part.of_rows(whole), part.of_rows(lse)
+        for where in rectangles(part):
+            rows, keys, _ = _of(where, tensors)
+            here = slice(where.first, where.last)
+            some, own = _weights(part.call, where, rows, keys)
+            some *= (own - lse_of_part[:, :, here]).exp_().masked_fill_(own == -INFINITE, 0.0)[..., None]
+            of_part[:, :, here, where.begin : where.end] = some
+    return whole if call.query_mask is None else whole.masked_fill_(_hidden(call.query_mask), 0.0)
+
+
+class Incoming(NamedTuple):
+    """What a backward takes, a row each: gradients of output and of lse (or None), what was kept, and lse."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    kept: Tensor
+    lse: Tensor
+
+
+def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
+    """Gradients of query, key and value of a part, from all of its rows."""
+    call, (grad_out, grad_lse, kept, lse) = part.call, rows
+    columns = _columns(call)
+    more = columns + (grad_lse is not None)
+    tensors = _inputs(part, more)
+    if (centre := _centre(part, tensors[2][..., :columns])) is not None:
+        tensors[2] = tensors[2] - pad(centre, (0, more - columns))
+    grad_out, kept = _in_columns(grad_out, more), _in_columns(kept, more)
+    if grad_lse is not None:
+        # The gradient of a score is its weight times grad_out * value, less sum(grad_out * out), plus grad_lse.
+        grad_out[..., columns], kept[..., columns] = 1.0, -grad_lse
+    some = list(rectangles(part))
+    rows_of = [(where.first, where.last) for where in some]
+    alone = call.sinks is None and len(set(rows_of)) == len(rows_of)
+    whole = [Rectangle(0, call.query.shape[2], 0, call.key.shape[2])]
+    if [where._replace(causal=False, masked=False) for where in some] == whole:
+        grads = _differentiate(call, some[0], tensors, grad_out, kept, lse, alone)
+    else:
+        grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
+        for where in some:
+            here = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
+            for total, grad in zip(_of(where, grads), _differentiate(call, where, tensors, *here, alone), strict=True):
+                total += grad
+    return [grad[..., : x.shape[3]] for grad, x in zip(grads, call[:3], strict=True)]
+
+
+def _of_sinks(sinks: Tensor, rows: Incoming, out: Tensor) -> Tensor:
+    """The gradient of sinks: each row gives its weight, times the gradient of lse less that of the output."""
+    missing = -(rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
+    missing = missing if rows.grad_lse is None else missing + rows.grad_lse
+    weight = (sinks.to(rows.lse.dtype)[:, :, None] - rows.lse).exp_()
+    return (weight * missing).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+def backward(
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and sinks, each in its dtype; that of sinks is None where there are none.
+
+    Rectangles add up: the gradients of one, by the output and the lse of whole rows, are its share of all.
+
+    Args:
+        grad_out, grad_lse: either may be None. out, kept, lse: as `forward` gave them.
+    """
+    inputs, call = call[:3], _wide(call)
+    grad_out = torch.zeros_like(kept) if grad_out is None else grad_out.to(kept.dtype)
+    if call.query_mask is not None:
+        hidden = _hidden(call.query_mask)
+        grad_out = grad_out.masked_fill(hidden, 0.0)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
+    rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(lse == -INFINITE, INFINITE))  # where no weight is but 0
+    split = parts(call)
+    if len(split) == 1 and split[0].call is call:
+        grads = _backward(split[0], rows)
+    else:
+        grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
+        for part in split:
+            of_part = Incoming(*(None if x is None else part.of_rows(x) for x in rows))
+            views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
+            for view, grad in zip(views, _backward(part, of_part), strict=True):
+                view.copy_(grad)
+    of_sinks = None if call.sinks is None else _of_sinks(call.sinks, rows, out)
+    return *(arrange(grad, x) for grad, x in zip(grads, inputs, strict=True)), of_sinks

@@ -1,0 +1,267 @@
+"""Splits a call into dense parts, and a part into rectangles of scores, so that what is hidden is not computed."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.form import Call, diagonal
+from ..naive.formula import cast
+from ..naive.packed import runs
+
+CACHE = 2**22  # bytes of an additive mask that are made at a time
+ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel; it takes 32, 64 or 256 at a time
+BAND = 64, 256  # the fewest and the most rows of a rectangle along a window
+WASTE = 1  # how much more than the scores of its sequences those of one part may be
+CALL = 2**12  # scores of one head that take as long as a call of the kernel does
+
+
+class Part(NamedTuple):
+    """A dense call, its rows first .. last - 1 and its keys begin .. end - 1: all that it sees. The rest is empty.
+
+    In the whole call it is these batches, rows and keys; or so many packed sequences of one length, which are there one
+    behind the other, and here a batch.
+    """
+
+    call: Call
+    first: int
+    last: int
+    begin: int
+    end: int
+    batches: slice = slice(None)
+    rows: slice = slice(None)
+    keys: slice = slice(None)
+    sequences: int = 0
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """A view of (B, H, S, ...) of the whole call: the rows of this part."""
+        return self._view(x, self.rows)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The same of its keys."""
+        return self._view(x, self.keys)
+
+    def is_whole(self, call: Call) -> bool:
+        """Whether it is all of a call."""
+        return self.call is call
+
+    def _view(self, x, where):
+        x = x[self.batches, :, where]
+        return x[0].unflatten(1, (self.sequences, -1)).transpose(0, 1) if self.sequences else x
+
+
+class Rectangle(NamedTuple):
+    """Scores that one call of the kernel computes: of rows first .. last - 1 and keys begin .. end - 1 of a part.
+
+    causal: row first + i sees keys up to begin + i. masked: what a row sees of the keys is not all of them, or scores
+    are added to: by `additive`.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    causal: bool = False
+    masked: bool = False
+
+
+def parts(call: Call) -> list[Part]:
+    """The parts of a call that see something."""
+    if call.cu_seqlens_q is not None:
+        return _of_sequences(call)
+    if call.key_mask is not None or call.query_mask is not None:
+        return _of_batches(call)
+    return [Part(call, 0, call.query.shape[2], 0, call.key.shape[2])]
+
+
+def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of what a key_mask or query_mask leaves of each batch; (0, 0) of one that it hides."""
+    if mask is None:
+        return [(0, length)] * batch
+    seen = mask.to(torch.uint8)
+    first, after = seen.argmax(1), length - seen.flip(1).argmax(1)
+    after = torch.where(seen.amax(1).bool(), after, first)
+    return list(zip(first.tolist(), after.tolist(), strict=True)) * (batch // mask.shape[0])
+
+
+def _of_batches(call: Call) -> list[Part]:
+    """Consecutive batches whose masks leave the same rows and keys, or nearly."""
+    batch, heads, rows, _ = call.query.shape
+    if 0 in (rows, call.key.shape[2]):
+        return []
+    of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
+    lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
+    made = []
+    for start, stop in runs(lengths, WASTE, CALL // heads):
+        some = [number for number in range(start, stop) if 0 not in lengths[number]]
+        if not some:
+            continue
+        (first, last), (begin, end) = ((min(a), max(b)) for a, b in (zip(*x[start:stop]) for x in (of_rows, of_keys)))
+        made.append(Part(_batches(call, start, stop), first, last, begin, end, slice(start, stop)))
+    return made
+
+
+def _batches(call: Call, start: int, stop: int) -> Call:
+    """Batches start .. stop - 1 of a dense call."""
+    fields = ("query", "key", "value", "bias", "alibi_slopes", "mask", "key_mask", "query_mask")
+    some = {name: getattr(call, name) for name in fields}
+    shared = call.query.shape[0] == stop - start
+    return call if shared else call._replace(**{name: _own(x, start, stop) for name, x in some.items()})
+
+
+def _own(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """Batches start .. stop - 1 of a field that may be shared by all."""
+    return x if x is None or x.shape[0] == 1 else x[start:stop]
+
+
+def _of_sequences(call: Call) -> list[Part]:
+    """Packed sequences: consecutive ones of the same lengths are one part."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    rows = call.cu_seqlens_q.clamp(0, call.query.shape[2]).tolist()
+    keys = call.cu_seqlens_k.clamp(0, call.key.shape[2]).tolist()
+    starts = list(zip(rows, keys, strict=True))
+    lengths = [(i - before_i, j - before_j) for (before_i, before_j), (i, j) in zip(starts, starts[1:], strict=False)]
+    made, start = [], 0
+    while start < len(lengths):
+        stop = start + 1
+        while stop < len(lengths) and lengths[stop] == lengths[start]:
+            stop += 1
+        if min(lengths[start]) > 0:
+            made += _alike(call, starts, start, stop, *lengths[start])
+        start = stop
+    return made
+
+
+def _alike(call, starts, start, stop, rows, keys) -> list[Part]:
+    """Sequences start .. stop - 1 of a packed call, each of so many rows and keys."""
+    (first, begin), (last, end) = starts[start], starts[stop]
+    part = Part(call, 0, rows, 0, keys, slice(None), slice(first, last), slice(begin, end), stop - start)
+
+    def pairs(x):
+        x = _own(x, start, stop)
+        if x is None:
+            return None
+        x = x if x.shape[2] == 1 else x[:, :, :rows]
+        return x if x.shape[3] == 1 else x[..., :keys]
+
+    def tokens(x, where, length):
+        return None if x is None else x[0, where].unflatten(0, (stop - start, length))
+
+    made = call._replace(
+        query=part.of_rows(call.query),
+        key=part.of_keys(call.key),
+        value=part.of_keys(call.value),
+        bias=pairs(call.bias),
+        mask=pairs(call.mask),
+        alibi_slopes=_own(call.alibi_slopes, start, stop),
+        key_mask=tokens(call.key_mask, part.keys, keys),
+        query_mask=tokens(call.query_mask, part.rows, rows),
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+    )
+    return [part._replace(call=made)]
+
+
+def rectangles(part: Part) -> Iterator[Rectangle]:
+    """What is seen of a part. Those that have rows in common differ in keys, and are not masked; they come together."""
+    call, first, last, begin, end = part[:5]
+    if not (first < last and begin < end):
+        return
+    # Row i sees keys i + low .. i + high; None where the keys of this part are all within.
+    level = diagonal(call)
+    low = None if call.left is None or last - 1 + level - call.left <= begin else level - call.left
+    high = None if call.right is None or first + level + call.right >= end - 1 else level + call.right
+    dense = call.mask is call.bias is call.alibi_slopes is None and not has_holes(part)
+    if dense and low is None and high is None:
+        yield Rectangle(first, last, begin, end)
+    elif dense and low is None and call.scale > 0:  # the kernel scales what it has hidden: -inf * -1
+        yield from _staircase(first, last, begin, end, high)
+    elif low is None and high is None and _is_additive(call):
+        yield Rectangle(first, last, begin, end, masked=True)
+    else:
+        yield from _steps(call, first, last, begin, end, low, high, dense)
+
+
+def has_holes(part: Part) -> bool:
+    """Whether key_mask hides some of a part's keys."""
+    mask = part.call.key_mask
+    return mask is not None and not bool(mask[:, part.begin : part.end].all())
+
+
+def _is_additive(call: Call) -> bool:
+    """Whether the kernel takes what a call adds as it is."""
+    dtypes = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
+    others = call.mask is call.alibi_slopes is call.key_mask is None
+    return others and call.bias is not None and call.bias.dtype in dtypes
+
+
+def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterator[Rectangle]:
+    """Row i sees keys up to i + high: first no key, then one more each, then all."""
+    first = max(first, begin - high)
+    top = min(last, end - high)  # the first row that sees all keys
+    if first < top:
+        corner = first + high
+        if corner == begin:
+            yield Rectangle(first, top, begin, top + high, causal=True)
+        elif (top - first) * (end - begin) <= CALL:
+            yield Rectangle(first, top, begin, top + high, masked=True)
+        else:
+            yield Rectangle(first, top, begin, corner)
+            yield Rectangle(first, top, corner, top + high, causal=True)
+    if max(first, top) < last:
+        yield Rectangle(max(first, top), last, begin, end)
+
+
+def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangle]:
+    """A block of rows at a time, and the keys that these see."""
+    if dense:
+        width = (end if high is None else high) - (begin if low is None else low)
+        step = min(max(width, BAND[0]), BAND[1])
+    else:
+        pairs = [x for x in (call.mask, call.bias) if x is not None]
+        planes = max([1, *(x.shape[0] * x.shape[1] for x in pairs)])
+        if call.alibi_slopes is not None:
+            planes = max(planes, call.alibi_slopes.numel())
+        step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
+    for row in range(first, last, step):
+        after = min(row + step, last)
+        left = begin if low is None else max(begin, row + low)
+        right = end if high is None else min(end, after + high)
+        if left < right:
+            cut = (low is not None and after - 1 + low > left) or (high is not None and row + high < right - 1)
+            yield Rectangle(row, after, left, right, masked=cut or not dense)
+
+
+def additive(call: Call, where: Rectangle) -> Tensor:
+    """What is added to the scores of a rectangle, -inf where a row does not see a key; broadcasts to them."""
+    if _is_additive(call) and call.left is call.right is None:
+        return _of_pairs(call.bias, where)
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    total = None
+    if call.alibi_slopes is not None or call.left is not None or call.right is not None:
+        row = torch.arange(where.first, where.last)[:, None] + diagonal(call)
+        offset = torch.arange(where.begin, where.end)[None, :] - row
+    if call.alibi_slopes is not None:
+        total = -cast(call.alibi_slopes, wide)[:, :, None, None] * offset.abs()
+    if call.bias is not None:
+        bias = cast(_of_pairs(call.bias, where), wide)
+        total = bias if total is None else total + bias
+    conditions = []
+    if call.mask is not None:
+        conditions.append(_of_pairs(call.mask, where))
+    if call.key_mask is not None:
+        conditions.append(call.key_mask[:, None, None, where.begin : where.end])
+    if call.left is not None:
+        conditions.append(offset >= -call.left)
+    if call.right is not None:
+        conditions.append(offset <= call.right)
+    for seen in conditions:
+        total = torch.where(seen, 0.0 if total is None else total, float("-inf"))
+    return total.to(wide)
+
+
+def _of_pairs(x: Tensor, where: Rectangle) -> Tensor:
+    """The scores of a rectangle in what broadcasts to all of them."""
+    x = x if x.shape[2] == 1 else x[:, :, where.first : where.last]
+    return x if x.shape[3] == 1 else x[..., where.begin : where.end]
