@@ -12,6 +12,7 @@ from torch import Tensor
 from .call.cached import Decode
 from .call.form import Arguments, Call, asked, asking
 from .call.rules import check_flags, checked, fail
+from .cpu import run as cpu
 from .launch import tiles as tile_table
 from .launch.failures import warn_once
 from .naive import formula
@@ -116,6 +117,7 @@ BACKENDS = {
     "triton": Backend(
         "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run
     ),
+    "cpu": Backend("cpu", cpu.reasons, attention.run_on_cpu),
     "naive": Backend("naive", lambda call, need_weights: [], formula.run),
 }
 
@@ -133,6 +135,7 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
 DECODERS = {
     "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run),
     "triton": Backend("triton", _decode_reasons, cached.run),
+    "cpu": Backend("cpu", lambda decode, need_weights: cpu.reasons(decode.call, False), cached.run_on_cpu),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
 }
 
@@ -146,7 +149,7 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
     """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
 
     Args:
-        name: "hopper", "triton" or "naive"; None gives the choice back.
+        name: "hopper", "triton", "cpu" or "naive"; None gives the choice back.
     Raises: ValueError for another name, at once; calls inside NotImplementedError if the backend cannot take them.
     What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
     """
@@ -174,7 +177,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
         return among[taken]
     if not _on_gpu(call):
-        return among["naive"]
+        return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
     taken = next(name for name, known in among.items() if known.waits is None and not known.reasons(call, need_weights))
     if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
@@ -230,10 +233,10 @@ def explain(
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
     elif not _on_gpu(call):
-        taken, why = "naive", "the tensors are not on a GPU and no backend is named"
+        taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
     else:
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} comes before it and takes the call"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
-    tiles = {} if taken in (None, "naive") else attention.tiles(call, return_weights, taken == "hopper")
+    tiles = {} if taken not in ("hopper", "triton") else attention.tiles(call, return_weights, taken == "hopper")
     return Explanation(taken, tiles, others)

@@ -1,11 +1,11 @@
 """Attention of a Call by PyTorch's fused kernel for CPUs, forward and backward, a rectangle of scores at a time.
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691, in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of PyTorch.
-It is held to the rule of `testing.tolerance`, which needs two things more. Gradients of the scores of a row add up to that
-of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common. Outputs of
-bfloat16 are rounded before the backward takes them, so values are centred for it: then it depends on what they have not
-in common. And the kernel's exponentials of float32 are right to 2**-20 only, which few keys do not average, so gradients
-of few keys are computed by the formula.
+It is held to the rule of `testing.tolerance`, which needs three things more. Gradients of the scores of a row add up to
+that of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common; so
+where gradients are wanted values are centred: then it depends on what they have not in common. The kernel's exponentials
+of float32 are right to 2**-20 only, which few keys do not average, so gradients of few keys are computed by the formula.
+And both passes compute a score in the same way, or its weight would differ: in products of as many columns.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ OFF_CENTRE = 0.25  # values whose mean is this share of their size, or more, are
 
 
 class Result(NamedTuple):
-    """Output, log-sum-exp and what the backward takes for output."""
+    """Output, log-sum-exp, and the output as the backward takes it."""
 
     out: Tensor
     lse: Tensor
-    kept: Tensor
+    kept: Tensor  # in the dtype that is computed in; of bfloat16 less the centre, which rounding it would cost
 
 
 def _in_columns(x: Tensor, columns: int) -> Tensor:
@@ -77,12 +77,15 @@ def _wide(call: Call) -> Call:
 
 
 def _centre(part: Part, value: Tensor) -> Tensor | None:
-    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little."""
-    if value.dtype != torch.bfloat16:
+    """(B, Hkv, 1, Dv): what a part's values have in common, 0 where that is little; None if it is everywhere."""
+    if value.dtype == torch.float64:
         return None
     value = value[:, :, part.begin : part.end]
-    mean, size = value.mean(2, keepdim=True), value.abs().mean(2, keepdim=True)
-    return mean.masked_fill((mean.abs() < OFF_CENTRE * size) | ~size.isfinite(), 0.0)
+    mean, total = value.mean(2, keepdim=True), torch.linalg.vector_norm(value, 1, 2, keepdim=True)
+    # Not where it is NaN or infinite.
+    centred = mean.abs() > total.mul_(OFF_CENTRE / max(1, value.shape[2]))
+    centred &= total < INFINITE
+    return mean.masked_fill_(~centred, 0.0) if bool(centred.any()) else None
 
 
 def _to_heads(x: Tensor, heads: int) -> Tensor:
@@ -145,7 +148,6 @@ def _differentiate_exactly(call, where, tensors, grad_out, out, lse) -> Sequence
     of_scores = _product(grad_out, value.mT)
     if lse is None:  # rounded as it is here, this mean makes gradients of scores that add up to 0
         of_scores -= (of_scores * weights).sum(-1, keepdim=True)
-        of_scores -= out[..., _columns(call) :].sum(-1, keepdim=True)
     else:
         weights *= (own - lse).exp_()[..., None]
         of_scores -= (grad_out * out).sum(-1, keepdim=True)
@@ -190,12 +192,10 @@ def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _finished(call: Call, out: Tensor, lse: Tensor, centre: Tensor | None) -> Result:
-    """The Result of rows of a call: with its centre, without what query_mask hides, with sinks."""
+    """The Result of rows of a call: with the centre, without what query_mask hides, with sinks."""
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
         out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
-    if centre is None and call.sinks is None:
-        return Result(out, lse, out)
     kept = out
     if centre is not None:
         out = (out + centre).masked_fill_((lse == -INFINITE)[..., None], 0.0)
@@ -203,10 +203,9 @@ def _finished(call: Call, out: Tensor, lse: Tensor, centre: Tensor | None) -> Re
         total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None])
         factor = (lse - total).exp_().masked_fill_(total == -INFINITE, 0.0)[..., None]
         # As of the centre, so that what is kept is still the output less that.
-        kept = out = out * factor if centre is None else (kept.to(factor.dtype) + centre) * factor
-        kept = kept if centre is None else kept - centre
-        lse = total
-    return Result(out, lse, kept)
+        kept = kept if centre is None else (kept + centre.to(factor.dtype)) * factor - centre
+        out, lse = out * factor, total
+    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and centre is not None else out)
 
 
 def forward(call: Call, save: bool) -> Result:
@@ -246,9 +245,9 @@ def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
 
 
 class Incoming(NamedTuple):
-    """What a backward takes, a row each: gradients of output and of lse (or None), what was kept, and lse."""
+    """What a backward takes, a row each: gradients of output and of lse (either may be None), what was kept, and lse."""
 
-    grad_out: Tensor
+    grad_out: Tensor | None
     grad_lse: Tensor | None
     kept: Tensor
     lse: Tensor
@@ -256,35 +255,46 @@ class Incoming(NamedTuple):
 
 def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
     """Gradients of query, key and value of a part, from all of its rows."""
-    call, (grad_out, grad_lse, kept, lse) = part.call, rows
-    columns = _columns(call)
-    more = columns + (grad_lse is not None)
-    tensors = _inputs(part, more)
-    if (centre := _centre(part, tensors[2][..., :columns])) is not None:
-        tensors[2] = tensors[2] - pad(centre, (0, more - columns))
-    grad_out, kept = _in_columns(grad_out, more), _in_columns(kept, more)
-    if grad_lse is not None:
-        # The gradient of a score is its weight times grad_out * value, less sum(grad_out * out), plus grad_lse.
-        grad_out[..., columns], kept[..., columns] = 1.0, -grad_lse
+    call, columns = part.call, _columns(part.call)
+    tensors = _inputs(part, columns)
+    grad_out, grad_lse, kept, lse = rows
+    if grad_out is not None and (centre := _centre(part, tensors[2])) is not None:
+        tensors[2] = tensors[2] - centre
+        if kept.dtype != torch.bfloat16:
+            kept = kept - _to_heads(centre[..., : kept.shape[3]], kept.shape[1])
     some = list(rectangles(part))
     rows_of = [(where.first, where.last) for where in some]
     alone = call.sinks is None and len(set(rows_of)) == len(rows_of)
-    whole = [Rectangle(0, call.query.shape[2], 0, call.key.shape[2])]
-    if [where._replace(causal=False, masked=False) for where in some] == whole:
-        grads = _differentiate(call, some[0], tensors, grad_out, kept, lse, alone)
-    else:
-        grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
+    whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
+    totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
+
+    def add(grad_out, kept, tensors, wanted, alone):
+        grad_out, kept = _in_columns(grad_out, columns), _in_columns(kept, columns)
         for where in some:
             here = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
-            for total, grad in zip(_of(where, grads), _differentiate(call, where, tensors, *here, alone), strict=True):
+            grads = _differentiate(call, where, tensors, *here, alone)
+            if not totals:
+                totals.extend(grads)
+                continue
+            for total, grad in zip(_of(where, totals)[:wanted], grads, strict=False):
                 total += grad
-    return [grad[..., : x.shape[3]] for grad, x in zip(grads, call[:3], strict=True)]
+
+    if grad_out is not None:
+        add(grad_out, kept, tensors, 3, alone)
+    if grad_lse is not None:
+        # The gradient of a score is its weight times (grad_out * value - sum(grad_out * out) + grad_lse), so that of lse
+        # alone is as if values were 0, and sum(grad_out * out) were -grad_lse.
+        one = pad(torch.ones_like(kept[..., :1]), (0, columns - 1))
+        add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, False)
+        if grad_out is None:
+            totals[2] = torch.zeros_like(totals[2])
+    return [grad[..., : x.shape[3]] for grad, x in zip(totals, call[:3], strict=True)]
 
 
 def _of_sinks(sinks: Tensor, rows: Incoming, out: Tensor) -> Tensor:
     """The gradient of sinks: each row gives its weight, times the gradient of lse less that of the output."""
-    missing = -(rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
-    missing = missing if rows.grad_lse is None else missing + rows.grad_lse
+    missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
+    missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
     weight = (sinks.to(rows.lse.dtype)[:, :, None] - rows.lse).exp_()
     return (weight * missing).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
 
@@ -300,10 +310,10 @@ def backward(
         grad_out, grad_lse: either may be None. out, kept, lse: as `forward` gave them.
     """
     inputs, call = call[:3], _wide(call)
-    grad_out = torch.zeros_like(kept) if grad_out is None else grad_out.to(kept.dtype)
+    grad_out = None if grad_out is None else grad_out.to(kept.dtype)
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
-        grad_out = grad_out.masked_fill(hidden, 0.0)
+        grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
     rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(lse == -INFINITE, INFINITE))  # where no weight is but 0
     split = parts(call)

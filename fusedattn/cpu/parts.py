@@ -67,7 +67,9 @@ class Rectangle(NamedTuple):
 
 
 def parts(call: Call) -> list[Part]:
-    """The parts of a call that see something."""
+    """The parts of a call that see something: the kernel ends the process where there is nothing to compute."""
+    if 0 in (*call.query.shape[:3], call.key.shape[2]):
+        return []
     if call.cu_seqlens_q is not None:
         return _of_sequences(call)
     if call.key_mask is not None or call.query_mask is not None:
@@ -88,8 +90,6 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 def _of_batches(call: Call) -> list[Part]:
     """Consecutive batches whose masks leave the same rows and keys, or nearly."""
     batch, heads, rows, _ = call.query.shape
-    if 0 in (rows, call.key.shape[2]):
-        return []
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
     made = []

@@ -228,7 +228,7 @@ def _wide(call: Call) -> torch.dtype:
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
-def _without_autocast(function):
+def without_autocast(function):
     """`function` of a Call and more, with autocast off: what it should cast, `checked` has cast."""
 
     @functools.wraps(function)
@@ -241,7 +241,7 @@ def _without_autocast(function):
     return run
 
 
-@_without_autocast
+@without_autocast
 def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call: the backend "naive"."""
     if call.cu_seqlens_q is None:
@@ -276,7 +276,7 @@ def _whole(call: Call, first: int, last: int) -> tuple:
     return packed(rows, *_block(_prepared(made, _wide(call)), 0, made.query.shape[2], True, True))
 
 
-@_without_autocast
+@without_autocast
 def second_derivative(call: Call, incoming, grad_grads) -> tuple:
     """Gradients of sum(<grad, grad_grad>), where the grads are those of a call's inputs: the formula, derived twice.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain
 from ..call.layout import dense
 from ..call.rules import fail
+from ..cpu import run as cpu
 from ..launch import failures
 from ..launch.failures import Unusable, take_next
 from ..naive import formula
@@ -28,7 +29,7 @@ _CALL = (  # the fields of a Call, in their order
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
-_AFTER = 4  # how many arguments of forward come after the fields of the Call
+_AFTER = 4  # how many arguments of forward come after the fields of the Call; of backward 2
 _MASKS = 4  # how many arguments of block_mask come before the lengths
 _BEFORE = 6  # how many arguments of backward come before them
 
@@ -44,11 +45,13 @@ def run_operator(operator, implementation, arguments):
         return operator(*arguments)
 
 
-def stats_columns(dtype: torch.dtype, width: int) -> int:
-    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` has them.
+def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
+    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` and `cpu` have them.
 
-    Two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
+    In kernels two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
     """
+    if backend == "cpu":
+        return cpu.stats_columns(dtype, width)
     return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
 
 
@@ -57,7 +60,7 @@ def _dense(like: Tensor, shape) -> Tensor:
     return like.new_empty(shape) if like.is_contiguous() else dense(like, shape)
 
 
-def _new(call, need_lse, need_weights, save):
+def _new(call, need_lse, need_weights, save, backend):
     """Uninitialised (out, lse, weights, stats).
 
     lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `stats_columns`),
@@ -69,13 +72,14 @@ def _new(call, need_lse, need_weights, save):
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
     out = _dense(query, (*rows, width))
-    kept = stats_columns(query.dtype, width)
-    return out, lse, weights, lse.new_empty((*rows, kept) if save or need_weights else (0,))
+    kept = stats_columns(query.dtype, width, backend)
+    save = save or (need_weights and backend != "cpu")  # kernels make weights of stats
+    return out, lse, weights, lse.new_empty((*rows, kept) if save else (0,))
 
 
 def new_forward(*arguments):
     """`_new` of the arguments of the forward."""
-    return _new(Call(*arguments[:-_AFTER]), *arguments[-_AFTER:-1])
+    return _new(Call(*arguments[:-_AFTER]), *arguments[-_AFTER:])
 
 
 def new_backward(*arguments):
@@ -86,14 +90,16 @@ def new_backward(*arguments):
 
 
 def _forward(*arguments):
-    call = Call(*arguments[:-_AFTER])
-    out, *rest = results = _new(call, *arguments[-_AFTER:-1])
+    call, backend = Call(*arguments[:-_AFTER]), arguments[-1]
+    if backend == "cpu":
+        return cpu.forward(call, *arguments[-_AFTER:-1])
+    out, *rest = results = _new(call, *arguments[-_AFTER:])
     if out.numel():
         # The first call imports Triton, nothing before it does.
         from ..launch import forward, run as launch
 
         filled = [x if x.numel() else None for x in rest]
-        for on_hopper in (True, False) if arguments[-1] and launch.has_hopper(out) else (False,):
+        for on_hopper in (True, False) if backend == "hopper" and launch.has_hopper(out) else (False,):
             try:
                 forward.forward(out, *filled, call, on_hopper)
                 break
@@ -106,8 +112,11 @@ def _forward(*arguments):
 
 
 def _backward(*arguments):
-    grads = new_backward(*arguments)
     grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
+    call, (backend, need) = Call(*arguments[_BEFORE:-2]), arguments[-2:]
+    if backend == "cpu":
+        return cpu.backward(call, (grad_out, grad_lse), out, stats, need)
+    grads = new_backward(*arguments)
     if not out.numel():
         for grad in grads:
             grad.zero_()
@@ -120,7 +129,6 @@ def _backward(*arguments):
     stats = stats.contiguous()  # under vmap it is expanded, if it is the same for all
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
     wanted = [grad if grad.numel() else None for grad in grads]
-    call = Call(*arguments[_BEFORE:-1])
     try:
         names = ["forward", *["weights"] * (weights.dim() == 4)]
         if failures.known_kinds and (why := launch.failed(call, names)) is not None:
@@ -141,7 +149,7 @@ def _of_masks(function, arguments):
 
 
 register(
-    f"forward({_CALL}, bool need_lse, bool need_weights, bool save, bool on_hopper) "
+    f"forward({_CALL}, bool need_lse, bool need_weights, bool save, str backend) "
     "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
     _forward,
     new_forward,
@@ -149,7 +157,7 @@ register(
 )
 register(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
-    f"{_CALL}, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
+    f"{_CALL}, str backend, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
     _backward,
     new_backward,
     functools.partial(rules.check_backward, stats_columns),
@@ -184,7 +192,7 @@ def _keep(ctx, inputs, output):
     saved = *fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats
     ctx.save_for_backward(*saved)
     ctx.facts = facts(saved)
-    ctx.numbers, ctx.on_hopper = fields[TENSORS:], inputs[-1]
+    ctx.numbers, ctx.backend = fields[TENSORS:], inputs[-1]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
 
@@ -203,15 +211,15 @@ def _differentiate(ctx, grad_out, grad_lse, grad_weights):
     weights = out.new_empty(0) if weights is None else weights
     if stats.dim() == 1:  # a graph that was recorded without gradients saves nothing
         with torch.no_grad():
-            *_, stats = OPERATORS.forward(*fields, *ctx.numbers, False, False, True, ctx.on_hopper)
-    grads = backward(*incoming, out, weights, stats, *fields, *ctx.numbers, need)
+            *_, stats = OPERATORS.forward(*fields, *ctx.numbers, False, False, True, ctx.backend)
+    grads = backward(*incoming, out, weights, stats, *fields, *ctx.numbers, ctx.backend, need)
     return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *rest)
 
 
 def _keep_again(ctx, inputs, output):
     """setup_context of the backward."""
     ctx.save_for_backward(*inputs[:3], *inputs[_BEFORE : _BEFORE + TENSORS])
-    ctx.numbers, ctx.need = inputs[_BEFORE + TENSORS : -1], inputs[-1]
+    ctx.numbers, ctx.need = inputs[_BEFORE + TENSORS : -2], inputs[-1]
     ctx.set_materialize_grads(False)
 
 
@@ -221,7 +229,7 @@ def _differentiate_again(ctx, *grad_grads):
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
     gradients = formula.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
-    return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 1))
+    return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 2))
 
 
 def _folded(size, dims, arguments, batch, first=0):
@@ -314,7 +322,7 @@ register_derivative("backward", backward)
 
 
 def _attend(
-    call: Call, need_lse: bool, need_weights: bool, on_hopper: bool
+    call: Call, need_lse: bool, need_weights: bool, backend: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, lse or None, weights or None) of a checked call."""
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
@@ -323,26 +331,31 @@ def _attend(
     if torch.compiler.is_compiling():
         if transformed:
             raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
-        out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, on_hopper)
+        out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
     elif save or transformed:
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
-        if not (transformed or call.mask is call.key_mask is call.query_mask is call.bias is None):
+        if backend != "cpu" and not (transformed or call.mask is call.key_mask is call.query_mask is call.bias is None):
             call = _with_block_mask(call)
-        out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, on_hopper)
+        out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, backend)
     else:
-        arguments = *call, need_lse, need_weights, False, on_hopper
+        arguments = *call, need_lse, need_weights, False, backend
         out, lse, weights, _ = run_operator(OPERATORS.forward, _forward, arguments)
     return out, lse if need_lse else None, weights if need_weights else None
 
 
 def run(call: Call, need_lse: bool, need_weights: bool):
     """The backend "triton"."""
-    return _attend(call, need_lse, need_weights, on_hopper=False)
+    return _attend(call, need_lse, need_weights, "triton")
 
 
 def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     """The backend "hopper"."""
-    return _attend(call, need_lse, need_weights, on_hopper=True)
+    return _attend(call, need_lse, need_weights, "hopper")
+
+
+def run_on_cpu(call: Call, need_lse: bool, need_weights: bool):
+    """The backend "cpu"."""
+    return _attend(call, need_lse, need_weights, "cpu")
 
 
 def block_mask(

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.cached import CacheArguments, Decode, capacity, check_gradients, stand_in
 from ..call.form import Call, plain
 from ..call.layout import dense
+from ..cpu import cached as cpu
 from ..launch import failures
 from ..launch.failures import Unusable
 from ..naive import cached, formula
@@ -19,8 +20,11 @@ from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
 
 
-def _append(decode: Decode) -> None:
+def _append(decode: Decode, backend: str) -> None:
     """Write what is new into the caches."""
+    if backend == "cpu":
+        cpu.append(decode)
+        return
     from ..launch import cached as launch
 
     try:
@@ -29,10 +33,10 @@ def _append(decode: Decode) -> None:
         fallback.append(decode, why)
 
 
-def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named):
+def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend):
     call = Call(new_key, *_stand_ins(key_cache, value_cache, table), named=named)
     caches = key_cache, value_cache, lengths, table
-    _append(Decode(call, *caches, new_key.shape[2], new_key, new_value, cos, sin, interleaved))
+    _append(Decode(call, *caches, new_key.shape[2], new_key, new_value, cos, sin, interleaved), backend)
 
 
 def _stand_ins(key_cache, value_cache, table):
@@ -49,15 +53,18 @@ def _new(query, value_cache, need_lse):
 
 def _call(query, key_cache, value_cache, lengths, table, *rest):
     """The Call of a Decode, of the arguments of `decode`."""
-    *options, softcap, named, _ = rest[4:]
+    *options, softcap, named, _, _ = rest[4:]
     bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
     numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, named=named)
     keys = _stand_ins(key_cache, value_cache, table)
     return Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **numbers)
 
 
-def _attend(decode: Decode, need_lse: bool) -> tuple[Tensor, Tensor]:
+def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """(output, lse) of a call to a cache, to which what is new has been appended."""
+    if backend == "cpu":
+        out, lse, _ = cpu.attend(decode)
+        return out, lse.contiguous() if need_lse else lse.new_empty(0)
     out, lse = _new(decode.call.query, decode.value_cache, need_lse)
     if out.numel():
         from ..launch import cached as launch
@@ -71,11 +78,11 @@ def _attend(decode: Decode, need_lse: bool) -> tuple[Tensor, Tensor]:
 
 def _decode_operator(*arguments):
     _, *caches, added, cos, sin, interleaved = arguments[:9]
-    return _attend(Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved), arguments[-1])
+    return _attend(Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved), *arguments[-2:])
 
 
 def _new_decode(query, key_cache, value_cache, *rest):
-    return _new(query, value_cache, rest[-1])
+    return _new(query, value_cache, rest[-2])
 
 
 def _check_decode(*arguments):
@@ -88,7 +95,7 @@ def _check_decode(*arguments):
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
 register(
     "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
-    f"Tensor new_value, {_TURNING}, bool named) -> ()",
+    f"Tensor new_value, {_TURNING}, bool named, str backend) -> ()",
     _append_operator,
     lambda *_: None,
     rules.check_append,
@@ -97,7 +104,7 @@ register(
     "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, "
     f"SymInt added, {_TURNING}, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, Tensor? key_mask, "
     "Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, bool named, "
-    "bool need_lse) -> (Tensor out, Tensor lse)",
+    "bool need_lse, str backend) -> (Tensor out, Tensor lse)",
     _decode_operator,
     _new_decode,
     _check_decode,
@@ -114,7 +121,7 @@ _refuse("append")
 _refuse("decode")
 
 
-def _run_operators(decode: Decode, need_lse: bool) -> tuple[Tensor, Tensor]:
+def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """`_append` and `_attend` by torch's dispatcher, for whatever must see them."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
@@ -123,20 +130,33 @@ def _run_operators(decode: Decode, need_lse: bool) -> tuple[Tensor, Tensor]:
     # No derivative is wanted: the call has been checked for that.
     with contextlib.nullcontext() if torch.compiler.is_compiling() else below_autograd():
         if decode.new_key is not None:
-            OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning, call.named)
-        return OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse)
+            OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning, call.named, backend)
+        return OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse, backend)
+
+
+def _run(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
+    """(output, lse) of a checked call, whose caches are written to first; lse is empty unless needed."""
+    if plain((*decode.call, *decode[1:])):
+        if decode.new_key is not None:
+            _append(decode, backend)
+        out, lse = _attend(decode, need_lse, backend)
+    else:
+        out, lse = _run_operators(decode, need_lse, backend)
+    if decode.new_key is not None and not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
+        torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
+    return out, lse
 
 
 def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, lse or None, weights or None) of a checked call: the backend "triton". Weights are computed naively."""
-    if plain((*decode.call, *decode[1:])):
-        if decode.new_key is not None:
-            _append(decode)
-        out, lse = _attend(decode, need_lse)
-    else:
-        out, lse = _run_operators(decode, need_lse)
-    if decode.new_key is not None and not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
-        torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
+    out, lse = _run(decode, need_lse, "triton")
+    weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
+    return out, lse if need_lse else None, weights
+
+
+def run_on_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The backend "cpu", whose weights are computed naively as well."""
+    out, lse = _run(decode, need_lse, "cpu")
     weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 

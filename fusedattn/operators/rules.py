@@ -16,6 +16,7 @@ from ..call.form import DIFFERENTIABLE, Call, Lengths
 from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.rules import FLOATING, Rule, Sizes, apply, fail, invalid
+from ..cpu import run as cpu
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
@@ -129,25 +130,39 @@ BLOCK_MASK = (
 
 def check_forward(*arguments: Any) -> None:
     """Check `forward`."""
-    *fields, _, need_weights, _, on_hopper = arguments
+    *fields, _, need_weights, _, backend = arguments
     call = Call(*fields)
     check_call(call, need_weights)
-    if on_hopper:
+    _check_backend(call, backend)
+
+
+def _check_backend(call: Call, backend: str) -> None:
+    """Raise for a backend that no kernel has, or that cannot take a call."""
+    if backend not in ("hopper", "triton", "cpu"):
+        fail(ValueError, "backend", "'hopper', 'triton' or 'cpu'", repr(backend))
+    lacks = []
+    if backend == "cpu":
+        lacks = cpu.limits(call)
+    elif backend == "hopper" and call.query.numel() and call.key.numel():
         from ..launch import hopper
 
-        if call.query.numel() and call.key.numel() and (lacks := hopper.limits(call)):
-            fail(ValueError, "on_hopper", f"False where {lacks[0]}", True)
+        lacks = hopper.limits(call)
+    if lacks:
+        fail(ValueError, "backend", f"another where {lacks[0]}", repr(backend))
 
 
-def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments: Any) -> None:
-    """Those of `backward`; stats_columns of (dtype, Dv) is how many columns the forward's stats have, 2 will do."""
-    grad_out, grad_lse, grad_weights, out, weights, stats, *fields, need = arguments
+def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *arguments: Any) -> None:
+    """Those of `backward`; stats_columns of (dtype, Dv, backend) is how many columns the forward's stats have, 2 will do."""
+    grad_out, grad_lse, grad_weights, out, weights, stats, *fields, backend, need = arguments
     call, needs_weights = Call(*fields), grad_weights is not None
     check_call(call, needs_weights)
+    _check_backend(call, backend)
+    if backend == "cpu" and needs_weights:
+        fail(ValueError, "grad_weights", "None by the backend 'cpu', which has no gradients of weights", "a tensor")
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     wide, few = torch.promote_types(dtype, torch.float32), stats.dim() == 4 and stats.shape[3] == 2
-    kept = 2 if few else stats_columns(dtype, call.value.shape[3])
+    kept = 2 if few and backend != "cpu" else stats_columns(dtype, call.value.shape[3], backend)
     results: dict[str, tuple] = {
         "grad_out": (grad_out, dtype, (*rows, call.value.shape[3])),
         "grad_lse": (grad_lse, None, rows),
@@ -170,6 +185,8 @@ def check_backward(stats_columns: Callable[[torch.dtype, int], int], *arguments:
     for name, x, needed in zip(Call._fields, call, need, strict=False):
         if needed and x is None:
             fail(ValueError, "need", f"False for {name}, which is None", True)
+        if needed and backend == "cpu" and name in ("bias", "alibi_slopes"):
+            fail(ValueError, "need", f"False for {name}, of which the backend 'cpu' has no gradient", True)
 
 
 def check_block_mask(*arguments: Any) -> None:
@@ -204,8 +221,9 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
     return {name: shapes[name] for name in tokens}
 
 
-def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named) -> None:
+def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend) -> None:
     """Check the arguments of `append`."""
+    _check_backend(Call(new_key, new_key, new_value), backend)
     new, turning = (new_key, new_value), (cos, sin, interleaved)
     arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
     apply(NEW_KEY_CACHE, arguments, arguments)

@@ -231,7 +231,7 @@ class Replay:
         self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
         bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
         with Recorder(self.device, bare[:TENSORS]) as recorder:
-            new = attention.new_forward(*bare, return_lse, return_weights, self.save, on_hopper)
+            new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.block_mask is None and any(x is not None for x in masks):
@@ -310,7 +310,7 @@ class Replay:
         *incoming, out, weights, stats = bare[TENSORS:]
         call = self.fields(bare[:TENSORS])
         with Recorder(self.device, bare) as recorder:
-            grads = attention.new_backward(*incoming, out, weights, stats, *call, need)
+            grads = attention.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
             fill(made, *incoming, out, weights, stats, call)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
@@ -319,7 +319,7 @@ class Replay:
     def _differentiate_slowly(self, kept, tensors, incoming, out, weights, stats, need):
         attention.check_saved(self.facts, attention.facts(kept.values()))
         weights = out.new_empty(0) if weights is None else weights
-        grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), list(need))
+        grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), "triton", list(need))
         triples = zip(grads, tensors, need, strict=False)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
 

@@ -1,6 +1,6 @@
 """Runs an attention function beside eager PyTorch and float64, with gradients, and judges it by the tolerance rule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -13,18 +13,24 @@ LEARNED = ("bias", "alibi_slopes", "sinks")  # options that have gradients
 
 
 def with_gradients(
-    function: Callable, tensors: Mapping[str, Tensor], options: Mapping, grads: str = "out and lse", **call
+    function: Callable,
+    tensors: Mapping[str, Tensor],
+    options: Mapping,
+    grads: str = "out and lse",
+    learned: Collection[str] = LEARNED,
+    **call,
 ) -> dict[str, Tensor]:
     """Results of a function with the arguments of `attention`, and the gradients of a loss that is made of them.
 
     Args:
         tensors: {"query", "key", "value", "out", "lse", "weights": tensor}, the last three gradients of the loss.
         options: of the call. grads: names what the loss is made of; only if it names weights are they computed.
+        learned: which of LEARNED have gradients, where they are there.
     Returns: {"out", "lse", "weights": result} and {name: gradient} of query, key, value, bias, alibi_slopes and sinks,
         as far as they are there.
     """
     inputs = {name: tensors[name].detach().requires_grad_() for name in INPUTS}
-    inputs |= {name: options[name].detach().requires_grad_() for name in LEARNED if name in options}
+    inputs |= {name: options[name].detach().requires_grad_() for name in learned if name in options}
     call |= dict(return_lse=True, return_weights="weights" in grads)
     outputs = dict(zip(("out", "lse", "weights"), function(**{**options, **inputs}, **call), strict=False))
     loss = {name: outputs[name] for name in outputs if name in grads}
@@ -77,7 +83,8 @@ def compare(
         apply: makes of a function like `attention` what `got` is held to. lengths: (of rows, of keys) of each batch,
             where not all of them are as long as the tensors.
     """
-    eager = with_gradients(apply(reference.eager), tensors, options, grads)
+    learned = [name for name in LEARNED if name in got]
+    eager = with_gradients(apply(reference.eager), tensors, options, grads, learned)
     exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
-    oracle = with_gradients(apply(reference.attention), in_float64(tensors), exact, grads)
+    oracle = with_gradients(apply(reference.attention), in_float64(tensors), exact, grads, learned)
     return verdicts(got, eager, oracle, _sizes_of_terms(tensors, options, grads, apply, lengths))

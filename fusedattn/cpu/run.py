@@ -1,0 +1,83 @@
+"""What the backend "cpu" cannot take, and results in the form in which the operators return them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..call.form import DIFFERENTIABLE, Call, differentiated, is_compiling
+from ..naive.formula import without_autocast
+from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, forward_level, transforms_active
+from . import flash
+
+
+def limits(call: Call) -> list[str]:
+    """Why no call like this one can be taken, whatever is wanted of it."""
+    lacks = []
+    if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
+        lacks.append("this version of PyTorch has not its kernel")
+    if call.query.device.type != "cpu":
+        lacks.append(f"the tensors are on {call.query.device.type}, not on a CPU")
+    if call.seed is not None:
+        lacks.append("it knows no dropout")
+    if call.softcap is not None:
+        lacks.append("it knows no softcap")
+    return lacks
+
+
+def reasons(call: Call, need_weights: bool) -> list[str]:
+    """Why a call cannot be taken; empty if it can."""
+    lacks = limits(call)
+    if differentiated((call.bias, call.alibi_slopes)):
+        lacks.append("it has no gradients of bias and alibi_slopes")
+    if need_weights and differentiated(call[:DIFFERENTIABLE]):
+        lacks.append("it has no gradients of weights")
+    if not is_compiling() and forward_level() >= 0:
+        lacks.append("it has no derivative in forward mode")
+    if transforms_active() and (is_compiling() or call.cu_seqlens_q is not None):
+        lacks.append("it knows torch.func neither inside torch.compile nor of packed sequences")
+    return lacks
+
+
+def stats_columns(dtype: torch.dtype, width: int) -> int:
+    """How many float32 numbers (float64 of float64) a forward keeps a row: lse, and of 16-bit outputs better ones."""
+    return 1 + {torch.float16: width, torch.bfloat16: -(-width // 2)}.get(dtype, 0)
+
+
+def _stats(result: flash.Result, dtype: torch.dtype) -> Tensor:
+    lse = result.lse[..., None]
+    if dtype.itemsize != 2:
+        return lse
+    kept = result.kept
+    if dtype == torch.bfloat16:
+        kept = pad(kept, (0, kept.shape[-1] % 2)).contiguous().view(torch.float32)
+    return torch.cat([lse, kept], -1)
+
+
+def _kept(out: Tensor, stats: Tensor) -> Tensor:
+    """What `_stats` was made of."""
+    if out.dtype.itemsize != 2:
+        return out
+    kept = stats[..., 1:]
+    return kept.view(torch.bfloat16)[..., : out.shape[-1]] if out.dtype == torch.bfloat16 else kept
+
+
+@without_autocast
+def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output, lse, weights, stats) of a call; what is not needed is empty."""
+    result = flash.forward(call, save)
+    out, lse, _ = result
+    nothing, columns = lse.new_empty(0), call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    weights = flash.weights(call, lse, columns or 0) if need_weights else out.new_empty(0)
+    stats = _stats(result, out.dtype).contiguous() if save else nothing
+    return out, lse.contiguous() if need_lse else nothing, weights, stats.clone() if need_lse and save else stats
+
+
+@without_autocast
+def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
+    """Gradients of the first fields of a call, from those of output and lse; empty where they are not needed."""
+    gradients = flash.backward(call, *incoming, out, _kept(out, stats), stats[..., 0])
+    query, key, value, sinks = gradients
+    made = query, key, value, None, None, sinks
+    return tuple(grad if needed else out.new_empty(0) for grad, needed in zip(made, need, strict=True))
