@@ -58,6 +58,8 @@ def packing_of(case, tensors):
     """The Packing of a case: the places of its real tokens."""
     if case.Sq != case.Sk:
         raise Unsupported("it packs as many keys as queries")
+    if {"keys", "filled"} & set(case.words):
+        raise Unsupported("it packs the queries of its keys alone")
     lengths = case.lengths(tensors.query.device)
     return packing(F.pad(lengths.cumsum(0), (1, 0)), int(lengths.sum()), case.Sq)
 

@@ -29,9 +29,10 @@ class Case(NamedTuple):
     """Sizes as in the columns of the CSV; dtype is the name of a torch dtype.
 
     options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
-    random ends; padding=SHARE of tokens that are real, random lengths; lengths=KIND, one of LENGTHS, of sequences of up
-    to Sq tokens; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, which are returned too. Documents, padding and
-    lengths are of as many queries as keys. module, or model=NAME: attention is timed inside of it.
+    random ends; padding=SHARE of tokens that are real, random lengths; keys=SHARE, the same of keys alone; filled=SHARE
+    of a cache, of each sequence; lengths=KIND, one of LENGTHS, of sequences of up to Sq tokens; window=LEFT,RIGHT;
+    softcap=CAP; dropout=P; weights, which are returned too. Documents, padding and lengths are of as many queries as
+    keys. module, or model=NAME: attention is timed inside of it. threads=N of a CPU; memory: what it adds to a process.
     """
 
     B: int
@@ -89,11 +90,13 @@ class Case(NamedTuple):
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """(B,): how many of the first tokens of a sequence are real; with padding=SHARE the mean is that share."""
+        """(B,): how many of the first tokens of a sequence are real; the mean is the SHARE of padding or keys."""
         generator = torch.Generator().manual_seed(SEED)
-        if "padding" in self.words:
+        if share := self.words.get("padding", self.words.get("keys")):
             half = torch.rand(self.B // 2, generator=generator)
-            lengths = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)]) * float(self.words["padding"]) * self.Sk
+            lengths = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)]) * float(share) * self.Sk
+        elif "filled" in self.words:
+            lengths = torch.full((self.B,), float(self.words["filled"]) * self.Sk)
         else:
             lengths = LENGTHS[self.words.get("lengths", "equal")](self.B, self.Sk)
             lengths = lengths[torch.randperm(self.B, generator=generator)]
@@ -105,9 +108,9 @@ class Case(NamedTuple):
         if "documents" in self.words:
             owner = self.documents(device)
             masks["mask"] = (owner[:, None] == owner[None, :])[None, None]
-        if self.padded:
+        if self.padded or {"keys", "filled"} & set(self.words):
             real = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
-            masks |= dict(key_mask=real, query_mask=real)
+            masks |= dict(key_mask=real) | (dict(query_mask=real) if self.padded else {})
         return masks
 
     def arguments(self, masks) -> dict:
@@ -242,6 +245,29 @@ VARLEN = [
     for count, longest, options in _MIXTURES
     for causal in _BOTH
 ]
+
+# On a CPU: over the lengths; what hides nothing or little; keys, a window and packed sequences that hide much; a token
+# after a cache; modules and models; a call of next to nothing; and what is too long to hold all weights.
+_cpu = Case(4, 8, 8, 512, 512, 64, 64, False, "float32")
+CPU_LENGTHS = [
+    Case(4 if length == 512 else 1, 8, 8, length, length, 64, 64, causal, dtype)
+    for dtype, lengths in (("float32", (128, 256, 512, 1024, 2048, 4096)), ("bfloat16", (128, 512, 2048, 4096)))
+    for causal in (False, True)
+    for length in lengths
+]
+CPU_OPTIONS = [_cpu._replace(options="documents=4"), _cpu._replace(options="bias"), _cpu._replace(Hkv=2)]
+CPU_KEYS = [_cpu._replace(options="keys=0.5")]
+CPU_WINDOW = [_cpu._replace(options="window=64,0")]
+CPU_PACKED = [_cpu._replace(B=8, causal=causal, options="lengths=uniform") for causal in (False, True)]
+CPU_DECODE = [
+    Case(1, 8, 8, 1, 1024, 64, 64, False, "float32", "filled=1"),
+    Case(8, 8, 2, 1, 2048, 64, 64, False, "float32", "filled=0.5"),
+]
+CPU_LLAMA = [Case(1, 8, 2, 1024, 1024, 64, 64, True, "float32", "model=llama")]
+CPU_MODULE = [_cpu._replace(Sq=length, Sk=length, options="module") for length in (128, 512)]
+CPU_ENCODER = [_cpu._replace(Sq=length, Sk=length, options="model=encoder") for length in (128, 512)]
+CPU_CALL = [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]
+CPU_MEMORY = [Case(1, 4, 4, 8192, 8192, 64, 64, False, "float32", "memory")]
 
 # For a CPU, and to see that the benchmark itself works.
 _TINY = Case(2, 2, 2, 64, 64, 16, 16, False, "float32")

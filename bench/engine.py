@@ -71,21 +71,34 @@ def measure(machine, units, device, budget_ms, prepare=prepare):
 def _timed(workload, name, provider, mode, budget_ms):
     """(the measured columns, what is wrong or "")"""
     kind, clock = CLOCKS.get(mode, (mode, timing.measure))
-    device, blind = workload.device, workload.unchecked(name)
+    device = workload.device
     if clock is timing.graph and torch.device(device).type != "cuda":
         raise calls.Unsupported("a CUDA graph needs a GPU")
     with workload.step(kind, provider) as step:
         result, peak = timing.peak(step, device)
-        error, eager, why = ("", "", "") if blind else workload.judge(kind, provider, result)
+        measured, why = judged(workload, name, provider, kind, result)
         del result
         times = clock(step, device, budget_ms)
-    measured = times.columns() | dict(peak_mib=peak, err_max=error, err_eager=eager)
-    measured["status"] = "wrong" if why else f"unchecked: {blind}" if blind else "ok"
+    measured |= timed(workload, kind, times) | dict(peak_mib=peak)
+    return measured | timing.ceilings(workload.case.dtype, device), why
+
+
+def judged(workload, name, provider, kind, result):
+    """(the columns of errors and the status, what is wrong or "") of the result of a step."""
+    blind = workload.unchecked(name)
+    error, eager, why = ("", "", "") if blind else workload.judge(kind, provider, result)
+    status = "wrong" if why else f"unchecked: {blind}" if blind else "ok"
+    return dict(err_max=error, err_eager=eager, status=status), why
+
+
+def timed(workload, kind, times):
+    """The columns of times, and of rates where these say something."""
+    measured = times.columns()
     if (work := workload.work(kind)) is not None:
         operations, moved = work
         measured["tflops"] = operations / times.p50 / 1e9
         measured["gbps"] = "" if moved is None else moved / times.p50 / 1e6
-    return measured | timing.ceilings(workload.case.dtype, device), why
+    return measured
 
 
 def out_of_memory(error):

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import operator
+import shutil
 import warnings
 
 import torch
@@ -20,9 +21,11 @@ from fusedattn.naive import formula
 
 from .calls import Call, Unsupported, offsets_of, packing_of
 
+COMPILERS = ("g++", "clang++", "cl")  # what torch compiles for a CPU with
 _LACKS = {"bias": "it takes no bias", "documents": "it takes no mask of pairs", "weights": "it returns no weights"}
 _LACKS |= {name: f"it has no {name}" for name in ("dropout", "softcap", "window")}
-_LACKS |= dict.fromkeys(("padding", "lengths"), "it takes no mask of tokens, only packed sequences")
+_TOKENS = ("padding", "lengths", "keys", "filled")
+_LACKS |= dict.fromkeys(_TOKENS, "it takes no mask of tokens, only packed sequences")
 
 
 def _no(case, *words):
@@ -98,11 +101,12 @@ def block_mask(case, tensors):
     """FlexAttention's mask of a case, as its users would write it; None where nothing is hidden."""
     device = tensors.query.device
     document = case.documents(device) if "documents" in case.words else None
-    return _block_mask(case.sides, (case.Sq, case.Sk), device, document, case.lengths(device) if case.padded else None)
+    lengths = case.lengths(device) if case.padded or "keys" in case.words else None
+    return _block_mask(case.sides, (case.Sq, case.Sk), device, document, lengths, case.padded)
 
 
-def _block_mask(sides, shape, device, document, lengths=None):
-    """FlexAttention's mask of a window, of documents (S,) and of lengths (B,); any may be None."""
+def _block_mask(sides, shape, device, document, lengths=None, of_rows=False):
+    """FlexAttention's mask of a window, documents (S,), and lengths (B,) of keys or of rows as well, or None."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     (left, right), diagonal = sides, shape[1] - shape[0]
@@ -110,7 +114,8 @@ def _block_mask(sides, shape, device, document, lengths=None):
         left is not None and (lambda b, row, column: column >= row + diagonal - left),
         right is not None and (lambda b, row, column: column <= row + diagonal + right),
         document is not None and (lambda b, row, column: document[row] == document[column]),
-        lengths is not None and (lambda b, row, column: (row < lengths[b]) & (column < lengths[b])),
+        lengths is not None and (lambda b, row, column: column < lengths[b]),
+        of_rows and (lambda b, row, column: row < lengths[b]),
     ]
     if not (conditions := list(filter(None, conditions))):
         return None
@@ -146,8 +151,8 @@ def flex(case, tensors):
 
 
 def _compiled(attend, tensors):
-    if tensors.query.device.type != "cuda":
-        raise Unsupported("compiled for CUDA only in this benchmark")
+    if not tensors.query.is_cuda and not any(map(shutil.which, COMPILERS)):
+        raise Unsupported(f"there is no C++ compiler here to compile it with: {', '.join(COMPILERS)}")
     torch._dynamo.reset()  # it compiles eight shapes and then no more
     torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
     return torch.compile(attend, dynamic=False)
@@ -175,6 +180,17 @@ def jagged(case, tensors):
         return F.scaled_dot_product_attention(*nested, **options).transpose(1, 2).values()
 
     return Call(_refusing(attend), by_token=True, packing=packing)
+
+
+def sliced(case, tensors):
+    """torch's SDPA of a cache, sliced by hand to what is filled of it: as much of each sequence."""
+    _no(case, "bias", "documents", "padding", "lengths", "keys", "softcap", "weights", "window")
+    length, grouped = int(case.lengths("cpu").max()), case.Hq != case.Hkv
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key[:, :, :length], value[:, :, :length], enable_gqa=grouped)
+
+    return attend
 
 
 def torch_varlen(case, tensors):
@@ -224,7 +240,7 @@ def is_installed(name):
 def flash(case, tensors):
     """FlashAttention-2, the package flash-attn."""
     function = _installed("flash-attn")
-    _no(case, "padding", "lengths")
+    _no(case, *_TOKENS)
     return Call(functools.partial(function, **_flash_options(case)), by_token=True)
 
 
@@ -244,7 +260,7 @@ def _flash_options(case):
 def fa4(case, tensors):
     """FlashAttention-4, which is written in CuTe."""
     function = _installed("fa4")
-    _no(case, "bias", "documents", "padding", "lengths", "dropout", "weights")
+    _no(case, "bias", "documents", "dropout", "weights", *_TOKENS)
     options = dict(causal=case.causal, window_size=case.sides, softcap=_number(case, "softcap"))
 
     def attend(query, key, value):
@@ -257,7 +273,7 @@ def fa4(case, tensors):
 def xformers(case, tensors):
     function = _installed("xformers")
     masks = importlib.import_module("xformers.ops.fmha.attn_bias")
-    _no(case, "documents", "padding", "lengths", "softcap", "weights")
+    _no(case, "documents", "softcap", "weights", *_TOKENS)
     left, right = case.sides
     if tensors.bias is not None and (left, right) != (None, None):
         raise Unsupported("it gives a bias beside a causal mask or a window no gradient")

@@ -38,12 +38,11 @@ def fusedattn(case, tensors, backend=None):
 
 
 def cached(page, case, tensors):
-    """Ours, of a full cache: in one piece, or in shuffled pages of so many keys."""
-    if case.words:
+    """Ours, of a cache: in one piece, or in shuffled pages of so many keys."""
+    if set(case.words) - {"filled"}:
         raise Unsupported("it is timed without options")
     device, kernel = tensors.query.device, "triton" if tensors.query.is_cuda else None
-    lengths = torch.full((case.B,), case.Sk, dtype=torch.int32, device=device)
-    options = dict(cache_seqlens=lengths, causal=case.causal, backend=kernel)
+    options = dict(cache_seqlens=case.lengths(device).int(), causal=case.causal, backend=kernel)
     if page is None:
         return lambda query, key, value: fa.attention_decode(query, key, value, **options)
     if case.Sk % page:
@@ -119,6 +118,7 @@ ASIDE = {
     "fusedattn:pages=256": functools.partial(cached, 256),
     "fusedattn:pages=16": functools.partial(cached, 16),
     "fusedattn+packed": packed,
+    "sdpa+slice": peers.sliced,
     "torch:varlen": peers.torch_varlen,
     "flash-attn+packed": peers.flash_packed,
     "sdpa+packed": peers.jagged,

@@ -15,7 +15,7 @@ from . import cost
 from .cases import DTYPES, Case
 from .rows import Row, last_run
 
-NAIVE = "On a CPU fusedattn is its naive path: this says nothing about its kernels, which need an NVIDIA GPU."
+ON_A_CPU = "This is fusedattn on a CPU: this says nothing about its kernels, which need an NVIDIA GPU."
 UNSTEADY = 1.5  # a quiet machine's 80% quantile of times is below this many of its 20% quantile
 REASON = 54  # letters of a status that fit beside a provider
 LONG = 2048  # tokens from which on the goals are
@@ -201,25 +201,25 @@ def lines(judged: Judged, whys: Sequence[str] = (), goals: Sequence[Goal] = ()) 
     """(text, style of rich) of a run: a line a row, by mode and case; ratios; what is wrong; goals; the verdict."""
     rows, last = judged.rows, ""
     wide = max((len(row.provider) for row in rows), default=0)
-    (speed, factor), on_gpu = unit(rows), any(row.peak_mib != "" for row in rows)
+    (speed, factor), shown = unit(rows), [name for name, column in _COLUMNS.items() if any(map(column, rows))]
     for (mode, case), some in groups(rows).items():
         if mode != last:
-            heads = ["ms", speed, *["MiB", "matmul", "copy"] * on_gpu, "fusedattn is", "error"]
+            heads = ["ms", speed, *shown, "fusedattn is", "error"]
             yield "", None
             yield f"{mode.upper().replace('_', ' + '):<{wide + 2}}{_cells(heads)}", "bold"
             last = mode
         yield case.name, "underline"
         best, mine = fastest(some), fastest(some, "fusedattn*")
         for row in some:
-            text, style = _beside(row, mine, row is best, on_gpu, factor)
+            text, style = _beside(row, mine, row is best, shown, factor)
             yield f"  {row.provider:<{wide}}{text}".rstrip(), style
     if rows:
-        note = (
-            f"ms is {'the least' if judged.why else 'the median'}; error the largest, from float64; {tick()} is right."
-        )
+        clock = " of CPU time, all threads together, wall the caller's" * ("wall" in shown)
+        middle = "the least" if judged.why else "the median"
+        note = f"ms is {middle}{clock}; error the largest, from float64; {tick()} is right."
         yield from (("", None), (f"Cases are B,Hq,Hkv,Sq,Sk,D; {note}", None), ("", None))
     ceilings = {row.dtype: row for row in rows if row.matmul_tflops != ""}
-    if on_gpu and ceilings:
+    if "matmul" in shown and ceilings:
         reached = [f"{DTYPES.get(x, x)} products {row.matmul_tflops:.4g} TFLOP/s" for x, row in ceilings.items()]
         copies = next(iter(ceilings.values())).copy_gbps
         yield f"This machine reached: {', '.join(reached)}, copies {copies:.4g} GB/s.", None
@@ -231,22 +231,43 @@ def lines(judged: Judged, whys: Sequence[str] = (), goals: Sequence[Goal] = ()) 
     yield from ((line, "bold red" if "WRONG" in line else "bold") for line in sentences(judged))
 
 
+def _milliseconds(number):
+    return "" if number == "" else f"{number:.{4 if number < 1 else 3}f}"
+
+
+def _share(place):
+    """The text of one of `shares`; of a machine that tells no memory at the peak, a CPU, they say little."""
+
+    def column(row):
+        share = shares(row)[place]
+        return "" if share is None or row.peak_mib == "" else f"{share:.0%}"
+
+    return column
+
+
+# {head: text of a row} of columns that are shown where some row has them.
+_COLUMNS = {
+    "wall": lambda row: _milliseconds(row.ms_wall),
+    "MiB": lambda row: "" if row.peak_mib == "" else f"{row.peak_mib:,.0f}",
+    "matmul": _share(0),
+    "copy": _share(1),
+}
+
+
 def _cells(texts):
     """Texts in columns, the last but one wide enough for how much faster something is."""
     *numbers, beside, error = texts
     return "".join(f"{text:>10}" for text in numbers) + f"{beside:>16}{error:>9}"
 
 
-def _beside(row, mine, is_best, on_gpu, factor):
-    """(the text beside a provider, its style)."""
+def _beside(row, mine, is_best, shown, factor):
+    """(the text beside a provider, its style); shown: names of _COLUMNS."""
     reason = "out of memory" if row.status == "oom" else row.status.removeprefix("unsupported: ")
     reason = reason if len(reason) <= REASON else f"{reason[: REASON - 3]}..."
     if row.ms_p50 == "":
         return f"   {reason}", "yellow"
-    numbers = [f"{row.ms_p50:.{4 if row.ms_p50 < 1 else 3}f}", "" if row.tflops == "" else f"{factor * row.tflops:.1f}"]
-    if on_gpu:
-        numbers.append("" if row.peak_mib == "" else f"{row.peak_mib:,.0f}")
-        numbers += ["" if share is None else f"{share:.0%}" for share in shares(row)]
+    numbers = [_milliseconds(row.ms_p50), "" if row.tflops == "" else f"{factor * row.tflops:.1f}"]
+    numbers += [_COLUMNS[name](row) for name in shown]
     beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
     cells = _cells([*numbers, beside, "" if row.err_max == "" else error(row.err_max)])
     right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, reason)
@@ -288,7 +309,7 @@ def sentences(judged: Judged) -> list[str]:
     missing = sum(row.ms_p50 == "" for row in rows)
     lines += [judged.why] * bool(judged.why)
     lines += [f"{missing} of {len(rows)} could not be measured; their rows say why."] * bool(missing)
-    return lines + [NAIVE] * any(row.gpu == "cpu" and is_ours(row) for row in rows)
+    return lines + [ON_A_CPU] * any(row.gpu == "cpu" and is_ours(row) for row in rows)
 
 
 def count(number: int, of: str) -> str:

@@ -17,13 +17,14 @@ from .cases import Case
 
 _MACHINE = "commit date gpu driver cuda torch triton python"
 _NUMBERS = "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager matmul_tflops copy_gbps"
-COLUMNS = (*f"{_MACHINE} mode provider dtype B Hq Hkv Sq Sk D Dv causal options {_NUMBERS} status ms_min".split(),)
+_SIZES = "dtype B Hq Hkv Sq Sk D Dv causal options"
+COLUMNS = (*f"{_MACHINE} mode provider {_SIZES} {_NUMBERS} status ms_min ms_wall".split(),)
 _COUNTS = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
-_MEASURED = (*_NUMBERS.split(), "ms_min")
-_NEW = 1  # how many of the last columns older files lack
+_MEASURED = (*_NUMBERS.split(), "ms_min", "ms_wall")
+_NEW = 2  # how many of the last columns older files lack, some or all
 
 
-class Row(collections.namedtuple("Row", COLUMNS, defaults=[""])):
+class Row(collections.namedtuple("Row", COLUMNS, defaults=[""] * _NEW)):
     """The columns, in their order, as README.md here has them: numbers, or "" for what was not measured."""
 
     @property
@@ -106,7 +107,7 @@ def _read(path):
     with open(path, newline="") as file:
         reader = csv.reader(file)
         header = tuple(next(reader, ()))
-        if header not in (COLUMNS, COLUMNS[:-_NEW]):
+        if header not in (COLUMNS[: len(COLUMNS) - new] for new in range(_NEW + 1)):
             raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
         kinds = [int if name in _COUNTS else float if name in _MEASURED else str for name in header]
         lines = (zip(kinds, line, strict=True) for line in reader if len(line) == len(header))

@@ -1,6 +1,7 @@
 """How long a step takes, and how much memory: the one timer of every benchmark; and the machine's ceilings by it."""
 
 import functools
+import statistics
 import time
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from .cases import SEED
 FEWEST, MOST = 20, 200  # repeats whose quantiles are taken
 SLOW_MS = 40.0  # five repeats are enough for a step this slow
 FLUSH_BYTES = 2**30
+TURN_MS = 5.0  # a turn of a quick step is as many calls as fit
+FEWEST_TURNS, MOST_TURNS = 3, 40
 
 
 class Times(NamedTuple):
@@ -125,6 +128,31 @@ def interleaved(steps, repeats=2000, calls=1):
     finally:
         torch.set_num_threads(threads)
     return {name: quantiles(each) for name, each in samples.items()}
+
+
+def in_turns(steps, budget_ms=100.0):
+    """{name: (Times of CPU time, milliseconds of wall time)} of {name: step}, warm, a turn of each, again and again.
+
+    CPU time is the process's, of all its threads: what other work takes of the machine is not in it. The wall time is
+    the median, which other work is in.
+    """
+
+    def turn(step, calls):
+        wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+        for _ in range(calls):
+            step()
+        cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
+        return cpu / 1e6 / calls, wall / 1e6 / calls
+
+    once = {name: turn(step, 1) for name, step in steps.items()}
+    calls = {name: max(1, int(TURN_MS / wall)) for name, (_, wall) in once.items()}
+    longest = max((once[name][1] * calls[name] for name in steps), default=1.0)
+    samples = {name: [once[name]] * (calls[name] == 1) for name in steps}  # it was a whole turn of a slow step
+    for _ in range(max(FEWEST_TURNS, min(MOST_TURNS, int(budget_ms / longest))) - 1):
+        for name, step in steps.items():
+            samples[name].append(turn(step, calls[name]))
+    columns = {name: list(zip(*each, strict=True)) for name, each in samples.items()}
+    return {name: (quantiles(cpu), statistics.median(wall)) for name, (cpu, wall) in columns.items()}
 
 
 @functools.cache

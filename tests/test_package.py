@@ -41,8 +41,8 @@ KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
 ASKS_FOR_TRITON = {"backends", "cli.machine"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}
 # What `fusedattn bench` needs, and __main__, which says where the questions of developers are; they are not installed.
-BENCH = {"__init__", "__main__", "accuracy", "attention", "calls", "cases", "cost", "engine", "module", "peers"}
-BENCH |= {"plots", "providers", "report", "rows", "timing"}
+BENCH = {"__init__", "__main__", "accuracy", "attention", "calls", "cases", "cost", "cpu", "engine", "module"}
+BENCH |= {"peers", "plots", "providers", "report", "rows", "timing"}
 
 
 def sources(folder):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from fusedattn.bench import cases, cost, engine, module, plots, providers, report, rows, timing
+from fusedattn.bench import cases, cost, cpu, engine, module, providers, report, rows, timing
 from fusedattn.bench.report import LONG, Goal, over
 
 from fusedattn.backends import BACKENDS
@@ -178,7 +178,7 @@ ASKS = {
     "end_to_end": "How many tokens a second does the demo's model take?",
     "minilm": "Does a real model of Hugging Face get faster by one line?",
     "skipping": "What does skipping blocks save, and how near is it to the ideal?",
-    "host": "What host time does fa.attention add to the naive formula on a CPU?",
+    "cpu": "What does a CPU user get, beside torch's own and the formula?",
     "launch_path": "What does the host do in one call of the kernels, step by step, without a GPU?",
     "ceilings": "How fast does this machine multiply and copy?",
     "tune": "Which tiles are fastest on this GPU?",
@@ -221,12 +221,12 @@ def _left(work, before):
     return [unit for unit in work if is_left(*unit)]
 
 
-def run(work, writer, machine, options, prepare=engine.prepare):
+def run(work, writer, machine, options, prepare=engine.prepare, measure=engine.measure):
     """Measure until the budget ends; False if the GPU broke down. options: device, repeat_ms, budget and resume."""
     work = _left(work, rows.last_run(writer.rows)) if options.resume else work
     deadline, done = BEGAN + (options.budget or float("inf")), 0
     in_time = itertools.takewhile(lambda _: time.monotonic() <= deadline, work)
-    for row, why in engine.measure(machine, in_time, options.device, options.repeat_ms, prepare):
+    for row, why in measure(machine, in_time, options.device, options.repeat_ms, prepare):
         done += 1
         writer.write(row)
         say(f"[{done}/{len(work)}] {progress(row, why)}")
@@ -304,6 +304,21 @@ def ask(name, arguments):
     return 0 if well else BROKEN
 
 
+def ask_cpu(arguments):
+    """Answer what a CPU user gets: parts of cases whose providers take turns."""
+    words = parser("cpu", "resume", "budget")
+    words.add_argument(
+        "--size", choices=cpu.SIZES, default="full", help="quick takes a minute, tiny shows that it works"
+    )
+    words.set_defaults(budget=300.0)
+    options = words.parse_args([*arguments, "--device", "cpu"])
+    parts = cpu.SIZES[options.size]
+    writer, machine = opened(options)
+    run(cpu.units(parts, cpu.threads(options.size)), writer, machine, options, cpu.prepare, cpu.measure)
+    print(report.text(writer.rows, cpu.goals(parts)))
+    return 0
+
+
 def print_ceilings(arguments):
     options = parser("ceilings").parse_args(arguments)
     for dtype in cases.DTYPES:
@@ -322,7 +337,7 @@ def show(name, arguments):
     try:
         written = rows.read(options.csv)
         if name == "plots":
-            plots.draw(written).savefig(options.out, format="png")
+            cpu.draw(written).savefig(options.out, format="png")
         else:
             print(report.text(written, SPEED))
     except (OSError, ValueError, ImportError) as error:
@@ -345,6 +360,8 @@ def main(arguments=None):
         return ask(name, arguments)
     if name in ("table", "plots"):
         return show(name, arguments)
+    if name == "cpu":
+        return ask_cpu(arguments)
     if name == "ceilings":
         return print_ceilings(arguments)
     # Imported late: some import Triton, and one a stand-in for a GPU, which the tests have.

@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--preset",
         choices=("quick", "paper", "full"),
-        help="quick, the default, takes a minute or two; paper: sizes of the FlashAttention papers; full: everything",
+        help="quick, the default, takes a minute or two; paper: sizes of the FlashAttention papers; full: everything. "
+        "On a CPU quick and full, with no other option of these, are what its user gets: attention, modules, a model",
     )
     what.add_argument(
         "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="this size instead (may be repeated)"

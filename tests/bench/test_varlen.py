@@ -150,7 +150,7 @@ def test_each_gets_packed_sequences_as_it_wants_them(case, installed):
 def test_flex_attention_is_for_a_gpu_and_jagged_tensors_are_not_causal_on_a_cpu():
     case = cases.TINY_VARLEN[1]
     tensors = case.draw("cpu")
-    with pytest.raises(calls.Unsupported, match="compiled for CUDA only"):
+    with pytest.raises(calls.Unsupported, match="no C\\+\\+ compiler"):
         providers.find("flex+packed")(case, tensors)
     with pytest.raises(calls.Unsupported, match="No viable backend|CUDA driver version is insufficient"):
         providers.find("sdpa+packed")(case, tensors)(*tensors.inputs)

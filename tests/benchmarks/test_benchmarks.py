@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 from fusedattn.bench import cases, engine, timing
-from fusedattn.bench.dev import host
 from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
@@ -82,7 +81,7 @@ def test_plan(benchmark, case):
 
 
 def test_host(benchmark):
-    query, key, value = host.CASES[0].draw("cpu")[:3]
+    query, key, value = cases.CPU_CALL[0].draw("cpu")[:3]
     assert benchmark(fa.attention, query, key, value).shape == query.shape
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...bench import engine, plots, report, rows
+from ...bench import cpu, engine, plots, report, rows
 from .. import machine
 from ..screen import Problem, Screen, need
 from . import presets
@@ -32,19 +32,21 @@ def run(arguments) -> int:
         # Threads of one step wait for each other at every operation, a time slice each where one has no core: steps of
         # 0.05 ms then take 8 to 80 ms, again and again, and no least or median of them says what a quiet machine takes.
         torch.set_num_threads(1)
-    screen.say(_heading(device, preset))
+    threads = (1,) if busy else cpu.threads(arguments.preset)
+    work, goals = presets.units(preset, threads), cpu.goals(preset.parts)
+    screen.say(_of_parts(preset, threads, work) if preset.parts else _heading(device, preset))
     if busy:
         screen.say("Other work keeps this machine busy: one thread is timed, and the least of its times counts.")
-    if device == "cpu" and arguments.preset in ("paper", "full"):
+    if device == "cpu" and not preset.parts and arguments.preset in ("paper", "full"):
         screen.say(f"{arguments.preset} is made for a GPU and takes hours on a CPU; --preset quick takes a minute.")
 
-    work = presets.units(preset)
+    measure = cpu.measure if preset.parts else engine.measure
     written: list[rows.Row] = []
     whys: list[str] = []
     ended: BaseException | None = None
     try:
         with screen.progress("measuring", len(work)) as advance:
-            for row, why in engine.measure(rows.machine(device), work, device, BUDGET_MS[device]):
+            for row, why in measure(rows.machine(device), work, device, BUDGET_MS[device]):
                 writer.write(row)
                 written.append(row)
                 whys.append(why)
@@ -55,18 +57,19 @@ def run(arguments) -> int:
         ended = error
 
     judged = report.judged(written, busy)
-    for text, style in report.lines(judged, whys):
+    for text, style in report.lines(judged, whys, goals):
         screen.say(text, style=style)
     picture = plot if plot and plots.drawable(written) else None
     if picture:
-        plots.draw(written).savefig(picture, format="png")
+        cpu.draw(written).savefig(picture, format="png")
     if plot:
         screen.say(f"{plot} is drawn." if picture else f"{plot} is not drawn: nothing was measured.")
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)[0]
     screen.say(f"{len(written)} of {len(work)} rows ({seconds} s).")
     answer = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)
     answer |= dict(threads=torch.get_num_threads(), preset=None if arguments.shape else arguments.preset or "quick")
-    screen.finish(answer | _answer(written, judged, whys) | dict(csv=arguments.csv, picture=picture))
+    answer |= _answer(written, judged, whys) | dict(goals=[goal.line(judged.rows) for goal in goals])
+    screen.finish(answer | dict(csv=arguments.csv, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1
@@ -78,6 +81,11 @@ def _heading(device: str, preset: presets.Preset) -> str:
     counts = [report.count(len(some), of) for some, of in zip(preset[:3], ("case", "provider", "mode"), strict=True)]
     modules = f", {report.count(len(preset.modules), 'module')}" if preset.modules else ""
     return f"{' x '.join(counts)}{modules} on {where}, torch {torch.__version__}."
+
+
+def _of_parts(preset: presets.Preset, threads: Sequence[int], work: Sequence) -> str:
+    counts = " and ".join(report.count(number, "thread") for number in threads)
+    return f"{report.count(len(work), 'row')} on the CPU, {counts}, torch {torch.__version__}."
 
 
 def _answer(written: Sequence[rows.Row], judged: report.Judged, whys: Sequence[str]) -> dict:

@@ -1,22 +1,27 @@
 """What is measured: the cases, providers and modes of a preset, and what options make of them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ...backends import BACKENDS
-from ...bench import cases, engine, module, providers
+from ...bench import cases, cpu, engine, module, providers
 from ...bench.cases import Case
 from ..screen import Problem
 
 
 class Preset(NamedTuple):
-    """Cases x providers x modes; and cases of whole modules, if there are any, which bring their own providers."""
+    """Cases x providers x modes; and cases of whole modules, if there are any, which bring their own providers.
+
+    On a CPU instead of these the parts of the question what its user gets, if there are any.
+    """
 
     cases: list[Case]
     providers: list[str]
     modes: list[str]
     modules: list[Case] = []
+    parts: Sequence[cpu.Part] = ()
 
 
 ONE_WAY = ["forward", "backward"]
@@ -41,15 +46,18 @@ def _preset(name, on_gpu):
     if name == "quick" and on_gpu:
         return Preset(QUICK_ON_GPU, FEW_ON_GPU, ONE_WAY, cases.MODULE[:1])
     if name == "quick":
-        return Preset(QUICK, FEW, ONE_WAY, [QUICK[1]._replace(causal=False, options="module")])
+        return Preset(QUICK, FEW, ONE_WAY, [QUICK[1]._replace(causal=False, options="module")], cpu.SIZES[name])
     chosen = cases.LONG if name == "paper" else cases.TABLES["all"] + cases.OPTIONS
     names = providers.usual("cuda") if on_gpu else FRUGAL
-    return Preset(chosen, names, list(engine.MODES), cases.MODULE if on_gpu and name == "full" else [])
+    modules, parts = (cases.MODULE, ()) if on_gpu else ([], cpu.SIZES.get(name, ()))
+    return Preset(chosen, names, list(engine.MODES), modules if name == "full" else [], parts)
 
 
 def choose(arguments, on_gpu: bool) -> Preset:
     """What the options of the command ask for."""
     preset, shapes = _preset(arguments.preset or "quick", on_gpu), arguments.shape
+    if preset.parts and not (shapes or arguments.dtype or arguments.causal or arguments.mode or arguments.providers):
+        return preset
     if shapes:
         dtypes = arguments.dtype or ["bfloat16" if on_gpu else "float32"]
         chosen = [_shape(text, arguments.causal, dtype) for text in shapes for dtype in dtypes]
@@ -71,8 +79,13 @@ def choose(arguments, on_gpu: bool) -> Preset:
     return Preset(list(dict.fromkeys(chosen)), names, modes, modules)
 
 
-def units(preset: Preset) -> list[tuple[Case, str, str]]:
-    """(case, provider, mode) of each row. A module is timed forward, and as it is trained: forward and backward."""
+def units(preset: Preset, threads: Sequence[int] = (1,)) -> list[tuple[Case, str, str]]:
+    """(case, provider, mode) of each row. A module is timed forward, and as it is trained: forward and backward.
+
+    threads: how many there are, one after another, of the parts.
+    """
+    if preset.parts:
+        return cpu.units(preset.parts, threads)
     forward, training = module.MODES
     modes = [forward] * (forward in preset.modes) + [training] * (preset.modes != [forward])
     of_modules = engine.units(preset.modules, module.PROVIDERS, modes)
