@@ -6,9 +6,7 @@ than another; `ms_wall` is the caller's time. What is asked of ours stands in PA
 """
 
 import contextlib
-import copy
 import ctypes
-import functools
 import itertools
 import multiprocessing
 import operator
@@ -21,17 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-import fusedattn as fa
 from fusedattn.cli.machine import cores
 
-from . import accuracy, cases, engine, plots, rows, timing
-from .attention import Workload
+from . import cases, engine, plots, rows, timing
 from .calls import Unsupported
 from .report import Goal, fastest, over
 
 BOTH = ("forward", "forward_backward")
-LAYERS, VOCABULARY = 2, 1000  # of a model
-LONGEST = 2048  # tokens of which the formula, which holds all weights, is timed, and up to which a case is quick
+LONGEST = 2048  # tokens of which the formula, which holds all weights, is timed; what is longer comes last
 RETURNED_FROM = 1 << 16  # bytes from which on a child's memory goes back to the system as soon as it is freed
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -55,7 +50,7 @@ def memory_over(case, some):
 
 
 OVERHEAD = 40.0  # microseconds that decode may take on top
-_over_sdpa, _over_torch = over("fusedattn*", mine="sdpa"), over("fusedattn*", mine="torch.nn")
+_over_sdpa = over("fusedattn*", mine="sdpa")
 
 
 class Part(NamedTuple):
@@ -106,14 +101,14 @@ PARTS = (
         cases.CPU_MODULE,
         1.05,
         ("fusedattn", "fusedattn.compat", "torch.nn"),
-        value=_over_torch,
+        value=over("fusedattn:*", mine="torch.nn"),
     ),
     Part(
         "a converted encoder, time over that of torch.nn",
         cases.CPU_ENCODER,
         1.05,
         ("fusedattn.compat", "torch.nn"),
-        value=_over_torch,
+        value=over("fusedattn.compat:*", mine="torch.nn"),
     ),
     Part("us that a call takes more than one of sdpa", cases.CPU_CALL, 25.0, modes=BOTH[:1], value=microseconds_more),
     Part("memory added, over what sdpa adds", cases.CPU_MEMORY, 1.5, value=memory_over),
@@ -181,12 +176,12 @@ def units(parts, counts):
         for name in part.names
         if concerns(case, name, mode, count)
     ]
-    return sorted(every, key=lambda unit: unit[0].Sq > LONGEST)
+    return sorted(every, key=lambda unit: unit[0].Sq > LONGEST and "memory" not in unit[0].words)
 
 
-def measure(machine, units, device, budget_ms, prepare=None):
+def measure(machine, units, device, budget_ms, prepare=engine.prepare):
     """Yield (row, what is wrong or "") of each unit, as `engine.measure` does."""
-    prepare, before = prepare or globals()["prepare"], torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
         for case, of_case in itertools.groupby(units, key=lambda unit: plain(unit[0])):
             workload, refused = None, ""
@@ -273,114 +268,6 @@ def forget_peak():
     """Let `peak` begin at what is in memory now, where the system can."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
-class Model(Workload):
-    """A model in whose middle attention is. A subclass has built(name), inputs, and exact, who computes what is right.
-
-    forward is in evaluation mode and without gradients; forward_backward has those of all parameters.
-    """
-
-    def label(self, name):
-        case, empty = self.case, torch.empty((), dtype=getattr(torch, self.case.dtype))
-        heads = (empty.expand(case.B, count, case.Sq, case.D) for count in (case.Hq, case.Hkv, case.Hkv))
-        backend = fa.explain(*heads, causal=case.causal).backend
-        return f"{name}:{backend}" if name.startswith("fusedattn") else name
-
-    def setup(self, name):
-        return self.built(name)
-
-    def compute(self, model):
-        """The output of a model."""
-        return model(self.inputs)
-
-    @contextlib.contextmanager
-    def step(self, mode, model):
-        model.train(mode != "forward")
-        with torch.set_grad_enabled(mode != "forward"):
-            if mode == "forward":
-                yield lambda: self.compute(model)
-            else:
-                leaves = list(model.parameters())
-                yield lambda: torch.autograd.grad(self.compute(model).square().mean(), leaves)
-
-    @functools.cached_property
-    def truth(self):
-        return accuracy.Truth(self.answers(self.built(self.exact).double()), self.answers(self.built(self.exact)))
-
-    def answers(self, model):
-        """{mode: the result of its step, as one tensor}"""
-        answers = {}
-        for mode in BOTH:
-            with self.step(mode, model) as step:
-                answers[mode] = _joined(step())
-        return answers
-
-    def judge(self, mode, model, result):
-        return accuracy.compare({mode: _joined(result)}, self.truth)
-
-
-def _joined(result):
-    """The output, or the gradients one after another."""
-    return torch.cat([part.flatten() for part in result]) if isinstance(result, tuple) else result
-
-
-class Encoder(Model):
-    """torch's encoder, without dropout, whose bits would not be the same: as it comes, or converted."""
-
-    exact = "torch.nn"
-
-    def __init__(self, case, device):
-        super().__init__(case, device)
-        torch.manual_seed(cases.SEED)
-        width = case.Hq * case.D
-        layer = torch.nn.TransformerEncoderLayer(width, case.Hq, 4 * width, dropout=0.0, batch_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.inputs = torch.randn(case.B, case.Sq, width)
-
-    def built(self, name):
-        encoder = copy.deepcopy(self.encoder)
-        return fa.compat.torch.convert(encoder) if name == "fusedattn.compat" else encoder
-
-    def compute(self, model):
-        return model(self.inputs.to(next(model.parameters()).dtype))
-
-
-class Llama(Model):
-    """A small Llama of Transformers on a prompt, whose cache it fills."""
-
-    exact = "eager"
-
-    def __init__(self, case, device):
-        super().__init__(case, device)
-        try:
-            import transformers
-
-            fa.compat.transformers.register()
-        except ImportError as error:
-            raise Unsupported(f"transformers is not installed: pip install 'fusedattn[hf]' ({error})") from error
-        torch.manual_seed(cases.SEED)
-        width = case.Hq * case.D
-        sizes = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
-        sizes |= dict(num_attention_heads=case.Hq, num_key_value_heads=case.Hkv, max_position_embeddings=case.Sq)
-        self.model = transformers.LlamaModel(transformers.LlamaConfig(**sizes))
-        self.inputs = torch.randint(VOCABULARY, (case.B, case.Sq))
-
-    def built(self, name):
-        model = copy.deepcopy(self.model)
-        model.set_attn_implementation(name)
-        return model
-
-    def compute(self, model):
-        return model(self.inputs, use_cache=not model.training).last_hidden_state
-
-
-MODELS = {"encoder": Encoder, "llama": Llama}
-
-
-def prepare(case, device):
-    """The Workload of a case: a model, where its options say so, or what the engine has."""
-    return MODELS.get(case.words.get("model"), engine.prepare)(case, device)
 
 
 def draw(written):

@@ -18,8 +18,10 @@ CLOCKS = {
 
 
 def prepare(case, device):
-    """The Workload of a case: a module, where its options say so, or attention."""
-    return (module.Module if "module" in case.words else attention.Attention)(case, device)
+    """The Workload of a case: a module or a model, where its options say so, or attention."""
+    if "module" in case.words:
+        return module.Module(case, device)
+    return module.MODELS.get(case.words.get("model"), attention.Attention)(case, device)
 
 
 def units(chosen, names, modes):

@@ -2,10 +2,12 @@
 
 Self-attention with its projections, all with one set of weights: fusedattn.MultiHeadAttention, its drop-in for torch's
 (fusedattn.compat), and torch's own, in inference with its fast path as it comes and, as torch.nn:sdpa, without. forward
-is in evaluation mode without gradients; forward_backward has those of the input and of every parameter.
+is in evaluation mode without gradients; forward_backward has those of the input and of every parameter. And two models
+with attention inside, for the question what a CPU user gets: torch's encoder, and a small Llama.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -144,3 +146,108 @@ class Module(Workload):
             counts = dict(zip(GRADIENTS, (1, *map(len, layer.parameters)), strict=True))
             results = {name: torch.cat([next(parts) for _ in range(count)]) for name, count in counts.items()}
         return accuracy.compare(results, self.truth)
+
+
+LAYERS, VOCABULARY = 2, 1000  # of a model
+
+
+class Model(Workload):
+    """A model in whose middle attention is. A subclass has built(name), inputs, and exact, who computes what is right.
+
+    forward is in evaluation mode and without gradients; forward_backward has those of all parameters.
+    """
+
+    def __init__(self, case, device):
+        super().__init__(case, device)
+        self.truths = {}
+        torch.manual_seed(cases.SEED)
+
+    def label(self, name):
+        case, empty = self.case, torch.empty((), dtype=getattr(torch, self.case.dtype))
+        heads = (empty.expand(case.B, count, case.Sq, case.D) for count in (case.Hq, case.Hkv, case.Hkv))
+        backend = fa.explain(*heads, causal=case.causal).backend
+        return f"{name}:{backend}" if name.startswith("fusedattn") else name
+
+    def setup(self, name):
+        return self.built(name)
+
+    def compute(self, model):
+        """The output of a model."""
+        return model(self.inputs)
+
+    @contextlib.contextmanager
+    def step(self, mode, model):
+        model.train(mode != "forward")
+        with torch.set_grad_enabled(mode != "forward"):
+            if mode == "forward":
+                yield lambda: self.compute(model)
+            else:
+                leaves = list(model.parameters())
+                yield lambda: torch.autograd.grad(self.compute(model).square().mean(), leaves)
+
+    def answer(self, mode, model):
+        """{mode: the result of its step, as one tensor}"""
+        with self.step(mode, model) as step:
+            return {mode: _joined(step())}
+
+    def judge(self, mode, model, result):
+        if mode not in self.truths:
+            exact = self.answer(mode, self.built(self.exact).double())
+            self.truths[mode] = accuracy.Truth(exact, self.answer(mode, self.built(self.exact)))
+        return accuracy.compare({mode: _joined(result)}, self.truths[mode])
+
+
+def _joined(result):
+    """The output, or the gradients one after another."""
+    return torch.cat([part.flatten() for part in result]) if isinstance(result, tuple) else result
+
+
+class Encoder(Model):
+    """torch's encoder, without dropout, whose bits would not be the same: as it comes, or converted."""
+
+    exact = "torch.nn"
+
+    def __init__(self, case, device):
+        super().__init__(case, device)
+        width = case.Hq * case.D
+        layer = torch.nn.TransformerEncoderLayer(width, case.Hq, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.inputs = torch.randn(case.B, case.Sq, width)
+
+    def built(self, name):
+        encoder = copy.deepcopy(self.encoder)
+        return fa.compat.torch.convert(encoder) if name == "fusedattn.compat" else encoder
+
+    def compute(self, model):
+        return model(self.inputs.to(next(model.parameters()).dtype))
+
+
+class Llama(Model):
+    """A small Llama of Transformers on a prompt, whose cache it fills."""
+
+    exact = "eager"
+
+    def __init__(self, case, device):
+        super().__init__(case, device)
+        try:
+            import transformers
+
+            fa.compat.transformers.register()
+        except ImportError as error:
+            raise Unsupported(f"transformers is not installed: pip install 'fusedattn[hf]' ({error})") from error
+        width = case.Hq * case.D
+        sizes = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+        sizes |= dict(num_attention_heads=case.Hq, num_key_value_heads=case.Hkv, max_position_embeddings=case.Sq)
+        self.model = transformers.LlamaModel(transformers.LlamaConfig(**sizes))
+        self.inputs = torch.randint(VOCABULARY, (case.B, case.Sq))
+
+    def built(self, name):
+        model = copy.deepcopy(self.model)
+        model.set_attn_implementation(name)
+        return model
+
+    def compute(self, model):
+        return model(self.inputs, use_cache=not model.training).last_hidden_state
+
+
+MODELS = {"encoder": Encoder, "llama": Llama}

@@ -314,7 +314,7 @@ def ask_cpu(arguments):
     options = words.parse_args([*arguments, "--device", "cpu"])
     parts = cpu.SIZES[options.size]
     writer, machine = opened(options)
-    run(cpu.units(parts, cpu.threads(options.size)), writer, machine, options, cpu.prepare, cpu.measure)
+    run(cpu.units(parts, cpu.threads(options.size)), writer, machine, options, measure=cpu.measure)
     print(report.text(writer.rows, cpu.goals(parts)))
     return 0
 
