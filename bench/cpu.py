@@ -26,7 +26,7 @@ from .calls import Unsupported
 from .report import Goal, fastest, over
 
 BOTH = ("forward", "forward_backward")
-LONGEST = 2048  # tokens of which the formula, which holds all weights, is timed; what is longer comes last
+LONG, LONGEST = 1024, 2048  # tokens up to which it is quick; up to which the formula, which holds all weights, is timed
 RETURNED_FROM = 1 << 16  # bytes from which on a child's memory goes back to the system as soon as it is freed
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -117,7 +117,7 @@ PARTS = (
 
 def _quick(part):
     """A part without its long cases, those in bfloat16, and what is compiled."""
-    few = [case for case in part.cases if case.Sq <= 1024 and case.dtype == "float32"]
+    few = [case for case in part.cases if case.Sq <= LONG and case.dtype == "float32"]
     return part._replace(cases=few, names=[name for name in part.names if not name.startswith("flex")])
 
 
@@ -165,7 +165,7 @@ def concerns(case, name, mode, count):
 def units(parts, counts):
     """(case, provider, mode) of each row, those that are timed in turns in a row; a case has its number of threads.
 
-    Long ones come last.
+    Those that take long come last.
     """
     every = [
         (case._replace(options=f"{case.options} threads={count}".strip()), name, mode)
@@ -176,7 +176,7 @@ def units(parts, counts):
         for name in part.names
         if concerns(case, name, mode, count)
     ]
-    return sorted(every, key=lambda unit: unit[0].Sq > LONGEST and "memory" not in unit[0].words)
+    return sorted(every, key=lambda unit: 0 if unit[0].Sq <= LONG or "memory" in unit[0].words else unit[0].Sq)
 
 
 def measure(machine, units, device, budget_ms, prepare=engine.prepare):
