@@ -85,7 +85,7 @@ PARTS = (
         "packed, time over that of sdpa with a mask",
         cases.CPU_PACKED,
         0.9,
-        ("fusedattn+packed", "sdpa", "sdpa+packed", "flex+packed"),
+        ("fusedattn+packed", "sdpa", "flex+packed"),  # not nested tensors: torch takes 404 ms by them, 85 with a mask
     ),
     Part(
         f"decode less {OVERHEAD:g} us, time over that of a slice and sdpa",
