@@ -29,9 +29,9 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     return naive
 
 
-# Queries are taken in blocks where the score matrix would pass `naive.formula.BUDGET` bytes, in the backward too; in
-# code that is compiled all rows are taken at once, and torch.func computes no block again. Packed sequences are padded
-# to the longest of those of like lengths, and caches in pages are copied.
+# Scores are taken in blocks that fit a cache, and computed again in the backward where they would pass
+# `naive.formula.BUDGET` bytes; in code that is compiled all are taken at once, and torch.func computes no block again.
+# Packed sequences are padded to the longest of those of like lengths, and caches in pages are copied.
 attention = _naive(api.attention)
 attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from ..call.cached import Decode, room
-from ..call.form import Call
+from ..call.form import Call, plain
 from ..call.layout import arrange
+
+WORTH = 2**13  # elements of a key cache that are not read, for which one call more pays: on a CPU it takes 0.1 ms
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -95,13 +97,69 @@ def append(decode: Decode) -> None:
 
 def dense(decode: Decode) -> Call:
     """The call of `attention` that it comes to, on caches that what is new has been appended to."""
-    call, (_, after) = decode.call, _lengths(decode)
-    shift, device = after - call.query.shape[2], after.device
-    if decode.cos is not None and decode.sin is not None:
-        position = torch.arange(call.query.shape[2], device=device)[None]
-        position = position if call.top_left else position + shift[:, None]
-        call = call._replace(query=rotated(call.query, position, decode.cos, decode.sin, decode.interleaved))
-    real = torch.arange(call.key.shape[2], device=device) < after[:, None]
+    call, (_, after) = _turned(decode), _lengths(decode)
+    real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
     key, value = _gathered(decode.key_cache, decode.table), _gathered(decode.value_cache, decode.table)
-    return _levelled(call, shift)._replace(key=key, value=value, key_mask=real)
+    return _levelled(call, after - call.query.shape[2])._replace(key=key, value=value, key_mask=real)
+
+
+def by_length(decode: Decode) -> list[Call] | None:
+    """`dense` in several calls, of consecutive sequences of one length each, with no keys past it; None where not.
+
+    Lengths are known on a CPU where no compiler and no transform would have to see that they are read; and several
+    calls have to be worth it.
+    """
+    if torch.compiler.is_compiling() or decode.lengths.device.type != "cpu" or not len(decode.lengths):
+        return None
+    if not plain((*decode, *decode.call)):
+        return None
+    call, lengths = _turned(decode), _lengths(decode)[1].tolist()
+    firsts = [b for b, length in enumerate(lengths) if b == 0 or length != lengths[b - 1]]
+    skipped = (len(lengths) * call.key.shape[2] - sum(lengths)) * call.key.shape[1] * call.key.shape[3]
+    if skipped < WORTH * (len(firsts) - 1):
+        return None
+    return [
+        _of_length(call, decode, first, last, lengths[first])
+        for first, last in zip(firsts, [*firsts[1:], len(lengths)], strict=True)
+    ]
+
+
+def _of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
+    """Sequences first .. last - 1 of a call to a cache, all of one length."""
+
+    def own(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[0] == 1 else tensor[first:last]
+
+    def pairs(tensor: Tensor | None) -> Tensor | None:
+        tensor = own(tensor)
+        return tensor if tensor is None or tensor.shape[3] == 1 else tensor[..., :length]
+
+    def keys(cache: Tensor) -> Tensor:
+        if decode.table is None:
+            return cache[first:last, :, :length]
+        pages = -(-length // cache.shape[2])
+        return _gathered(cache, decode.table[first:last, :pages])[:, :, :length]
+
+    key_mask = own(call.key_mask)
+    return call._replace(
+        query=call.query[first:last],
+        key=keys(decode.key_cache),
+        value=keys(decode.value_cache),
+        bias=pairs(call.bias),
+        alibi_slopes=own(call.alibi_slopes),
+        sinks=own(call.sinks),
+        mask=pairs(call.mask),
+        key_mask=None if key_mask is None else key_mask[:, :length],
+        query_mask=own(call.query_mask),
+    )
+
+
+def _turned(decode: Decode) -> Call:
+    """The call, its query rotated."""
+    call, (_, after) = decode.call, _lengths(decode)
+    if decode.cos is None or decode.sin is None:
+        return call
+    position = torch.arange(call.query.shape[2], device=after.device)[None]
+    position = position if call.top_left else position + (after - call.query.shape[2])[:, None]
+    return call._replace(query=rotated(call.query, position, decode.cos, decode.sin, decode.interleaved))

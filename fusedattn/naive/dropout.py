@@ -28,16 +28,17 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def _drawn(
-    seed: Tensor, planes: Tensor, first: int, last: int, keys: int, decide: Callable[[Tensor], Tensor]
+    seed: Tensor, planes: Tensor, first: int, last: int, begin: int, keys: int, decide: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """`decide` of the word of each pair (i, j): (planes, last - first, keys).
+    """`decide` of the word of each pair (i, j): (planes, last - first, keys - begin).
 
     One call of Philox serves i and i + 8, j and j + 8.
     """
-    device, columns = planes.device, -(-keys // 16) * 8
+    device, left = planes.device, begin // 16 * 8  # counters of keys are half as many as well
+    columns = -(-keys // 16) * 8 - left
     start, end = first // 16 * 8, -(-last // 16) * 8  # counters of rows: half as many, in steps of 8
     key = [seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD]
-    plane, column = planes.reshape(-1, 1, 1), torch.arange(columns, device=device)[None, None, :]
+    plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
     # A compiler fuses what here has to fit the cache, and would take the number of slabs for a guard on sizes.
     whole = torch.compiler.is_compiling()
     step = end - start if whole else max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
@@ -51,25 +52,25 @@ def _drawn(
         slab = slab.reshape(shape[0], shape[1] // 8, 8, columns // 8, 8, 2, 2)
         slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).reshape(shape[0], shape[1] * 2, columns * 2))
     grid = torch.cat(slabs, 1) if slabs else decide(plane.new_zeros(planes.numel(), 0, columns * 2))
-    return grid[:, first - start * 2 : last - start * 2, :keys]
+    return grid[:, first - start * 2 : last - start * 2, begin - left * 2 : keys - left * 2]
 
 
-def words(seed: Tensor, planes: Tensor, first: int, last: int, keys: int) -> Tensor:
+def words(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, begin: int = 0) -> Tensor:
     """The word that decides each pair (i, j), as int64 in [0, 2**32).
 
     Args:
         seed: one int64.
         planes: int64, b * Hq + h of each plane.
-        first, last: rows i to draw for. keys: j is 0 .. keys - 1.
-    Returns: (planes, last - first, keys).
+        first, last: rows i to draw for. begin, keys: j is begin .. keys - 1.
+    Returns: (planes, last - first, keys - begin).
     """
-    return _drawn(seed, planes, first, last, keys, lambda word: word)
+    return _drawn(seed, planes, first, last, begin, keys, lambda word: word)
 
 
-def keep(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, dropout_p: float) -> Tensor:
-    """Which pairs dropout keeps, bool (planes, last - first, keys)."""
+def keep(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, dropout_p: float, begin: int = 0) -> Tensor:
+    """Which pairs dropout keeps, bool (planes, last - first, keys - begin)."""
     least = threshold(dropout_p)
-    return _drawn(seed, planes, first, last, keys, lambda word: word >= least)
+    return _drawn(seed, planes, first, last, begin, keys, lambda word: word >= least)
 
 
 def threshold(dropout_p: float) -> int:

@@ -1,50 +1,106 @@
 """Attention by its definition in PyTorch, a block of rows at a time: what kernels are held to, and what a CPU runs."""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..call.cached import Decode
-from ..call.form import DIFFERENTIABLE, Call, autocasting, diagonal
+from ..call.form import DIFFERENTIABLE, Call, autocasting, watched
 from ..call.layout import arrange
 from ..private import transforms_active
-from . import cached, dropout
-from .packed import joined, packed, padded, parts
+from . import cached, pairs
+from .blocks import CACHE, Block, Part, parts, readable, sized, spans, uncut
+from .inputs import prepared
+from .packed import joined, packed, padded, sequences
 
 # A larger cap no score feels, as in the kernels; by a smaller one a quotient, or its gradient, would be infinite.
 LARGEST_CAP, SMALLEST_CAP = 2.0**60, 2.0**-60
-BUDGET = 2**28  # bytes of scores held at a time; forward and backward keep a few buffers of this size
+# Bytes that autograd may keep of scores; where it were more, blocks are computed again in the backward.
+BUDGET = 2**28
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """(B, Hq, S, D) as (B * heads, Hq // heads * S, D): rows of heads that share a key head, one after the other."""
+    batch, all_heads, rows, columns = x.shape
+    return x.reshape(batch * heads, (all_heads // heads if heads else 0) * rows, columns)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """(B, Hq, Sq, Sk), without a copy of a key head for each of its heads, nor a pass over scores for the scale."""
+    q, k = _grouped(query, key.shape[1]), key.flatten(0, 1)
+    # Torch 2.13 crashes on what is in this case fused where torch.func is inside a compiler.
+    fused = not watched()
+    scores = torch.baddbmm(q.new_zeros(()), q, k.mT, beta=0, alpha=scale) if fused else torch.bmm(q, k.mT) * scale
+    return scores.view(*query.shape[:3], key.shape[2])
+
+
+def _sums(weights: Tensor, value: Tensor) -> Tensor:
+    """(B, Hq, Sq, Dv): the values that weights add up, without a copy of a value head for each of its heads."""
+    return torch.bmm(_grouped(weights, value.shape[1]), value.flatten(0, 1)).view(*weights.shape[:3], value.shape[3])
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+FEWEST_COPIES = _scores, _sums
+# The same as people write it by hand.
+AS_WRITTEN = (
+    lambda query, key, scale: query @ _repeated(key, query.shape[1]).mT * scale,
+    lambda weights, value: weights @ _repeated(value, weights.shape[1]),
+)
+
+
+def _limit(scores: Tensor, columns: slice, most: Tensor) -> None:
+    """Hide scores, in place: a tenth of the time of masked_fill, which is no vector loop as the minimum is.
+
+    Autograd need not know: where a weight is 0, its score has the gradient 0. No operator before has saved the scores.
+    """
+    scores.detach()[..., columns].clamp_max_(most)
 
 
 def formula(
-    query, key, value, visible=None, scale=1.0, need_lse=True, *, softcap=None, added=(), sinks=None, factor=None
+    query,
+    key,
+    value,
+    visible=None,
+    empty=None,
+    scale=1.0,
+    need_lse=True,
+    *,
+    limits=(),
+    softcap=None,
+    added=(),
+    sinks=None,
+    factor=None,
+    products=FEWEST_COPIES,
 ):
     """(output, lse or None, weights) by the definition, every step in the dtype of the inputs.
 
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv).
-        visible: bool, broadcasts to (B, Hq, Sq, Sk); None is all. A row that sees nothing has output 0 and lse -inf, or
-            the sink.
+        visible: bool, broadcasts to (B, Hq, Sq, Sk); None hides nothing. limits: pairs (columns, the most that their
+            scores may be, -inf or inf), which hide as well, but in place: for code that no transform sees.
+        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing. They have output 0 and lse -inf, or the sink;
+            None says that there is none.
         added: tensors that broadcast to (B, Hq, Sq, Sk), added to the scores one after the other.
         sinks: (1 or B, Hq), what each head attends to besides the keys. factor: multiplies weights, as dropout does.
+        products: how scores and output are multiplied.
     Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
     """
-    if key.shape[1] != query.shape[1]:
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.mT * scale
+    multiply, add_up = products
+    scores = multiply(query, key, scale)
     if softcap is not None and softcap <= LARGEST_CAP:
         scores = softcap * torch.tanh(scores / max(softcap, SMALLEST_CAP))
     for term in added:
         scores = scores + term
-    empty = None
-    if visible is None and key.shape[2] == 0:
-        visible = scores.new_zeros(1, 1, 1, 0, dtype=torch.bool)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-        empty = ~visible.any(-1, keepdim=True)
+    for columns, most in limits:
+        _limit(scores, columns, most)
     if sinks is not None:
         sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
@@ -61,7 +117,7 @@ def formula(
         lse = lse.masked_fill(empty.squeeze(-1), float("-inf")) if need_lse else None
     if factor is not None:
         weights = weights * factor
-    return weights @ value, lse, weights
+    return add_up(weights, value), lse, weights
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
@@ -73,113 +129,48 @@ def _logsumexp(scores: Tensor) -> Tensor:
     return (scores - top).logsumexp(-1) + top.squeeze(-1)
 
 
-def _rows_of(pairs: Tensor, first: int, last: int) -> Tensor:
-    """Rows first .. last - 1 of what broadcasts to (B, Hq, Sq, Sk)."""
-    return pairs if pairs.shape[-2] == 1 else pairs[:, :, first:last]
+def _hiding(call: Call, block: Block) -> dict:
+    """visible, limits and empty of a block, as `formula` takes them."""
+    quick = readable(call)
+    if quick and pairs.only_edges(call, block):
+        return dict(limits=pairs.edges(call, block))
+    seen = pairs.visible(call, block)
+    if seen is None:
+        return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)) if block.begin == block.end else {}
+    empty = ~seen.any(-1, keepdim=True)
+    if not quick:
+        return dict(visible=seen, empty=empty)
+    return dict(limits=[(slice(None), pairs.limits(seen, call.query.dtype))], empty=empty if empty.any() else None)
 
 
-def _offsets(call: Call, first: int, last: int) -> Tensor:
-    """(last - first, Sk), of a padded call (n, 1, ..): how far right of its row's own position each key stands."""
-    device = call.query.device
-    row = torch.arange(first, last, device=device)[:, None]
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
-        row = row + diagonal(call)
-    else:
-        row = row + (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff())[:, None, None, None]
-    return torch.arange(call.key.shape[2], device=device)[None, :] - row
-
-
-def visible(call: Call, first: int, last: int) -> Tensor | None:
-    """Which keys rows first .. last - 1 may attend, broadcastable to (B, Hq, last - first, Sk); None is all of them."""
-    conditions = []
-    if call.mask is not None:
-        conditions.append(_rows_of(call.mask, first, last))
-    if call.bias is not None:
-        conditions.append(_rows_of(call.bias, first, last) > float("-inf"))
-    if call.key_mask is not None:
-        conditions.append(call.key_mask[:, None, None, :])
-    if call.query_mask is not None:
-        conditions.append(call.query_mask[:, None, first:last, None])
-    if call.left is not None or call.right is not None:
-        offset = _offsets(call, first, last)
-        if call.left is not None:
-            conditions.append(offset >= -call.left)
-        if call.right is not None:
-            conditions.append(offset <= call.right)
-    return functools.reduce(torch.Tensor.logical_and, conditions) if conditions else None
-
-
-def _added(call: Call, first: int, last: int) -> list[Tensor]:
-    """What is added to the scores of rows first .. last - 1."""
-    terms = []
-    if call.alibi_slopes is not None:
-        distance = _offsets(call, first, last).abs().to(call.query.dtype)
-        terms.append(-call.alibi_slopes[:, :, None, None] * distance)
-    if call.bias is not None:
-        terms.append(_rows_of(call.bias, first, last))
-    return terms
-
-
-def _factor(call: Call, first: int, last: int) -> Tensor | None:
-    """What dropout multiplies the weights of rows first .. last - 1 by: 0 or 1 / (1 - dropout_p)."""
-    if call.seed is None:
-        return None
-    batch, heads, keys = *call.query.shape[:2], call.key.shape[2]
-    planes = torch.arange(batch * heads, device=call.query.device)
-    kept = dropout.keep(call.seed, planes, first, last, keys, call.dropout_p).view(batch, heads, last - first, keys)
-    return kept.to(call.query.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
-
-
-def _prepared(call: Call, dtype: torch.dtype) -> Call:
-    """The call in `dtype`, with zeros where key_mask and query_mask say that anything may stand."""
-    floating = (call.query, call.bias, call.alibi_slopes, call.sinks)
-    if call.key_mask is None and call.query_mask is None and all(x is None or x.dtype == dtype for x in floating):
-        return call
-    query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
-    if call.key_mask is not None:
-        hidden = ~call.key_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    if call.query_mask is not None:
-        query = query.masked_fill(~call.query_mask[:, None, :, None], 0.0)
-    bias, slopes, sinks = (None if x is None else cast(x, dtype) for x in (call.bias, call.alibi_slopes, call.sinks))
-    return call._replace(query=query, key=key, value=value, bias=bias, alibi_slopes=slopes, sinks=sinks)
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, where what is finite stays so: float64's finfo.min is a number, not a mask."""
-    lowest = torch.finfo(dtype).min
-    if torch.finfo(tensor.dtype).min < lowest:
-        hidden = tensor == float("-inf")
-        finite = tensor.masked_fill(hidden, 0.0)
-        clamped = tensor.detach().clamp(lowest, -lowest).masked_fill(hidden, float("-inf"))
-        tensor = clamped + (finite - finite.detach())  # a clamp would have no gradient where it clamps
-    return tensor.to(dtype)
-
-
-def _compute(call: Call, first: int, last: int, need_lse: bool) -> tuple:
-    """(output, lse or None, weights) of rows first .. last - 1."""
+def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple:
+    """(output, lse or None, weights) of a block."""
+    call, (first, last, begin, end) = part.call, block
+    all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     return formula(
-        call.query if last - first == call.query.shape[2] else call.query[:, :, first:last],
-        call.key,
-        call.value,
-        visible(call, first, last),
-        call.scale,
-        need_lse,
+        call.query if all_rows else call.query[:, :, first:last],
+        call.key if all_keys else call.key[:, :, begin:end],
+        call.value if all_keys else call.value[:, :, begin:end],
+        scale=call.scale,
+        need_lse=need_lse,
         softcap=call.softcap,
-        added=_added(call, first, last),
+        added=pairs.added(call, block),
         sinks=call.sinks,
-        factor=_factor(call, first, last),
+        factor=pairs.factor(call, part.planes, block),
+        products=products,
+        **_hiding(call, block),
     )
 
 
-def _block(call: Call, first: int, last: int, need_lse: bool, need_weights: bool) -> tuple:
-    """(output, lse or None, weights or None) of rows first .. last - 1."""
-    out, lse, weights = _compute(call, first, last, need_lse)
+def _block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+    """(output, lse or None, weights or None) of a block."""
+    call = part.call
+    out, lse, weights = _compute(part, block, need_lse, products)
     # Not for the values, which are these already, but for what comes back: gradients of what is hidden may be NaN.
     if call.key_mask is not None and need_weights:
-        weights = weights.masked_fill(~call.key_mask[:, None, None, :], 0.0)
+        weights = weights.masked_fill(~call.key_mask[:, None, None, block.begin : block.end], 0.0)
     if call.query_mask is not None:
-        hidden = ~call.query_mask[:, None, first:last]
+        hidden = ~call.query_mask[:, None, block.first : block.last]
         out = out.masked_fill(hidden[..., None], 0.0)
         if need_weights:
             weights = weights.masked_fill(hidden[..., None], 0.0)
@@ -189,39 +180,66 @@ def _block(call: Call, first: int, last: int, need_lse: bool, need_weights: bool
     return out, lse, weights if need_weights else None
 
 
-def _block_of(first: int, last: int, need_lse: bool, *fields) -> tuple:
+def _all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+    """(output, lse or None, weights or None) of all rows and keys at once."""
+    part = uncut(call)
+    return _block(part, part.blocks[0], need_lse, need_weights, products)
+
+
+def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> tuple:
     """`_block` of the fields of a Call, which torch's checkpoint tracks only as arguments of their own."""
-    return _block(Call(*fields), first, last, need_lse, False)[:2]
+    return _block(Part(Call(*fields), planes, []), block, need_lse, False)[:2]
 
 
-def _spans(call: Call, copies: int = 1) -> list[tuple[int, int]]:
-    """(first, last + 1) of blocks of rows of which so many copies of the scores stay within the budget."""
-    batch, heads, rows, _ = call.query.shape
-    row_bytes = batch * heads * call.key.shape[2] * call.query.element_size() * copies
-    # To a compiler the budget would be a guard on every size, and another graph for each length.
-    if torch.compiler.is_compiling() or rows * row_bytes <= BUDGET:
-        return [(0, rows)]
-    step = max(1, BUDGET // row_bytes)
-    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+def _most(call: Call) -> int:
+    """How many bytes of scores a block may have."""
+    return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
+
+
+def _kept(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
+    """How many bytes of the size of scores autograd would keep for the backward."""
+    each = 1 + need_lse + (call.softcap is not None) + 2 * (call.seed is not None)
+    pairs = sum(
+        part.call.query.shape[0] * part.call.query.shape[1] * (last - first) * (end - begin)
+        for row in all_parts
+        for part in row
+        for first, last, begin, end in part.blocks
+    )
+    return each * pairs * call.query.element_size()
+
+
+def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
+    """(output, lse or None) of a part. again: its scores are computed again in the backward, and not kept."""
+    if again:
+        done = [
+            checkpoint(
+                _block_of, block, part.planes, need_lse, *part.call, use_reentrant=False, preserve_rng_state=False
+            )
+            for block in part.blocks
+        ]
+    else:
+        done = [_block(part, block, need_lse, False)[:2] for block in part.blocks]
+    return _joined(done, 2)
+
+
+def _joined(results: list[tuple], dim: int) -> tuple:
+    """(output, lse or None) from those of its pieces along a dimension."""
+    if len(results) == 1:
+        return results[0]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim), None if lses[0] is None else torch.cat(lses, dim)
 
 
 def _blocks(call: Call, need_lse: bool) -> tuple:
-    """(output, lse or None), rows by the block where the scores of all of them would pass the budget."""
-    spans = _spans(call)
-    if len(spans) == 1:
-        return _block(call, *spans[0], need_lse, False)[:2]
-    tensors = (x for x in call if isinstance(x, Tensor))
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # Recomputed in the backward, so that no block's weights outlive it. torch.func forbids the hooks this needs.
-    if needs_grad and not transforms_active():
-        parts = [
-            checkpoint(_block_of, *span, need_lse, *call, use_reentrant=False, preserve_rng_state=False)
-            for span in spans
-        ]
-    else:
-        parts = [_block(call, *span, need_lse, False)[:2] for span in spans]
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, 2), torch.cat(lses, 2) if need_lse else None
+    """(output, lse or None), a block at a time."""
+    if not sized(call):
+        return _all(call, need_lse, False)[:2]
+    all_parts = parts(call, _most(call))
+    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
+    several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(all_parts[0][0].blocks) > 1
+    # torch.func forbids the hooks that computing again needs.
+    again = several and needs_grad and not transforms_active() and _kept(call, all_parts, need_lse) > BUDGET
+    return _joined([_joined([_of_part(part, need_lse, again) for part in row], 1) for row in all_parts], 0)
 
 
 def _wide(call: Call) -> torch.dtype:
@@ -247,8 +265,8 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     if call.cu_seqlens_q is None:
         return _run(call, need_lse, need_weights)
     results = []
-    for part in parts(call):
-        made, rows = padded(part)
+    for some in sequences(call):
+        made, rows = padded(some)
         results.append(packed(rows, *_run(made, need_lse, need_weights)))
     out, lse, weights = results[0] if len(results) == 1 else joined(results, call.max_seqlen_k)
     return arrange(out, call.query), lse, weights
@@ -256,24 +274,35 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """`run` of a call that is not packed; it may be padded."""
-    prepared = _prepared(call, _wide(call))
-    out, lse = _blocks(prepared, need_lse)
+    made = prepared(call, _wide(call))
+    out, lse = _blocks(made, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
-    weights = _block(prepared, 0, call.query.shape[2], False, True)[2].to(call.query.dtype) if need_weights else None
+    weights = _all(made, False, True)[2].to(call.query.dtype) if need_weights else None
     return arrange(out, call.query), lse, weights
 
 
 def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """`run` with every step in the dtype of the inputs, and all rows at once."""
-    return _block(_prepared(call, call.query.dtype), 0, call.query.shape[2], need_lse, need_weights)
+    return _all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
     """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
     if call.cu_seqlens_q is None:
-        return _block(_prepared(call, _wide(call)), first, last, True, True)
+        part = uncut(prepared(call, _wide(call)))
+        return _block(part, part.blocks[0]._replace(first=first, last=last), True, True)
     made, rows = padded(call)
-    return packed(rows, *_block(_prepared(made, _wide(call)), 0, made.query.shape[2], True, True))
+    return packed(rows, *_all(prepared(made, _wide(call)), True, True))
+
+
+def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the rows that are differentiated twice at a time."""
+    batch, heads, rows, _ = call.query.shape
+    # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
+    if not sized(call) or call.cu_seqlens_q is not None:
+        return iter([(0, rows)])
+    row_bytes = 3 * batch * heads * call.key.shape[2] * call.query.element_size()
+    return spans(rows, BUDGET // max(1, row_bytes))
 
 
 @without_autocast
@@ -299,8 +328,7 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
         return (None,) * (len(incoming) + DIFFERENTIABLE)
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
     total: list[Tensor] = []
-    # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
-    for span in _spans(call, copies=3) if call.cu_seqlens_q is None else [(0, call.query.shape[2])]:
+    for span in _rows_again(call):
 
         def grads(fields, given, span=span):
             def outputs(*fields):
@@ -322,4 +350,16 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call to a cache, written to first: the backend "naive"."""
     cached.append(decode)
-    return run(cached.dense(decode), need_lse, need_weights)
+    calls = cached.by_length(decode)
+    if calls is None:
+        return run(cached.dense(decode), need_lse, need_weights)
+    outs, lses, weights = zip(*(run(call, need_lse, need_weights) for call in calls), strict=True)
+    call = decode.call
+    if need_weights:
+        pad = torch.nn.functional.pad
+        weights = tuple(pad(x, (0, call.key.shape[2] - x.shape[3])) for x in weights)
+    return (
+        arrange(outs[0] if len(outs) == 1 else torch.cat(outs), call.query),
+        torch.cat(lses) if need_lse else None,
+        torch.cat(weights) if need_weights else None,
+    )

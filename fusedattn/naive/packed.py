@@ -65,7 +65,7 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
     yield first, len(lengths)
 
 
-def parts(call: Call) -> list[Call]:
+def sequences(call: Call) -> list[Call]:
     """A packed call as several, so that one long sequence does not make all others as long.
 
     It stays one where its lengths are not at hand, on a GPU and in code that is compiled, and with dropout, which

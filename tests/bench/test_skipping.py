@@ -12,7 +12,8 @@ from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.launch import tiles as tile_table
 from fusedattn.launch.tiles import Tile
-from fusedattn.naive import formula
+from fusedattn.naive.blocks import uncut
+from fusedattn.naive.pairs import visible
 
 from ..offline import skipping as counting
 
@@ -45,7 +46,7 @@ def test_what_is_counted_is_what_the_kernels_list(case):
 
     masks, query = case.masks("cpu"), torch.zeros(case.B, 1, case.Sq, 16)
     call = checked(Arguments(query, query, query, **case.arguments(masks)))
-    visible = torch.ones(case.B, 1, case.Sq, case.Sk, dtype=torch.bool) & formula.visible(call, 0, case.Sq)
+    seen = torch.ones(case.B, 1, case.Sq, case.Sk, dtype=torch.bool) & visible(call, uncut(call).blocks[0])
     for size in (16, 64):
         marks = torch.full((1, 1, 1, 1), SOME.value | ALL.value, dtype=torch.uint8)
         if masks:
@@ -56,7 +57,7 @@ def test_what_is_counted_is_what_the_kernels_list(case):
             lists = blocks.tile_lists(call, marks, size, tile, by_keys=kernel == "dkdv").base
             masked, bare = (int(lists[:, :, fully::2, 0].sum()) for fully in (0, 1))
             assert (one.tiles, one.masked) == (masked + bare, masked), (kernel, size)
-            assert one.computed == one.tiles * tile.rows * tile.keys >= one.visible == visible.sum()
+            assert one.computed == one.tiles * tile.rows * tile.keys >= one.visible == seen.sum()
             assert one.dense == case.B * 256 * 256
 
 

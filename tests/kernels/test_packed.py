@@ -92,10 +92,8 @@ def test_one_long_sequence_does_not_make_all_as_long(name, monkeypatch):
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
     monkeypatch.setattr(packed, "SLACK", 0)
     sizes = []
-    prepare = formula._prepared
-    monkeypatch.setattr(
-        formula, "_prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype)
-    )
+    prepare = formula.prepared
+    monkeypatch.setattr(formula, "prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype))
     case = Case(name, grads=ALONE.get(name, {}).get("grads", "out and lse"))._replace(**ALONE.get(name, {}))
     tensors, options = case._replace(B=6, Sq=40, Sk=45).draw()
     got = with_gradients(attention_varlen(rows, keys, "naive"), tensors, options, case.grads)

@@ -8,9 +8,6 @@ import torch.nn.functional as F
 
 import fusedattn as fa
 from fusedattn.naive import formula
-from fusedattn.testing.compare import with_gradients
-
-from .. import cases
 
 
 def by_the_definition(query, key, value, visible, scale):
@@ -72,50 +69,10 @@ def test_half_precision_is_computed_in_float32():
     assert torch.equal(fa.attention(query, key, value), wide)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        cases.Case("plain", B=2),
-        cases.Case("masks", B=2, mask="pairs", key_mask="own", query_mask="own", causal=True),
-        cases.Case("grouped", Hq=4, Hkv=2, window=(9, 3), mask="keys"),
-        cases.Case("half", dtype=torch.float16, causal=True),
-    ],
-    ids=lambda case: case.name,
-)
-def test_blocks_of_queries_change_nothing_but_rounding(case, monkeypatch):
-    tensors, options = case.draw()
-    whole = with_gradients(fa.attention, tensors, options)
-    blocks = []
-    run = formula._block
-    monkeypatch.setattr(formula, "_block", lambda call, *rest: blocks.append(rest[:2]) or run(call, *rest))
-    monkeypatch.setattr(formula, "BUDGET", 4 * case.B * case.Hq * case.Sk * 10)
-    split = with_gradients(fa.attention, tensors, options)
-    assert blocks[:4] == [(0, 10), (10, 20), (20, 30), (30, 37)] and len(blocks) == 8  # and again in the backward
-    for name in whole:
-        torch.testing.assert_close(
-            split[name], whole[name], rtol=2e-3 if case.dtype == torch.float16 else 1e-5, atol=1e-5
-        )
-
-
-def test_blocks_keep_to_autograds_rules(monkeypatch):
-    """What they need in the backward is seen by hooks, and may not change in between."""
-    query, key, value = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
-    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 40 * 10)
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.data_ptr()) or x, lambda x: x):
-        fa.attention(query, key, value)
-    assert {key.data_ptr(), value.data_ptr()} <= set(packed)
-    out = fa.attention(query, key, value)
-    with torch.no_grad():
-        key.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
 def test_under_torch_func_blocks_are_right_too(monkeypatch):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
     whole = torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query)
-    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 33 * 10)
+    monkeypatch.setattr(formula, "CACHE", 4 * 33 * 10)
     torch.testing.assert_close(torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query), whole)
 
 

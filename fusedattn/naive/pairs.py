@@ -1,0 +1,120 @@
+"""What a pair of row and key has of its own, of a block: whether it is visible, what is added, what dropout leaves."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..call.form import Call, diagonal
+from . import dropout
+from .blocks import Block, level
+
+
+def _cut(pairs: Tensor, block: Block) -> Tensor:
+    """What broadcasts to (B, Hq, Sq, Sk), of a block."""
+    pairs = pairs if pairs.shape[2] == 1 else pairs[:, :, block.first : block.last]
+    return pairs if pairs.shape[3] == 1 else pairs[..., block.begin : block.end]
+
+
+def _offsets(call: Call, block: Block) -> Tensor:
+    """(rows, keys), of a padded call (n, 1, ..): how far right of its row's own position each key stands."""
+    device = call.query.device
+    row = torch.arange(block.first, block.last, device=device)[:, None]
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
+        row = row + diagonal(call)
+    else:
+        row = row + (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff())[:, None, None, None]
+    return torch.arange(block.begin, block.end, device=device)[None, :] - row
+
+
+def visible(call: Call, block: Block) -> Tensor | None:
+    """Which keys each row of a block may attend, broadcastable to (B, Hq, rows, keys); None is all of them."""
+    conditions = []
+    if call.mask is not None:
+        conditions.append(_cut(call.mask, block))
+    if call.bias is not None:
+        conditions.append(_cut(call.bias, block) > float("-inf"))
+    if call.key_mask is not None:
+        conditions.append(call.key_mask[:, None, None, block.begin : block.end])
+    if call.query_mask is not None:
+        conditions.append(call.query_mask[:, None, block.first : block.last, None])
+    if call.left is not None or call.right is not None:
+        offset = _offsets(call, block)
+        if call.left is not None:
+            conditions.append(offset >= -call.left)
+        if call.right is not None:
+            conditions.append(offset <= call.right)
+    return functools.reduce(Tensor.logical_and, conditions) if conditions else None
+
+
+def limits(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most that a score may be: -inf where a pair is not visible."""
+    least = torch.tensor(float("-inf"), dtype=dtype, device=visible.device)
+    return torch.where(visible, -least, least)
+
+
+def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
+    """(columns, their `limits`) of a block on a CPU that `only_edges` hide: where causal and window cut some off."""
+    offset, found = level(call), []
+    first, last, begin, end = block
+    assert offset is not None
+    if call.left is not None:
+        # The last row sees no key before this one, and the others some.
+        stop = min(end, last - 1 + offset - call.left)
+        if stop > begin:
+            edge = _edge(last - first, stop - begin, first + offset - call.left - begin, False, call.query.dtype)
+            found.append((slice(0, stop - begin), edge))
+    if call.right is not None:
+        start = max(begin, first + offset + call.right + 1)
+        if start < end:
+            edge = _edge(last - first, end - start, first + offset + call.right - start, True, call.query.dtype)
+            found.append((slice(start - begin, end - begin), edge))
+    return found
+
+
+def _edge(rows: int, columns: int, diagonal: int, right: bool, dtype: torch.dtype) -> Tensor:
+    """`limits` of row i (rows, columns), which sees none right of column diagonal + i, or none left of it."""
+    # Blocks of one call, and calls of one model, ask for the same few again and again.
+    return (_kept_edge if rows * columns <= LARGEST_KEPT else _new_edge)(rows, columns, diagonal, right, dtype)
+
+
+def _new_edge(rows: int, columns: int, diagonal: int, right: bool, dtype: torch.dtype) -> Tensor:
+    everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
+    return limits(everywhere.tril_(diagonal) if right else everywhere.triu_(diagonal), dtype)
+
+
+LARGEST_KEPT = 2**14  # elements
+_kept_edge = functools.lru_cache(maxsize=16)(_new_edge)
+
+
+def only_edges(call: Call, block: Block) -> bool:
+    """Whether nothing but `edges` hides pairs of a block, and each of its rows sees a key."""
+    masks = call.mask, call.bias, call.key_mask, call.query_mask
+    offset = level(call)
+    if offset is None or block.end == block.begin or any(x is not None for x in masks):
+        return False
+    # The first row may see nothing at its right end, the last one at its left end; those between see more.
+    return (call.right is None or block.first + offset + call.right >= 0) and (
+        call.left is None or block.last - 1 + offset - call.left < call.key.shape[2]
+    )
+
+
+def added(call: Call, block: Block) -> list[Tensor]:
+    """What is added to the scores of a block."""
+    terms = []
+    if call.alibi_slopes is not None:
+        distance = _offsets(call, block).abs().to(call.query.dtype)
+        terms.append(-call.alibi_slopes[:, :, None, None] * distance)
+    if call.bias is not None:
+        terms.append(_cut(call.bias, block))
+    return terms
+
+
+def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
+    """What dropout multiplies the weights of a block by: 0 or 1 / (1 - dropout_p)."""
+    if call.seed is None or planes is None:
+        return None
+    first, last, begin, end = block
+    kept = dropout.keep(call.seed, planes.flatten(), first, last, end, call.dropout_p, begin)
+    kept = kept.view(*planes.shape, last - first, end - begin)
+    return kept.to(call.query.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)

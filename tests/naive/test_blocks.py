@@ -1,0 +1,213 @@
+"""Blocks of the naive path: as large as a cache, of the keys that are seen, without a pass that changes nothing."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.naive import blocks, cached, formula, pairs
+from fusedattn.testing.compare import with_gradients
+
+from .. import cases
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """What each call of the formula was given, by name."""
+    seen, by_definition = [], formula.formula
+
+    def record(query, key, value, **more):
+        seen.append(dict(query=query, key=key, value=value, **more))
+        return by_definition(query, key, value, **more)
+
+    monkeypatch.setattr(formula, "formula", record)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    return seen
+
+
+def scores(computed):
+    """How many scores each call of the formula computed."""
+    return [x["query"].shape[:3].numel() * x["key"].shape[2] for x in computed]
+
+
+def draw(*shape, **more):
+    return [torch.randn(shape, **more) for _ in range(3)]
+
+
+CASES = [
+    cases.Case("plain", B=2),
+    cases.Case("masks", B=2, mask="pairs", key_mask="own", query_mask="own", causal=True),
+    cases.Case("grouped", Hq=4, Hkv=2, window=(9, 3), mask="keys"),
+    cases.Case("half", dtype=torch.float16, causal=True),
+    cases.Case("causal", B=2, Hq=4, Hkv=2, causal=True),
+    cases.Case("window", B=2, Hq=4, Hkv=1, window=(4, 2)),
+    cases.Case("window from the left", B=2, window=(None, 2), align="top_left"),
+    cases.Case("window of the past", B=2, window=(3, None)),
+]
+
+
+@pytest.mark.parametrize("cache", [1, 4 * 45 * 10, 4 * 45 * 80], ids=["rows", "ten rows", "planes"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_blocks_change_nothing_but_rounding(case, cache, monkeypatch):
+    tensors, options = case.draw()
+    whole = with_gradients(fa.reference.attention, tensors, options)
+    monkeypatch.setattr(formula, "CACHE", cache)
+    for budget in (formula.BUDGET, 1):
+        monkeypatch.setattr(formula, "BUDGET", max(budget, cache))
+        split = with_gradients(fa.reference.attention, tensors, options)
+        for name in whole:
+            half = case.dtype == torch.float16
+            torch.testing.assert_close(split[name], whole[name], rtol=2e-3 if half else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [1, 2**11, 2**13])
+@pytest.mark.parametrize("window", [None, (None, 0), (5, 3)], ids=str)
+def test_every_option_is_cut_as_the_scores_are(cache, window, monkeypatch):
+    batch, heads, rows, keys = 3, 4, 37, 45
+    query, key, value = (torch.randn(batch, h, s, 8).double() for h, s in ((heads, rows), (2, keys), (2, keys)))
+    learned = dict(
+        bias=torch.randn(1, heads, rows, keys), alibi_slopes=torch.rand(batch, heads), sinks=torch.randn(heads)
+    )
+    inputs = [x.double().requires_grad_() for x in (query, key, value, *learned.values())]
+    options = dict(softcap=2.0, dropout_p=0.4, seed=3, window=window, key_mask=torch.rand(batch, keys) < 0.8)
+
+    def both():
+        query, key, value, *rest = inputs
+        more = dict(zip(learned, rest, strict=True)) | options
+        results = fa.reference.attention(query, key, value, **more, return_lse=True, return_weights=True)
+        return *results, *torch.autograd.grad(sum(x.square().sum() for x in results), inputs)
+
+    whole = both()
+    monkeypatch.setattr(formula, "CACHE", cache)
+    for a, b in zip(both(), whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("window", [(None, 0), (0, None), (2, 1), (0, 0), (7, 9)], ids=str)
+@pytest.mark.parametrize("sizes", [(6, 6), (5, 9), (9, 5)], ids=str)
+def test_a_block_has_all_that_its_rows_see(sizes, window, align):
+    rows, keys = sizes
+    query, key = torch.zeros(1, 1, rows, 4), torch.zeros(1, 1, keys, 4)
+    call = checked(Arguments(query, key, key, window=window, align=align))
+    every = pairs.visible(call, blocks.uncut(call).blocks[0])
+    for first in range(rows):
+        for last in range(first + 1, rows + 1):
+            block = blocks.block(call, first, last)
+            inside = every[first:last, block.begin : block.end]
+            assert inside.sum() == every[first:last].sum()
+            assert torch.equal(pairs.visible(call, block), inside)
+            assert pairs.only_edges(call, block) == bool(every[first:last].any(1).all())
+            if pairs.only_edges(call, block):
+                most = torch.full(inside.shape, torch.inf)
+                for columns, limits in pairs.edges(call, block):
+                    assert limits.isneginf().any()
+                    most[:, columns] = torch.minimum(most[:, columns], limits)
+                assert torch.equal(most > 0, inside)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"), [({}, 1.0), (dict(causal=True), 0.6), (dict(window=(64, 0)), 0.2)], ids=str
+)
+def test_no_score_is_computed_that_no_row_of_a_block_sees(computed, options, part):
+    fa.attention(*draw(1, 2, 1024, 8), backend="naive", **options)
+    assert sum(scores(computed)) <= part * 2 * 1024**2
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(64, 0))], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 600, 8), (3, 2, 200, 8), (2, 40, 300, 8)], ids=str)
+def test_blocks_fit_a_cache(computed, shape, options, monkeypatch):
+    monkeypatch.setattr(formula, "CACHE", 2**19)
+    fa.attention(*draw(*shape), backend="naive", **options)
+    assert max(scores(computed)) * 4 <= 2**19
+
+
+def test_no_pass_looks_for_empty_rows_where_there_are_none(computed):
+    query, key, value = draw(1, 2, 512, 8)
+    fa.attention(query, key, value, causal=True, backend="naive")
+    fa.attention(query, key, value, mask=torch.ones(512, 512, dtype=torch.bool).tril(), backend="naive")
+    assert all(x.get("empty") is None and x.get("visible") is None for x in computed)
+    # Only where the diagonal is are keys hidden.
+    causal = [x for x in computed if x["key"].shape[2] < 512 or len(x["limits"]) != 1]
+    assert all(limits.shape[-1] < 128 for x in causal for _, limits in x["limits"])
+    fa.attention(query, key[:, :, :500], value[:, :, :500], causal=True, backend="naive")
+    assert computed[-1].get("empty") is None and any(x.get("empty") is not None for x in computed)
+
+
+def saved(function, *tensors):
+    """Bytes of the storages that autograd saves."""
+    sizes = {}
+
+    def keep(x):
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = function(*tensors)
+    del out
+    return sum(sizes.values())
+
+
+def test_grouped_heads_copy_no_key_and_no_value():
+    query = torch.randn(2, 8, 16, 64, requires_grad=True)
+    key, value = (torch.randn(2, 2, 16, 64, requires_grad=True) for _ in range(2))
+    weights = 2 * 8 * 16 * 16
+    for causal in (False, True):
+        bytes_kept = saved(lambda *x: fa.attention(*x, causal=causal, backend="naive"), query, key, value)  # noqa: B023
+        assert bytes_kept == 4 * (query.numel() + key.numel() + value.numel() + weights)
+
+
+def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch):
+    computed, run = [], formula._block
+    monkeypatch.setattr(formula, "_block", lambda *x: computed.append(x[1]) or run(*x))
+    monkeypatch.setattr(formula, "CACHE", 2**16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    tensors = draw(1, 2, 256, 8, requires_grad=True)
+
+    def passes():
+        computed.clear()
+        out = fa.attention(*tensors, backend="naive")
+        forward = len(computed)
+        out.sum().backward()
+        return forward, len(computed)
+
+    assert passes() == (8, 8)
+    kept = saved(lambda *x: fa.attention(*x, backend="naive"), *tensors)
+    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 256 * 256 - 1)
+    assert passes() == (8, 16)
+    assert saved(lambda *x: fa.attention(*x, backend="naive"), *tensors) < kept / 2
+
+
+def test_half_precision_is_converted_once(monkeypatch):
+    converted, make = [], formula.prepared
+    monkeypatch.setattr(formula, "prepared", lambda *x: converted.append(make(*x)) or converted[-1])
+    monkeypatch.setattr(formula, "CACHE", 2**16)
+    tensors = draw(1, 2, 256, 8, dtype=torch.bfloat16, requires_grad=True)
+    kept = saved(lambda *x: fa.attention(*x, causal=True, backend="naive"), *tensors)
+    assert len(converted) == 1
+    assert kept <= 4 * 3 * 2 * 256 * 8 + 4 * 2 * 256 * 256
+
+
+@pytest.mark.parametrize("page", [None, 8], ids=["rows", "pages"])
+def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
+    capacity, lengths = 64, torch.tensor([5, 5, 33, 0], dtype=torch.int32)
+    query, key, value = torch.randn(4, 4, 2, 8), torch.randn(4, 2, capacity, 8), torch.randn(4, 2, capacity, 8)
+    tables = {}
+    if page is not None:
+        key, value = (x.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1) for x in (key, value))
+        tables = dict(block_table=torch.arange(4 * capacity // page, dtype=torch.int32).view(4, -1))
+    gathered, gather = [], cached._gathered
+    monkeypatch.setattr(cached, "WORTH", 0)
+    monkeypatch.setattr(cached, "_gathered", lambda *x: gathered.append(gather(*x).shape) or gather(*x))
+    options = dict(cache_seqlens=lengths, causal=True, return_lse=True, return_weights=True, **tables)
+    got = fa.attention_decode(query, key, value, **options, backend="naive")
+    # Three runs of like lengths, each for the output and again for its weights.
+    assert [x["key"].shape[2] for x in computed] == [5, 5, 33, 33, 0, 0]
+    assert all(x.get("visible") is None for x in computed)
+    assert page is None or [shape[2] for shape in gathered[::2]] == [8, 40, 0]
+    computed.clear()
+    monkeypatch.setattr(cached, "WORTH", 2**20)
+    for a, b in zip(got, fa.attention_decode(query, key, value, **options, backend="naive"), strict=True):
+        torch.testing.assert_close(a, b)
+    assert {x["key"].shape[2] for x in computed} == {capacity}
