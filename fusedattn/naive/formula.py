@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..call.cached import Decode
-from ..call.form import DIFFERENTIABLE, Call, autocasting, watched
+from ..call.form import DIFFERENTIABLE, Call, autocasting
 from ..call.layout import arrange
 from ..private import transforms_active
 from . import cached, pairs
@@ -29,11 +29,9 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """(B, Hq, Sq, Sk), without a copy of a key head for each of its heads, nor a pass over scores for the scale."""
-    q, k = _grouped(query, key.shape[1]), key.flatten(0, 1)
-    # Torch 2.13 crashes on what is in this case fused where torch.func is inside a compiler.
-    fused = not watched()
-    scores = torch.baddbmm(q.new_zeros(()), q, k.mT, beta=0, alpha=scale) if fused else torch.bmm(q, k.mT) * scale
+    """(B, Hq, Sq, Sk), without a copy of a key head for each of its heads."""
+    # Not by baddbmm, which could scale as well: torch 2.13 crashed on it where torch.func is inside torch.compile.
+    scores = torch.bmm(_grouped(query, key.shape[1]), key.flatten(0, 1).mT).mul_(scale)
     return scores.view(*query.shape[:3], key.shape[2])
 
 
