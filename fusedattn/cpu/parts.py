@@ -1,5 +1,6 @@
 """Splits a call into dense parts, and a part into rectangles of scores, so that what is hidden is not computed."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..call.form import Call, diagonal
-from ..naive.formula import cast
+from ..naive import pairs
+from ..naive.blocks import Block
 from ..naive.packed import runs
 
 CACHE = 2**22  # bytes of an additive mask that are made at a time
@@ -235,33 +237,12 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
 
 def additive(call: Call, where: Rectangle) -> Tensor:
     """What is added to the scores of a rectangle, -inf where a row does not see a key; broadcasts to them."""
+    block = Block(*where[:4])
     if _is_additive(call) and call.left is call.right is None:
-        return _of_pairs(call.bias, where)
+        assert call.bias is not None
+        return pairs.cut(call.bias, block)
     wide = torch.promote_types(call.query.dtype, torch.float32)
-    total = None
-    if call.alibi_slopes is not None or call.left is not None or call.right is not None:
-        row = torch.arange(where.first, where.last)[:, None] + diagonal(call)
-        offset = torch.arange(where.begin, where.end)[None, :] - row
-    if call.alibi_slopes is not None:
-        total = -cast(call.alibi_slopes, wide)[:, :, None, None] * offset.abs()
-    if call.bias is not None:
-        bias = cast(_of_pairs(call.bias, where), wide)
-        total = bias if total is None else total + bias
-    conditions = []
-    if call.mask is not None:
-        conditions.append(_of_pairs(call.mask, where))
-    if call.key_mask is not None:
-        conditions.append(call.key_mask[:, None, None, where.begin : where.end])
-    if call.left is not None:
-        conditions.append(offset >= -call.left)
-    if call.right is not None:
-        conditions.append(offset <= call.right)
-    for seen in conditions:
-        total = torch.where(seen, 0.0 if total is None else total, float("-inf"))
-    return total.to(wide)
-
-
-def _of_pairs(x: Tensor, where: Rectangle) -> Tensor:
-    """The scores of a rectangle in what broadcasts to all of them."""
-    x = x if x.shape[2] == 1 else x[:, :, where.first : where.last]
-    return x if x.shape[3] == 1 else x[..., where.begin : where.end]
+    terms = pairs.added(call, block, wide)
+    total = functools.reduce(torch.add, terms) if terms else torch.zeros((), dtype=wide)
+    seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # bias is -inf where it hides
+    return total if seen is None else torch.where(seen, total, float("-inf"))

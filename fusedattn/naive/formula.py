@@ -152,7 +152,7 @@ def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple
         scale=call.scale,
         need_lse=need_lse,
         softcap=call.softcap,
-        added=pairs.added(call, block),
+        added=pairs.added(call, block, call.query.dtype),
         sinks=call.sinks,
         factor=pairs.factor(call, part.planes, block),
         products=products,

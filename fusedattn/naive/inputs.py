@@ -17,11 +17,11 @@ def prepared(call: Call, dtype: torch.dtype) -> Call:
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     if call.query_mask is not None:
         query = query.masked_fill(~call.query_mask[:, None, :, None], 0.0)
-    bias, slopes, sinks = (None if x is None else _cast(x, dtype) for x in (call.bias, call.alibi_slopes, call.sinks))
+    bias, slopes, sinks = (None if x is None else cast(x, dtype) for x in (call.bias, call.alibi_slopes, call.sinks))
     return call._replace(query=query, key=key, value=value, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype`, where what is finite stays so: float64's finfo.min is a number, not a mask."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(tensor.dtype).min < lowest:

@@ -8,9 +8,10 @@ from torch import Tensor
 from ..call.form import Call, diagonal
 from . import dropout
 from .blocks import Block, level
+from .inputs import cast
 
 
-def _cut(pairs: Tensor, block: Block) -> Tensor:
+def cut(pairs: Tensor, block: Block) -> Tensor:
     """What broadcasts to (B, Hq, Sq, Sk), of a block."""
     pairs = pairs if pairs.shape[2] == 1 else pairs[:, :, block.first : block.last]
     return pairs if pairs.shape[3] == 1 else pairs[..., block.begin : block.end]
@@ -31,9 +32,9 @@ def visible(call: Call, block: Block) -> Tensor | None:
     """Which keys each row of a block may attend, broadcastable to (B, Hq, rows, keys); None is all of them."""
     conditions = []
     if call.mask is not None:
-        conditions.append(_cut(call.mask, block))
+        conditions.append(cut(call.mask, block))
     if call.bias is not None:
-        conditions.append(_cut(call.bias, block) > float("-inf"))
+        conditions.append(cut(call.bias, block) > float("-inf"))
     if call.key_mask is not None:
         conditions.append(call.key_mask[:, None, None, block.begin : block.end])
     if call.query_mask is not None:
@@ -99,14 +100,14 @@ def only_edges(call: Call, block: Block) -> bool:
     )
 
 
-def added(call: Call, block: Block) -> list[Tensor]:
-    """What is added to the scores of a block."""
+def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
+    """What is added to the scores of a block, in a dtype."""
     terms = []
     if call.alibi_slopes is not None:
-        distance = _offsets(call, block).abs().to(call.query.dtype)
-        terms.append(-call.alibi_slopes[:, :, None, None] * distance)
+        distance = _offsets(call, block).abs().to(dtype)
+        terms.append(-cast(call.alibi_slopes, dtype)[:, :, None, None] * distance)
     if call.bias is not None:
-        terms.append(_cut(call.bias, block))
+        terms.append(cast(cut(call.bias, block), dtype))
     return terms
 
 
