@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .call import cached, jagged
+from .call import jagged
 from .call.cached import CacheArguments
-from .call.form import Arguments, Plan, packed_results, rank4, results, rows
-from .call.packed import Packed, checked_packed
+from .call.form import Arguments, Plan, rank4, rows
+from .call.packed import Packed
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_flags, check_tensors, fail
+from .call.rules import FLOATING, check_tensors, fail
 from .operators.attention import block_mask_or_none
-from .replay import cache
+from .replay import cache, checked
 
 
 def attention(
@@ -116,15 +116,10 @@ def attention_varlen(
         query's dtype, 0 past the end of a sequence; both differentiable.
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     """
-    check_flags(return_lse=return_lse, return_weights=return_weights)
-    options = dict(mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap)
-    options |= dict(alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed)
+    options = (mask, bias, None, None, causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packed = Packed(query, key, value, *offsets, key_mask, query_mask)
-    named = backends.named(backend)
-    call = checked_packed(packed, options, return_weights, named is not None)
-    out, lse, weights = backends.choose(call, return_weights, named).run(call, return_lse, return_weights)
-    return packed_results(out, lse if return_lse else None, weights)
+    return checked.attend_packed(packed, Arguments(None, None, None, *options), return_lse, return_weights, backend)
 
 
 def attention_decode(
@@ -180,14 +175,10 @@ def attention_decode(
         NotImplementedError if the backend named cannot take the call.
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
     """
-    check_flags(return_lse=return_lse, return_weights=return_weights)
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
     options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    named = backends.named(backend)
-    decode = cached.checked(arguments, Arguments(None, None, None, *options), named is not None)
-    out, lse, weights = backends.choose(decode, return_weights, named).run(decode, return_lse, return_weights)
-    return results(4, out, lse if return_lse else None, weights)
+    return checked.attend_cached(arguments, Arguments(None, None, None, *options), return_lse, return_weights, backend)
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:

@@ -175,10 +175,10 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
     query, key, value = draw()
     call = checked(Arguments(query, key, value))
     for _ in range(2):
-        out = torch.ops.fusedattn.forward(*call, False, False, False, False)[0]
+        out = torch.ops.fusedattn.forward(*call, False, False, False, "triton")[0]
         torch.testing.assert_close(out, fa.attention(query, key, value), rtol=0, atol=1e-6)
     assert tried == [64, 32, 32]
     monkeypatch.setattr(tile_table, "INTERPRETED", {**table, "forward": tiles[:1]})
     monkeypatch.setattr(tile_table, "fitting", {})
     with pytest.raises(OutOfResources):
-        torch.ops.fusedattn.forward(*call, False, False, False, False)
+        torch.ops.fusedattn.forward(*call, False, False, False, "triton")

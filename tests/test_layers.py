@@ -210,6 +210,7 @@ def test_a_textbook_decoder_by_the_fused_kernels(device):
     check_decoder(2, 0.5, None, 1, "triton", device)
 
 
+@torch.no_grad()
 def test_decoder_without_a_mask_and_dropout_in_training_alone():
     decoder = shake(layers.AttentionDecoder(7, 3, 4, 5, dropout=0.5)).eval()
     tokens, hidden, encoded = torch.tensor([1, 2], dtype=torch.int32), torch.randn(2, 4), torch.randn(2, 9, 5)

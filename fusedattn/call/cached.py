@@ -173,21 +173,21 @@ def is_known(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _check_values(a: CacheArguments, options: Arguments) -> None:
+def check_values(a: CacheArguments, options: Arguments) -> None:
     """Raise for lengths, pages and positions on the CPU that lie outside of what they count, before any is used."""
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
         return
-    before, room, rows = a.cache_seqlens.long(), capacity(a), a.query.shape[2]
+    lengths, room = a.cache_seqlens.tolist(), capacity(a)
     new = 0 if a.new_key is None else a.new_key.shape[2]
-    least, most = int(before.min()), int(before.max())
+    least, most = min(lengths), max(lengths)
     if least < 0 or most > room:
         fail(ValueError, "cache_seqlens", f"lengths from 0 to the capacity, {room}", least if least < 0 else most)
     if most + new > room:
         fail(ValueError, "new_key", f"at most {room - most} rows after the {most} of a sequence of {room}", f"{new}")
     if a.block_table is not None:
-        _check_pages(a, before, new)
+        _check_pages(a, a.cache_seqlens.long(), new)
     if a.rotary_cos is not None:
-        _check_positions(a, options, before + new, rows, new)
+        _check_positions(a, options, a.cache_seqlens.long() + new, a.query.shape[2], new)
 
 
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
@@ -238,7 +238,7 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     check_options(options, Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys)))
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
     check_gradients({**arguments._asdict(), **learned})
-    _check_values(a, options)
+    check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)
     # An angle depends on the alignment in any case.

@@ -7,6 +7,8 @@ from torch import Tensor
 
 def order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory; row-major where an expanded dimension leaves it open."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
     strides = tensor.stride()
     if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
         return tuple(range(tensor.dim()))

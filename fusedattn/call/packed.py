@@ -105,15 +105,24 @@ _RANKS = tuple(rules.has_rank(3, name, ", (T, H, D)") for name in ("query", "key
 TENSORS = (
     *rules.of_query_key_value("key", "value", _RANKS, heads=lambda x: x.shape[1]),
     *OFFSETS,
-    *_values("cu_seqlens_q", "query"),
-    *_values("cu_seqlens_k", "key"),
 )
+VALUES = (*_values("cu_seqlens_q", "query"), *_values("cu_seqlens_k", "key"))
+_LONGEST = {
+    "max_seqlen_q": _is_longest("max_seqlen_q", "cu_seqlens_q"),
+    "max_seqlen_k": _is_longest("max_seqlen_k", "cu_seqlens_k"),
+}
 OPTIONS = {
-    "max_seqlen_q": (*LONGEST["max_seqlen_q"], _is_longest("max_seqlen_q", "cu_seqlens_q")),
-    "max_seqlen_k": (*LONGEST["max_seqlen_k"], _is_longest("max_seqlen_k", "cu_seqlens_k")),
+    "max_seqlen_q": (*LONGEST["max_seqlen_q"], _LONGEST["max_seqlen_q"]),
+    "max_seqlen_k": (*LONGEST["max_seqlen_k"], _LONGEST["max_seqlen_k"]),
     "key_mask": _tokens("key_mask", "key"),
     "query_mask": _tokens("query_mask", "query"),
 }
+
+
+def check_values(packed: Packed) -> None:
+    """Raise for what offsets on a CPU hold, if everything else has been checked."""
+    apply(VALUES, packed, packed)
+    apply((rule for name, rule in _LONGEST.items() if getattr(packed, name) is not None), packed, packed)
 
 
 def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
@@ -132,7 +141,7 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
                 fail(ValueError, "mask", f"a plan without a {name}, which is of packed rows here", "one that has it")
         # Its blocks that are all seen may hold keys that key_mask hides.
         arguments, block_mask = arguments._replace(mask=plan.mask), plan.block_mask if packed.key_mask is None else None
-    apply(TENSORS, packed, packed)
+    apply((*TENSORS, *VALUES), packed, packed)
     for name, table in OPTIONS.items():
         if getattr(packed, name) is not None:
             apply(table, packed, packed)

@@ -109,7 +109,8 @@ def backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | N
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
     need = [True, True, True, False, False, False]
-    grads: tuple[Any, ...] = OPERATORS.backward(grad_out, None, None, out, out.new_empty(0), stats, *call, need)
+    given = grad_out, None, None, out, out.new_empty(0), stats, *call, "triton", need
+    grads: tuple[Any, ...] = OPERATORS.backward(*given)
     return grads[:3]
 
 

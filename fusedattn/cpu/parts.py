@@ -138,7 +138,7 @@ def _of_sequences(call: Call) -> list[Part]:
 def _alike(call, starts, start, stop, rows, keys) -> list[Part]:
     """Sequences start .. stop - 1 of a packed call, each of so many rows and keys."""
     (first, begin), (last, end) = starts[start], starts[stop]
-    part = Part(call, 0, rows, 0, keys, slice(None), slice(first, last), slice(begin, end), stop - start)
+    part = Part(call, 0, rows, 0, keys, slice(None), slice(first, last), slice(begin, end), stop - start if stop - start > 1 else 0)
 
     def pairs(x):
         x = _own(x, start, stop)

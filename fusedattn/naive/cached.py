@@ -97,7 +97,7 @@ def append(decode: Decode) -> None:
 
 def dense(decode: Decode) -> Call:
     """The call of `attention` that it comes to, on caches that what is new has been appended to."""
-    call, (_, after) = _turned(decode), _lengths(decode)
+    call, (_, after) = turned(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
     key, value = _gathered(decode.key_cache, decode.table), _gathered(decode.value_cache, decode.table)
@@ -114,18 +114,18 @@ def by_length(decode: Decode) -> list[Call] | None:
         return None
     if not plain((*decode, *decode.call)):
         return None
-    call, lengths = _turned(decode), _lengths(decode)[1].tolist()
+    call, lengths = turned(decode), _lengths(decode)[1].tolist()
     firsts = [b for b, length in enumerate(lengths) if b == 0 or length != lengths[b - 1]]
     skipped = (len(lengths) * call.key.shape[2] - sum(lengths)) * call.key.shape[1] * call.key.shape[3]
     if skipped < WORTH * (len(firsts) - 1):
         return None
     return [
-        _of_length(call, decode, first, last, lengths[first])
+        of_length(call, decode, first, last, lengths[first])
         for first, last in zip(firsts, [*firsts[1:], len(lengths)], strict=True)
     ]
 
 
-def _of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
+def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Sequences first .. last - 1 of a call to a cache, all of one length."""
 
     def own(tensor: Tensor | None) -> Tensor | None:
@@ -138,7 +138,7 @@ def _of_length(call: Call, decode: Decode, first: int, last: int, length: int) -
     def keys(cache: Tensor) -> Tensor:
         if decode.table is None:
             return cache[first:last, :, :length]
-        pages = -(-length // cache.shape[2])
+        pages = -(-length // max(1, cache.shape[2]))
         return _gathered(cache, decode.table[first:last, :pages])[:, :, :length]
 
     key_mask = own(call.key_mask)
@@ -155,11 +155,12 @@ def _of_length(call: Call, decode: Decode, first: int, last: int, length: int) -
     )
 
 
-def _turned(decode: Decode) -> Call:
+def turned(decode: Decode) -> Call:
     """The call, its query rotated."""
-    call, (_, after) = decode.call, _lengths(decode)
+    call = decode.call
     if decode.cos is None or decode.sin is None:
         return call
+    _, after = _lengths(decode)
     position = torch.arange(call.query.shape[2], device=after.device)[None]
     position = position if call.top_left else position + (after - call.query.shape[2])[:, None]
     return call._replace(query=rotated(call.query, position, decode.cos, decode.sin, decode.interleaved))

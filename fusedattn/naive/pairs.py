@@ -48,14 +48,8 @@ def visible(call: Call, block: Block) -> Tensor | None:
     return functools.reduce(Tensor.logical_and, conditions) if conditions else None
 
 
-def limits(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """The most that a score may be: -inf where a pair is not visible."""
-    least = torch.tensor(float("-inf"), dtype=dtype, device=visible.device)
-    return torch.where(visible, -least, least)
-
-
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """(columns, their `limits`) of a block on a CPU that `only_edges` hide: where causal and window cut some off."""
+    """(columns, which of their pairs are hidden) of a block on a CPU that `only_edges` hide: where causal and window cut some off."""
     offset, found = level(call), []
     first, last, begin, end = block
     assert offset is not None
@@ -63,28 +57,28 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
         # The last row sees no key before this one, and the others some.
         stop = min(end, last - 1 + offset - call.left)
         if stop > begin:
-            edge = _edge(last - first, stop - begin, first + offset - call.left - begin, False, call.query.dtype)
+            edge = _edge(last - first, stop - begin, first + offset - call.left - begin, False)
             found.append((slice(0, stop - begin), edge))
     if call.right is not None:
         start = max(begin, first + offset + call.right + 1)
         if start < end:
-            edge = _edge(last - first, end - start, first + offset + call.right - start, True, call.query.dtype)
+            edge = _edge(last - first, end - start, first + offset + call.right - start, True)
             found.append((slice(start - begin, end - begin), edge))
     return found
 
 
-def _edge(rows: int, columns: int, diagonal: int, right: bool, dtype: torch.dtype) -> Tensor:
-    """`limits` of row i (rows, columns), which sees none right of column diagonal + i, or none left of it."""
+def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
+    """What is hidden of row i (rows, columns), which sees none right of column diagonal + i, or none left of it."""
     # Blocks of one call, and calls of one model, ask for the same few again and again.
-    return (_kept_edge if rows * columns <= LARGEST_KEPT else _new_edge)(rows, columns, diagonal, right, dtype)
+    return (_kept_edge if rows * columns <= LARGEST_KEPT else _new_edge)(rows, columns, diagonal, right)
 
 
-def _new_edge(rows: int, columns: int, diagonal: int, right: bool, dtype: torch.dtype) -> Tensor:
+def _new_edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
-    return limits(everywhere.tril_(diagonal) if right else everywhere.triu_(diagonal), dtype)
+    return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
 
-LARGEST_KEPT = 2**14  # elements
+LARGEST_KEPT = 2**16  # elements
 _kept_edge = functools.lru_cache(maxsize=16)(_new_edge)
 
 

@@ -28,6 +28,7 @@ from ..call.form import (
     watched,
 )
 from ..call.rules import check_flags, checked
+from ..cpu import run as cpu
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention
@@ -37,8 +38,9 @@ MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECEN
 RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
 RECENT = 8  # signatures that differ in their facts alone: compared in C++ before the others are looked up
 
-REPLAYED = attention.run, attention.run_on_hopper
+REPLAYED = attention.run, attention.run_on_hopper, attention.run_on_cpu
 _QUERY_KEY_VALUE = 3
+_USUAL = 10  # numbers of a Signature
 _SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask")
 TENSORS = _BLOCK_MASK + 1  # a packed call has no signature
 _CLASSES = frozenset((Tensor, Parameter))
@@ -154,7 +156,7 @@ def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None
     return Signature(*most, tuple(facts))
 
 
-def _remember(present: tuple, most: tuple, replay: "Replay") -> None:
+def _remember(present: tuple, most: tuple, replay: Any) -> None:
     if TensorGuards is None or len(set(map(id, present))) < len(present):
         return  # guards want each tensor to be another
     # Guards compare what dispatches too: autocast, and what wraps or negates a tensor, make it another.
@@ -176,7 +178,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     present, most = split
     for guards, replay in _recent.get(most, ()):
         if guards.check(*present):
-            return replay if _aligned(present) else None
+            return replay if replay.backend == "cpu" or _aligned(present) else None
     signature = _signature(present, most)
     replay = None if signature is None else _known.get(signature)
     if replay is not None:
@@ -203,7 +205,8 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay 
         return None
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
-        replay = Replay(call, numbers, run is attention.run_on_hopper)
+        on_cpu, on_hopper = run is attention.run_on_cpu, run is attention.run_on_hopper
+        replay = ReplayOnCpu(call, numbers) if on_cpu else Replay(call, numbers, on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
     _known[signature] = replay
@@ -218,8 +221,42 @@ def _without_data(tensors) -> list:
     ]
 
 
+def _facts_of_any(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
+    """(the tensors that are there, all else that calls which are alike share) of any call; None if it has no such.
+
+    The first of numbers are those of a Signature.
+    """
+    if watched() or is_compiling():
+        return None
+    present = tuple([x for x in tensors if x is not None])
+    if not _usual(numbers[:_USUAL]) or not _ordinary(present):
+        return None
+    return present, (numbers, asked.deterministic, tuple([x is None for x in tensors]))
+
+
+def recall(tensors: tuple, numbers: tuple) -> Any:
+    """What was remembered of a call that is like this one, or None."""
+    facts = _facts_of_any(tensors, numbers) if _recent else None
+    if facts is not None:
+        for guards, known in _recent.get(facts[1], ()):
+            if guards.check(*facts[0]):
+                return known
+    return None
+
+
+def remember(tensors: tuple, numbers: tuple, known: Any) -> None:
+    """Have `recall` find something of calls like this one."""
+    facts = _facts_of_any(tensors, numbers)
+    if facts is not None and not any_autocast() and all(has_storage(x) and not x.is_neg() for x in facts[0]):
+        if len(_recent) >= MAX_KEPT:
+            forget()
+        _remember(*facts, known)
+
+
 class Replay:
     """Replays one call signature: one recording of the forward, and one of the backward for each set of gradients."""
+
+    backend = "triton"
 
     def __init__(self, call, numbers: tuple, on_hopper: bool):
         from ..launch import blocks, forward
@@ -319,9 +356,52 @@ class Replay:
     def _differentiate_slowly(self, kept, tensors, incoming, out, weights, stats, need):
         attention.check_saved(self.facts, attention.facts(kept.values()))
         weights = out.new_empty(0) if weights is None else weights
-        grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), "triton", list(need))
+        grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), self.backend, list(need))
         triples = zip(grads, tensors, need, strict=False)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
+
+
+class _OnCpu:
+    """A forward by the backend "cpu", which is not launched but computed, in the form of a Recording."""
+
+    def __init__(self, replay: "ReplayOnCpu", return_lse: bool, return_weights: bool):
+        self.fields, self.save, self.wanted = replay.fields, replay.save, (return_lse, return_weights)
+
+    def run(self, tensors: tuple) -> tuple:
+        """All tensors of a call by their numbers: those that it is made of, then its results."""
+        return *tensors, *cpu.forward(self.fields(tensors), *self.wanted, self.save)
+
+
+class ReplayOnCpu(Replay):
+    """What `Replay` is, by the backend "cpu": nothing is recorded, but what has been checked is not checked again."""
+
+    backend = "cpu"
+
+    def __init__(self, call, numbers: tuple):
+        self.device, self.numbers = call.query.device, call[TENSORS:]
+        self.drops = False
+        return_lse, return_weights, _, grad = numbers[-4:]
+        self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
+        self.out, self.lse, self.weights, self.stats = range(TENSORS, TENSORS + 4)
+        self.block_mask = None
+        self.results = [self.out, *[self.lse] * return_lse, *[self.weights] * return_weights]
+        self.inputs = [number for number, x in enumerate(call[:DIFFERENTIABLE]) if x is not None]
+        self.kept = [*(number for number, x in enumerate(call[:_BLOCK_MASK]) if x is not None), self.out, self.stats]
+        self.take_results, self.take_inputs, self.take_kept = (
+            itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
+        )
+        self.facts: list = []
+        self.forward = _OnCpu(self, return_lse, return_weights)
+
+    def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
+        """As `Replay` has it."""
+        tensors = [*(kept.get(number) for number in range(_BLOCK_MASK)), None]
+        out, stats = kept[self.out], kept[self.stats]
+        if torch.is_grad_enabled() or watched() or not in_memory(x for x in incoming if x is not None):
+            return self._differentiate_slowly(kept, tensors, incoming, out, None, stats, need)
+        attention.check_saved(self.facts, attention.facts(kept.values()))
+        grads = cpu.backward(self.fields(tensors), incoming[:2], out, stats, need)
+        return [grad.reshape(x.shape) if needed else None for grad, x, needed in zip(grads, tensors, need, strict=False)]
 
 
 class _Differentiable(torch.autograd.Function):

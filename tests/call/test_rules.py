@@ -135,7 +135,7 @@ WRONG = [
     (
         "backend",
         ValueError,
-        "None or one of 'hopper', 'triton', 'naive', got 'cuda'",
+        "None or one of 'hopper', 'triton', 'cpu', 'naive', got 'cuda'",
         dict(backend="cuda"),
         dict(backend="naive"),
     ),

@@ -203,7 +203,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
     found, (dtype, error) = [], widest(device)
     case = case._replace(dtype=dtype)
-    for backend in ("naive", "triton"):
+    for backend in ("naive", "triton", *(["cpu"] if device == "cpu" else [])):
         arguments = case.draw(device)
         names = dict.fromkeys(("key_cache", "value_cache"))
         for name in names:  # a page that is read by mistake is no NaN
@@ -222,9 +222,10 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
             changed = bits(arguments[name])[written[name]] != before[name][written[name]]
             assert changed.any() == written[name].any()
         found.append((out, lse, *(arguments[name] for name in names)))
-    for naive, kernel in zip(*found, strict=True):
-        torch.testing.assert_close(kernel, naive, rtol=0, atol=error)
-        assert kernel.isfinite().all()
+    for naive, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, naive, rtol=0, atol=error)
+            assert other.isfinite().all()
 
 
 def _slots(arguments, name):
@@ -243,9 +244,14 @@ def _slots(arguments, name):
     return mark
 
 
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
 @pytest.mark.parametrize("case", [PACKED, EVERYTHING], ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore")
-def test_operators_pass_opcheck(case, device, monkeypatch):
+def test_operators_pass_opcheck(case, backend, device, monkeypatch):
+    if backend == "cpu":
+        if device != "cpu":
+            pytest.skip("about CPU tensors")
+        case = case._replace(softcap=None)
     monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
     case = case._replace(lengths=(7,), C=16, Hq=2, Hkv=1)
     arguments = case.draw(device)
@@ -254,12 +260,12 @@ def test_operators_pass_opcheck(case, device, monkeypatch):
     caches = decode.key_cache.nan_to_num(), decode.value_cache.nan_to_num(), decode.lengths, decode.table
     if decode.new_key is not None:
         new = decode.new_key, decode.new_value
-        torch.library.opcheck(torch.ops.fusedattn.append.default, (*caches, *new, *turning, True))
+        torch.library.opcheck(torch.ops.fusedattn.append.default, (*caches, *new, *turning, True, backend))
     options = call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap
     query = call.query.nan_to_num()
     for need_lse in (False, True):
-        given = (query, *caches, decode.added, *turning, *options, *numbers, True, need_lse)
+        given = (query, *caches, decode.added, *turning, *options, *numbers, True, need_lse, backend)
         torch.library.opcheck(torch.ops.fusedattn.decode.default, given)
 
 

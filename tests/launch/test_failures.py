@@ -48,6 +48,8 @@ def test_this_file_without_the_interpreter():
 def failing(monkeypatch):
     """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    for table in (backends.BACKENDS, backends.DECODERS):
+        monkeypatch.setitem(table, "cpu", table["cpu"]._replace(reasons=lambda *_: ["it is for CPUs"]))
     monkeypatch.setattr(tile_table, "fitting", {})
     tiles = tile_table.tiles
     small = tile_table.Tile(16, 16, 4, 1)

@@ -40,7 +40,7 @@ def test_the_definition_pair_by_pair(align, sizes, window):
         for j in range(sk):
             if left is not None and j < shift + i - left or right is not None and j > shift + i + right:
                 visible[:, :, i, j] = False
-    got = fa.attention(
+    got = fa.reference.attention(
         query,
         key,
         value,
@@ -60,32 +60,32 @@ def test_it_agrees_with_sdpa():
     query, key, value = (torch.randn(2, h, 33, 16) for h in (4, 2, 2))
     for causal in (False, True):
         want = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-        torch.testing.assert_close(fa.attention(query, key, value, causal=causal), want)
+        torch.testing.assert_close(fa.reference.attention(query, key, value, causal=causal), want)
 
 
 def test_half_precision_is_computed_in_float32():
     query, key, value = (torch.randn(1, 2, 40, 16).bfloat16() for _ in range(3))
-    wide = fa.attention(query.float(), key.float(), value.float()).bfloat16()
-    assert torch.equal(fa.attention(query, key, value), wide)
+    wide = fa.reference.attention(query.float(), key.float(), value.float()).bfloat16()
+    assert torch.equal(fa.reference.attention(query, key, value), wide)
 
 
 def test_under_torch_func_blocks_are_right_too(monkeypatch):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
-    whole = torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query)
+    whole = torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query)
     monkeypatch.setattr(formula, "CACHE", 4 * 33 * 10)
-    torch.testing.assert_close(torch.func.grad(lambda q: fa.attention(q, key, value).square().sum())(query), whole)
+    torch.testing.assert_close(torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query), whole)
 
 
 def test_it_takes_any_head_dimension():
     query, key, value = torch.randn(1, 1, 3, 300), torch.randn(1, 1, 4, 300), torch.randn(1, 1, 4, 500)
-    assert fa.attention(query, key, value).shape == (1, 1, 3, 500)
+    assert fa.reference.attention(query, key, value).shape == (1, 1, 3, 500)
 
 
 def test_anomaly_detection_finds_no_nan():
     """Rows that see nothing pass no NaN on their way back, not even one that is dropped later."""
     query, key, value = (torch.randn(1, 1, n, 8, requires_grad=True) for n in (9, 4, 4))
     with torch.autograd.set_detect_anomaly(True):
-        out, lse = fa.attention(query, key, value, causal=True, return_lse=True)
+        out, lse = fa.reference.attention(query, key, value, causal=True, return_lse=True)
         (out.sum() + lse[..., 5:].sum()).backward()
 
 

@@ -81,6 +81,12 @@ def _packed_bias(device):
     )
 
 
+def _packed_tokens(device):
+    tokens = dict(key_mask=torch.rand(1, sum(KEYS), device=device) < 0.8)
+    tokens |= dict(query_mask=torch.rand(1, sum(ROWS), device=device) < 0.8)
+    return fields(*packed(device), **tokens, max_seqlen_q=3, max_seqlen_k=4, **cu_seqlens(device))
+
+
 def _packed_mask(device):
     mask, slopes = torch.rand(1, 1, 3, 4, device=device) < 0.8, torch.rand(3, HQ, device=device)
     noise = dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
@@ -118,8 +124,7 @@ CHECKS = "test_schema", "test_autograd_registration", "test_faketensor"
 SYMBOLIC = {"forward": ("window", "masks", "bias of keys", "packed bias"), "backward": ("window",)}
 
 
-def opcheck(operator, arguments, name):
-    symbolic = name in SYMBOLIC[operator]
+def opcheck(operator, arguments, symbolic):
     checks = *CHECKS, f"test_aot_dispatch_{'dynamic' if symbolic else 'static'}"
     torch.library.opcheck(getattr(OPERATORS, operator).default, arguments, test_utils=checks)
 
@@ -127,17 +132,63 @@ def opcheck(operator, arguments, name):
 @pytest.mark.parametrize("name", one_in(3, product(CALLS)))
 def test_forward_and_its_derivative(name, device):
     draw, *needed = CALLS[name]
-    opcheck("forward", (*leaves_of(draw(device)), *needed, False), name)
+    opcheck("forward", (*leaves_of(draw(device)), *needed, "triton"), name in SYMBOLIC["forward"])
 
 
 @pytest.mark.parametrize("name", one_in(3, product(DERIVATIVES)))
 def test_backward_and_its_derivative(name, device):
     call, (came, need) = CALLS[name][0](device), DERIVATIVES[name]
-    out, lse, weights, stats = OPERATORS.forward(*call, True, came[2], True, False)
+    out, lse, weights, stats = OPERATORS.forward(*call, True, came[2], True, "triton")
     results = zip((out, lse, weights), came, strict=True)
     incoming = leaves_of(torch.randn_like(x) if comes else None for x, comes in results)
-    arguments = (*incoming, out, weights, stats, *leaves_of(call), list(need))
-    opcheck("backward", arguments, name)
+    arguments = (*incoming, out, weights, stats, *leaves_of(call), "triton", list(need))
+    opcheck("backward", arguments, name in SYMBOLIC["backward"])
+
+
+def _given_bias(device):
+    """No gradients of it, nor of slopes."""
+    bias, slopes = torch.randn(B, 1, SQ, SK, device=device), torch.rand(1, HQ, device=device)
+    inputs, sinks = leaves_of(dense(device, torch.bfloat16)), torch.randn(1, HQ, device=device, requires_grad=True)
+    return fields(*inputs, bias=bias, alibi_slopes=slopes, sinks=sinks)
+
+
+def _leaves(draw):
+    return lambda device: leaves_of(draw(device))
+
+
+# As in CALLS and DERIVATIVES, of what the backend "cpu" takes; weights of what wants no gradients.
+ON_CPU = {
+    "window": (_leaves(_window), True, False, True),
+    "nothing saved": (_leaves(_window), False, False, False),
+    "masks": (_leaves(_masks), True, False, True),
+    "weights": (_masks, True, True, False),
+    "a bias that is given": (_given_bias, True, False, True),
+    "no keys": (_leaves(_no_keys), True, False, True),
+    "packed": (_leaves(_packed), False, False, True),
+    "weights of packed": (_packed_tokens, True, True, True),
+}
+DERIVATIVES_ON_CPU = {
+    "window": ((True, True), (True, True, True, False, False, False)),
+    "masks": ((False, True), (True, False, True, False, False, False)),
+    "a bias that is given": ((True, False), (False, True, False, False, False, True)),
+    "packed": ((True, True), (True, True, True, False, False, False)),
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_forward_and_its_derivative_on_a_cpu(name):
+    draw, *needed = ON_CPU[name]
+    opcheck("forward", (*draw("cpu"), *needed, "cpu"), name in ("window", "a bias that is given"))
+
+
+@pytest.mark.parametrize("name", DERIVATIVES_ON_CPU)
+def test_backward_and_its_derivative_on_a_cpu(name):
+    call, (came, need) = ON_CPU[name][0]("cpu"), DERIVATIVES_ON_CPU[name]
+    with torch.no_grad():
+        out, lse, weights, stats = OPERATORS.forward(*call, True, False, True, "cpu")
+    incoming = leaves_of(torch.randn_like(x) if comes else None for x, comes in zip((out, lse), came, strict=True))
+    arguments = (*incoming, None, out, weights, stats, *call, "cpu", list(need))
+    opcheck("backward", arguments, name == "window")
 
 
 def test_mark(device):

@@ -40,7 +40,8 @@ def named(call):
 DENSE = named(fields(ones(B, HQ, SQ, D), ones(B, HKV, SK, D), ones(B, HKV, SK, DV)))
 OFFSETS = dict(cu_seqlens_q=offsets((3, 0, 4)), cu_seqlens_k=offsets((2, 3, 4)))
 PACKED = named(fields(ones(1, HQ, TQ, D), ones(1, HKV, TK, D), ones(1, HKV, TK, DV))) | OFFSETS
-AFTER = dict(need_lse=True, need_weights=False, save=True, on_hopper=False)
+ON = dict(named=True, backend="triton")
+AFTER = dict(need_lse=True, need_weights=False, save=True, backend="triton")
 INCOMING = dict(grad_out=ones(B, HQ, SQ, DV), grad_lse=ones(B, HQ, SQ), grad_weights=ones(B, HQ, SQ, SK))
 KEPT = dict(out=ones(B, HQ, SQ, DV), weights=ones(B, HQ, SQ, SK), stats=ones(B, HQ, SQ, 2))
 MASKS = dict(mask=bools(B, 1, SQ, SK), key_mask=bools(1, SK), query_mask=bools(B, SQ), bias=ones(1, HQ, 1, SK))
@@ -49,17 +50,19 @@ PACKED_MASKS = dict(mask=None, key_mask=bools(1, TK), query_mask=None, bias=None
 TURNING = dict(rotary_cos=ones(POSITIONS, 2), rotary_sin=ones(POSITIONS, 2), rotary_interleaved=False)
 CACHES = dict(key_cache=ones(3, HKV, 4, D), value_cache=ones(3, HKV, 4, DV), cache_seqlens=ints(2, 5))
 CACHES |= dict(block_table=ints((0, 1), (2, 2)))
-NUMBERS = dict(left=None, right=None, top_left=False, scale=0.5, softcap=None, named=True, need_lse=True)
+NUMBERS = dict(left=None, right=None, top_left=False, scale=0.5, softcap=None, need_lse=True) | ON
 OPTIONS = dict.fromkeys(("bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask"))
+WANTED = [True, True, True, False, False, False]  # of backward: query, key and value
 RIGHT = {  # arguments that an operator takes
     "forward": DENSE | AFTER,
     "packed forward": PACKED | AFTER,
-    "backward": INCOMING | KEPT | DENSE | dict(need=[True, True, True, False, False, False]),
+    "backward": INCOMING | KEPT | DENSE | dict(backend="triton", need=WANTED),
     "block_mask": MASKS | WHOLE_MASKS,
     "packed block_mask": PACKED_MASKS | dict(rows=TQ, keys=TK) | LONGEST,
-    "append": CACHES | dict(new_key=ones(B, HKV, 1, D), new_value=ones(B, HKV, 1, DV)) | TURNING | dict(named=True),
+    "append": CACHES | dict(new_key=ones(B, HKV, 1, D), new_value=ones(B, HKV, 1, DV)) | TURNING | ON,
     "decode": dict(query=ones(B, HQ, SQ, D)) | CACHES | dict(added=1) | TURNING | OPTIONS | NUMBERS,
 }
+KNOWN = "'hopper', 'triton' or 'cpu', got"
 WRONG = {  # argument that is named, error, what the sentence must say, what is changed
     "forward": [
         ("query", ValueError, "rank 4, got (3, 8)", dict(query=ones(SQ, D))),
@@ -95,9 +98,10 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("block_mask", ValueError, "broadcastable to (2, 4, 1, 1)", dict(block_mask=ones(1, 1, 1, 2).to(torch.uint8))),
         ("block_mask", ValueError, "rank 4", dict(block_mask=ones(1, 1, 1).to(torch.uint8))),
         ("query", ValueError, "a batch of 1 beside cu_seqlens_q", dict(OFFSETS)),
-        ("on_hopper", ValueError, "False where it knows no key_mask", dict(key_mask=bools(1, SK), on_hopper=True)),
-        ("on_hopper", ValueError, "False where it knows no softcap", dict(softcap=2.0, on_hopper=True)),
-        ("on_hopper", ValueError, "float16 and bfloat16, not torch.float32", dict(on_hopper=True)),
+        ("backend", ValueError, "another where it knows no key_mask", dict(key_mask=bools(1, SK), backend="hopper")),
+        ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0, backend="hopper")),
+        ("backend", ValueError, "float16 and bfloat16, not torch.float32", dict(backend="hopper")),
+        ("backend", ValueError, KNOWN, dict(backend="naive")),
     ],
     "packed forward": [
         ("cu_seqlens_k", TypeError, "a tensor, got NoneType", dict(cu_seqlens_k=None)),
@@ -128,6 +132,8 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("stats", TypeError, "torch.float32", dict(stats=KEPT["stats"].half())),
         ("need", ValueError, "False for bias, which is None", dict(need=[True] * DIFFERENTIABLE)),
         ("need", ValueError, "6 bools", dict(need=[True] * 3)),
+        ("backend", ValueError, KNOWN, dict(backend="")),
+        ("backend", ValueError, "float16 and bfloat16, not torch.float32", dict(backend="hopper")),
     ],
     "block_mask": [
         ("mask", ValueError, "rank 4", dict(mask=bools(SQ, SK))),
@@ -165,6 +171,7 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("rotary_sin", ValueError, "a tensor beside rotary_cos", dict(rotary_sin=None)),
         ("rotary_cos", ValueError, "shape (positions", dict(rotary_cos=ones(7, 5), rotary_sin=ones(7, 5))),
         ("rotary_sin", ValueError, "the shape of rotary_cos, (7, 2)", dict(rotary_sin=ones(6, 2))),
+        ("backend", ValueError, KNOWN, dict(backend="naive")),
     ],
     "decode": [
         ("query", ValueError, "rank 4", dict(query=ones(HQ, SQ, D))),
@@ -177,6 +184,7 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("sinks", ValueError, "shape (1, 4)", dict(sinks=ones(HQ))),
         ("added", ValueError, "0 or more", dict(added=-1)),
         ("left", ValueError, "no negative number", dict(left=-1)),
+        ("backend", ValueError, KNOWN, dict(backend="naive")),
     ],
 }
 
@@ -234,7 +242,7 @@ def _dense(device):
 def test_a_forward_that_saved_nothing_has_its_gradient(options, device):
     inputs = leaves(*_dense(device))
     given = dict(options, seed=torch.tensor([3], device=device)) if options else {}
-    out, *_ = OPERATORS.forward(*fields(*inputs, right=0, **given), False, False, False, False)
+    out, *_ = OPERATORS.forward(*fields(*inputs, right=0, **given), False, False, False, "triton")
     want = fa.attention(*inputs, causal=True, scale=0.25, **options, backend="triton")
     got, want = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, want))
     same(got, want, atol=1e-6)
@@ -270,14 +278,14 @@ def test_a_program_exported_without_gradients_has_them(device):
 @pytest.mark.parametrize("transform", ["dual", "jvp", "grad"])
 def test_a_tangent_is_not_dropped_in_silence(transform, device):
     query, key, value = _dense(device)
-    kept = OPERATORS.forward(*fields(query, key, value), False, False, True, False)
+    kept = OPERATORS.forward(*fields(query, key, value), False, False, True, "triton")
 
     def forward(x):
-        return OPERATORS.forward(*fields(x, key, value), False, False, False, False)[0].sum()
+        return OPERATORS.forward(*fields(x, key, value), False, False, False, "triton")[0].sum()
 
     def backward(x):
         incoming = kept[0], None, None, kept[0], kept[2], kept[3]
-        return OPERATORS.backward(*incoming, *fields(x, key, value), [True] * 3 + [False] * 3)[0].sum()
+        return OPERATORS.backward(*incoming, *fields(x, key, value), "triton", WANTED)[0].sum()
 
     for function in (forward, backward):
         with pytest.raises(NotImplementedError, match="jvp|torch.func"):
@@ -328,8 +336,8 @@ def test_a_second_derivative_of_nothing_that_came_is_nothing(device):
     query, key, value = leaves(*_dense(device))
     call = fields(query, key, value)
     with torch.no_grad():
-        out, _, weights, stats = OPERATORS.forward(*call, False, False, True, False)
-    grads = OPERATORS.backward(None, None, None, out, weights, stats, *call, [True] * 3 + [False] * 3)
+        out, _, weights, stats = OPERATORS.forward(*call, False, False, True, "triton")
+    grads = OPERATORS.backward(None, None, None, out, weights, stats, *call, "triton", WANTED)
     assert all((x == 0).all() for x in grads[:3])
     again = torch.autograd.grad(grads[0].sum(), (query, key, value), allow_unused=True)
     assert all(x is None or not x.any() for x in again)

@@ -182,7 +182,7 @@ def test_a_scale_that_varies_compiles(device, backend, fresh):
 
 def test_the_operators_have_their_derivative_when_called_by_name(device):
     query, key, value = draw(device, requires_grad=True)
-    arguments = (*fields(query, key, value, right=0), True, False, True, False)
+    arguments = (*fields(query, key, value, right=0), True, False, True, "triton")
     out, lse, *_ = torch.ops.fusedattn.forward(*arguments)
     want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend="triton")
     both = [

@@ -1,0 +1,113 @@
+"""Runs calls to caches and of packed sequences on a CPU, those like an earlier one without checking it all again.
+
+What is alike is checked once: shapes, strides, dtypes, options. What tensors hold, lengths, pages and offsets, is each time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..call import cached, packed
+from ..call.cached import CacheArguments, Decode, stand_in
+from ..call.form import Arguments, Call, asked, packed_results, rank4, results, rows
+from ..call.packed import Packed
+from ..call.rules import check_flags
+from ..cpu import cached as cpu
+from ..operators import attention, cached as operators
+from . import cache
+
+_OFFSETS = 5  # how many tensors of packed sequences come before those of options
+_CACHES = len(CacheArguments._fields) - 1  # tensors among them: all but rotary_interleaved
+
+
+def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> Tensor | Any:
+    """What `attention_decode` returns; more are return_lse, return_weights and the backend.
+
+    Args:
+        options: those that `attention` has too.
+    """
+    return_lse, return_weights, backend = more
+    named = asked.backend if backend is None else backend
+    tensors = *arguments[:_CACHES], *_tensors_of(options)
+    numbers = *_numbers_of(options), return_lse, return_weights, named, torch.is_grad_enabled(), arguments[_CACHES]
+    known = cache.recall(tensors, numbers) if type(numbers[-1]) is bool else None
+    if known is not None:
+        cached.check_values(arguments, options)
+        decode = _decode(known, arguments, options)
+        cpu.append(decode)
+        out, lse, weights = cpu.attend(decode, return_weights)
+        return results(4, out, lse.contiguous() if return_lse else None, weights)
+    check_flags(return_lse=return_lse, return_weights=return_weights)
+    decode = cached.checked(arguments, options, named is not None)
+    chosen = backends.choose(decode, return_weights, named)
+    if chosen.run is operators.run_on_cpu:
+        cache.remember(tensors, numbers, decode)
+    out, lse, weights = chosen.run(decode, return_lse, return_weights)
+    return results(4, out, lse if return_lse else None, weights)
+
+
+def _tensors_of(options: Arguments) -> tuple:
+    a = options
+    return a.mask, a.bias, a.key_mask, a.query_mask, a.alibi_slopes, a.sinks
+
+
+def _numbers_of(options: Arguments) -> tuple:
+    a = options
+    return a.causal, a.window, a.align, a.scale, a.softcap, a.dropout_p
+
+
+def _without_tokens(options: Arguments) -> dict[str, Any]:
+    """Options as `checked_packed` takes them."""
+    tokens = "query", "key", "value", "key_mask", "query_mask"
+    return {name: x for name, x in options._asdict().items() if name not in tokens}
+
+
+def _options_of(tensors: tuple) -> dict[str, Any]:
+    """`_tensors_of` options, as a Call has them."""
+    mask, bias, key_mask, query_mask, slopes, sinks = tensors
+    if mask is bias is key_mask is query_mask is slopes is sinks is None:
+        return {}
+    tokens = dict(key_mask=rows(key_mask), query_mask=rows(query_mask))
+    return tokens | dict(mask=rank4(mask), bias=rank4(bias), alibi_slopes=rows(slopes), sinks=rows(sinks))
+
+
+def _decode(known: Decode, arguments: CacheArguments, options: Arguments) -> Decode:
+    """The Decode of arguments that are like those of a known one."""
+    query, key_cache, value_cache, lengths, table, *new, interleaved = arguments
+    key, value = stand_in(key_cache, table), stand_in(value_cache, table)
+    call = known.call._replace(query=query, key=key, value=value, **_options_of(_tensors_of(options)))
+    return Decode(call, key_cache, value_cache, lengths, table, known.added, *new, interleaved)
+
+
+def attend_packed(arguments: Packed, options: Arguments, *more: Any) -> Tensor | Any:
+    """What `attention_varlen` returns; more are return_lse, return_weights and the backend.
+
+    Args:
+        options: those that `attention` has too, but for key_mask and query_mask, which are among the arguments.
+    """
+    return_lse, return_weights, backend = more
+    named = asked.backend if backend is None else backend
+    *packed_tensors, max_seqlen_q, max_seqlen_k, key_mask, query_mask = arguments
+    tensors = *packed_tensors, *_tensors_of(options._replace(key_mask=key_mask, query_mask=query_mask))
+    lengths = max_seqlen_q, max_seqlen_k
+    flags = return_lse, return_weights, named, torch.is_grad_enabled()
+    numbers = *_numbers_of(options), *flags, *lengths
+    may_know = options.seed is None and all(x is None or type(x) is int for x in lengths)
+    known: Call | None = cache.recall(tensors, numbers) if may_know else None
+    if known is not None:
+        packed.check_values(arguments)
+        query, key, value = (x.transpose(0, 1)[None] for x in packed_tensors[:3])
+        offsets = dict(cu_seqlens_q=arguments.cu_seqlens_q, cu_seqlens_k=arguments.cu_seqlens_k)
+        call = known._replace(query=query, key=key, value=value, **offsets, **_options_of(tensors[_OFFSETS:]))
+        out, lse, weights = attention.run_on_cpu(call, return_lse, return_weights)
+        return packed_results(out, lse, weights)
+    check_flags(return_lse=return_lse, return_weights=return_weights)
+    call = packed.checked_packed(arguments, _without_tokens(options), return_weights, named is not None)
+    chosen = backends.choose(call, return_weights, named)
+    # Longest lengths that were read from these offsets say nothing of others.
+    if may_know and chosen.run is attention.run_on_cpu and (call.max_seqlen_q, call.max_seqlen_k) == lengths:
+        cache.remember(tensors, numbers, call)
+    out, lse, weights = chosen.run(call, return_lse, return_weights)
+    return packed_results(out, lse if return_lse else None, weights)
