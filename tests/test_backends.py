@@ -19,10 +19,68 @@ def draw(dtype=torch.float32, dim=8, device="cpu"):
     return [torch.randn(1, 2, 4, dim, dtype=dtype, device=device) for _ in range(3)]
 
 
-def test_a_call_on_the_cpu_takes_naive():
+def test_a_call_on_the_cpu_takes_cpu():
     said = fa.explain(*draw())
-    assert said.backend == "naive" and said.reasons["triton"]
-    assert str(said).startswith("takes naive\nnot hopper: ") and "\nnot triton: " in str(said)
+    assert said.backend == "cpu" and said.reasons["triton"] and said.tiles == {}
+    assert str(said).startswith("takes cpu\nnot hopper: ") and "\nnot triton: " in str(said)
+    assert said.reasons["naive"] == ["the tensors are not on a GPU and no backend is named"]
+    assert fa.explain(*draw(), backend="cpu").backend == "cpu"
+
+
+LEARNED = torch.zeros(2, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (dict(softcap=2.0), "it knows no softcap"),
+        (dict(dropout_p=0.5, seed=1), "it knows no dropout"),
+        (dict(bias=LEARNED[:, :1][None, :, None]), "it has no gradients of bias and alibi_slopes"),
+        (dict(alibi_slopes=LEARNED[:, 0]), "it has no gradients of bias and alibi_slopes"),
+        (dict(sinks=LEARNED[:, 0], return_weights=True), "it has no gradients of weights"),
+    ],
+    ids=["softcap", "dropout", "bias", "slopes", "weights"],
+)
+def test_what_cpu_does_not_take_naive_does(options, reason):
+    inputs = draw()
+    said = fa.explain(*inputs, **options)
+    assert said.backend == "naive" and said.reasons["cpu"] == [reason]
+    assert str(said).startswith("takes naive\n") and f"\nnot cpu: {reason}" in str(said)
+    named = fa.explain(*inputs, **options, backend="cpu")
+    assert named.backend is None and named.reasons["cpu"] == [reason]
+    assert named.reasons["naive"] == ["'cpu' is named, and what is named does not fall back"]
+    with pytest.raises(NotImplementedError, match=f"'cpu' cannot take this call: {reason}"):
+        fa.attention(*inputs, **options, backend="cpu")
+    got, want = (fa.attention(*inputs, **options, backend=name) for name in (None, "naive"))
+    pairs = zip(got, want, strict=True) if options.get("return_weights") else [(got, want)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_gradient_that_nobody_wants_is_no_reason():
+    with torch.no_grad():
+        assert fa.explain(*draw(), alibi_slopes=LEARNED[:, 0]).backend == "cpu"
+    assert fa.explain(*draw(), alibi_slopes=LEARNED[:, 0].detach(), return_weights=True).backend == "cpu"
+
+
+def test_a_cache_on_the_cpu_takes_cpu(monkeypatch):
+    taken = []
+    for name in ("cpu", "naive"):
+        known = backends.DECODERS[name]
+        spied = known._replace(run=lambda *call, known=known: taken.append(known.name) or known.run(*call))
+        monkeypatch.setitem(backends.DECODERS, name, spied)
+    query, *caches = draw()
+    given = dict(cache_seqlens=torch.tensor([3], dtype=torch.int32))
+    for options in ({}, dict(softcap=2.0)):
+        fa.attention_decode(query, *caches, **given, **options)
+    assert taken == ["cpu", "naive"]
+    with pytest.raises(NotImplementedError, match="'cpu' cannot take this call: it knows no softcap"):
+        fa.attention_decode(query, *caches, **given, softcap=2.0, backend="cpu")
+
+
+def test_cpu_refuses_tensors_elsewhere():
+    with pytest.raises(NotImplementedError, match="'cpu' cannot take this call: the tensors are on meta, not on a CPU"):
+        fa.attention(*draw(device="meta"), backend="cpu")
+    assert fa.explain(*draw(device="meta")).backend == "naive"
 
 
 def test_one_that_is_named_runs_or_says_why_not(device):
@@ -54,17 +112,19 @@ def test_use_backend_is_for_the_thread_and_the_call_wins(device):
         with fa.use_backend("naive"):
             assert fa.explain(*draw(device=device)).backend == "naive"
             with fa.use_backend(None):
-                assert fa.explain(*draw()).backend == "naive"
+                assert fa.explain(*draw()).backend == "cpu"
+        with fa.use_backend("cpu"):
+            assert fa.explain(*draw()).backend == "cpu"
         other = threading.Thread(target=lambda: seen.append(fa.explain(*draw()).backend))
         other.start(), other.join()
         with pytest.raises(NotImplementedError):
             fa.attention(*draw(dim=300, device=device))
-    assert seen == ["naive"] and fa.explain(*draw()).backend == "naive"
+    assert seen == ["cpu"] and fa.explain(*draw()).backend == "cpu"
     with pytest.raises(ValueError, match="^backend: "):
         fa.use_backend("fast")
     with pytest.raises(KeyError), fa.use_backend("triton"):
         raise KeyError
-    assert fa.explain(*draw()).backend == "naive"
+    assert fa.explain(*draw()).backend == "cpu"
 
 
 def test_use_backend_decorates():
@@ -102,7 +162,7 @@ def test_without_triton_the_reason_says_so():
         "except NotImplementedError as error: print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "takes naive" in said and said.count("Triton is not installed") == 3
+    assert "takes cpu" in said and said.count("Triton is not installed") == 3
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from .parts import Part, Rectangle, additive, has_holes, parts, rectangles
 
 INFINITE = float("inf")
 FEW = 64  # keys of float32 whose gradients are computed by the formula
+SAMPLE = 64  # values of a head that are looked at before all are
 OFF_CENTRE = 0.5  # values whose mean is more than this share of their size are centred
 
 
@@ -80,21 +81,21 @@ def _wide(call: Call) -> Call:
     return call._replace(query=query, key=key, value=value)
 
 
-def _centre(part: Part, value: Tensor) -> Tensor | None:
-    """(B, Hkv, 1, Dv): what a part's values have in common, 0 where that is little; None if it is everywhere."""
+def centre(value: Tensor) -> Tensor | None:
+    """(B, Hkv, 1, Dv): what the values of a head have in common, 0 where that is little; None if it is everywhere."""
     if value.dtype == torch.float64:
         return None
-    value = value[:, :, part.begin : part.end]
-    mean = value.new_full((1, value.shape[2]), 1 / max(1, value.shape[2])) @ value  # several times as fast as mean()
-    most = torch.linalg.vector_norm(value).item() * OFF_CENTRE / max(1, value.numel()) ** 0.5
-    low, high = torch.aminmax(mean)
+    some = value[:, :, :: max(1, value.shape[2] // SAMPLE)]  # enough to see that there is nothing in common
+    most = torch.linalg.vector_norm(some).item() * OFF_CENTRE / max(1, some.numel()) ** 0.5
+    low, high = torch.aminmax(some.mean(2))
     # One that is NaN or infinite is none.
     if not max(-low.item(), high.item()) > most or not most < INFINITE:
         return None
-    return mean.masked_fill_(mean.abs() <= most, 0.0)
+    mean = value.mean(2, keepdim=True)
+    return mean.masked_fill_(~(mean.abs() > most), 0.0)
 
 
-def _to_heads(x: Tensor, heads: int) -> Tensor:
+def to_heads(x: Tensor, heads: int) -> Tensor:
     """What each kv head has, for each query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
@@ -118,8 +119,13 @@ def _weights(call: Call, where: Rectangle, rows: Tensor, keys: Tensor) -> tuple[
     return weights.masked_fill_((lse == -INFINITE)[..., None], 0.0) if where.masked else weights, lse
 
 
+def is_few(call: Call) -> bool:
+    """Whether a call's keys are so few that gradients are computed by the formula."""
+    return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
+
+
 def _is_exact(where: Rectangle, query: Tensor) -> bool:
-    """Whether the gradients of a rectangle are computed by the formula."""
+    """The same of a rectangle."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
@@ -175,14 +181,14 @@ def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(output less what is the centre, lse, the centre or None) of all rows of a part."""
     call, columns = part.call, part.call.value.shape[3]
     tensors = _inputs(part, _columns(call))
-    centre = _centre(part, tensors[2]) if save else None
-    if centre is not None:
-        tensors[2] = tensors[2] - centre
-        centre = _to_heads(centre[..., :columns], call.query.shape[1])
+    common = centre(tensors[2][:, :, part.begin : part.end]) if save else None
+    if common is not None:
+        tensors[2] = tensors[2] - common
+        common = to_heads(common[..., :columns], call.query.shape[1])
     some, rows = list(rectangles(part)), call.query.shape[2]
     if len(some) == 1 and some[0].last - some[0].first == rows:
         out, lse = _attend(call, some[0], tensors, save)
-        return out[..., :columns], lse, centre
+        return out[..., :columns], lse, common
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
     lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
     before = None
@@ -194,24 +200,24 @@ def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
             more, more_lse = _merged(out[:, :, here], lse[:, :, here], more, more_lse)
         out[:, :, here], lse[:, :, here] = more, more_lse
         before = here
-    return out, lse, centre
+    return out, lse, common
 
 
-def _finished(call: Call, out: Tensor, lse: Tensor, centre: Tensor | None) -> Result:
+def _finished(call: Call, out: Tensor, lse: Tensor, common: Tensor | None) -> Result:
     """The Result of rows of a call: with the centre, without what query_mask hides, with sinks."""
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
         out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
     kept = out
-    if centre is not None:
-        out = (out + centre).masked_fill_((lse == -INFINITE)[..., None], 0.0)
+    if common is not None:
+        out = (out + common).masked_fill_((lse == -INFINITE)[..., None], 0.0)
     if call.sinks is not None:
         total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None])
         factor = (lse - total).exp_().masked_fill_(total == -INFINITE, 0.0)[..., None]
         # As of the centre, so that what is kept is still the output less that.
-        kept = kept if centre is None else (kept + centre.to(factor.dtype)) * factor - centre
+        kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
-    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and centre is not None else out)
+    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out)
 
 
 def at_once(call: Call) -> bool | None:
@@ -288,10 +294,11 @@ def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
     call, columns = part.call, _columns(part.call)
     tensors = _inputs(part, columns)
     grad_out, grad_lse, kept, lse = rows
-    if grad_out is not None and (centre := _centre(part, tensors[2])) is not None:
-        tensors[2] = tensors[2] - centre
+    common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
+    if common is not None:
+        tensors[2] = tensors[2] - common
         if kept.dtype != torch.bfloat16:
-            kept = kept - _to_heads(centre[..., : kept.shape[3]], kept.shape[1])
+            kept = kept - to_heads(common[..., : kept.shape[3]], kept.shape[1])
     some = list(rectangles(part))
     rows_of = [(where.first, where.last) for where in some]
     alone = call.sinks is None and len(set(rows_of)) == len(rows_of)

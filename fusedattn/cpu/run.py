@@ -45,10 +45,11 @@ def stats_columns(dtype: torch.dtype, width: int) -> int:
     return 1 + {torch.float16: width, torch.bfloat16: -(-width // 2)}.get(dtype, 0)
 
 
-def _stats(result: flash.Result, dtype: torch.dtype) -> Tensor:
-    lse = result.lse[..., None]
+def stats(result: flash.Result) -> Tensor:
+    """What a backward takes of a forward besides its output: (B, Hq, Sq, columns of `stats_columns`)."""
+    lse, dtype = result.lse[..., None], result.out.dtype
     if dtype.itemsize != 2:
-        return lse
+        return lse.contiguous()
     kept = result.kept
     if dtype == torch.bfloat16:
         kept = pad(kept, (0, kept.shape[-1] % 2)).contiguous().view(torch.float32)
@@ -56,7 +57,7 @@ def _stats(result: flash.Result, dtype: torch.dtype) -> Tensor:
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
-    """What `_stats` was made of."""
+    """What `stats` was made of."""
     if out.dtype.itemsize != 2:
         return out
     kept = stats[..., 1:]
@@ -70,8 +71,10 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     out, lse, _ = result
     nothing, columns = lse.new_empty(0), call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, lse, columns or 0) if need_weights else out.new_empty(0)
-    stats = _stats(result, out.dtype).contiguous() if save else nothing
-    return out, lse.contiguous() if need_lse else nothing, weights, stats.clone() if need_lse and save else stats
+    lse = lse.contiguous() if need_lse else nothing
+    kept = stats(result) if save else nothing
+    # No two results share memory.
+    return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
 
 
 @without_autocast

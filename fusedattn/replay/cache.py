@@ -28,11 +28,11 @@ from ..call.form import (
     watched,
 )
 from ..call.rules import check_flags, checked
-from ..cpu import run as cpu
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention
 from ..private import TensorGuards, any_autocast, can_replay, has_storage
+from .on_cpu import OnCpu, call_of
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
 RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
@@ -164,7 +164,7 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
     _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
-def find(tensors: tuple, numbers: tuple) -> "Replay | None":
+def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     """The Replay of a call that is like an earlier one.
 
     Args:
@@ -186,7 +186,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     return replay
 
 
-def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay | None":
+def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay | OnCpu | None":
     """The Replay of a call that one of REPLAYED would run, from its checked form.
 
     None if it has no signature, or one that was met less than RECORD_AFTER times.
@@ -206,7 +206,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay 
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
         on_cpu, on_hopper = run is attention.run_on_cpu, run is attention.run_on_hopper
-        replay = ReplayOnCpu(call, numbers) if on_cpu else Replay(call, numbers, on_hopper)
+        replay = OnCpu(call, numbers) if on_cpu else Replay(call, numbers, on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
     _known[signature] = replay
@@ -298,10 +298,7 @@ class Replay:
 
     def fields(self, tensors) -> Call:
         """The Call of tensors as the caller gave them."""
-        query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
-        bias, slopes, sinks = rank4(bias), rows(slopes), rows(sinks)
-        masks = rank4(mask), rows(key_mask), rows(query_mask)
-        return Call(query, key, value, bias, slopes, sinks, *masks, seed, block_mask, *self.numbers)
+        return call_of(tensors, self.numbers)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
         """Gradients of the first fields of a Call, None where there is no need.
@@ -359,49 +356,6 @@ class Replay:
         grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), self.backend, list(need))
         triples = zip(grads, tensors, need, strict=False)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
-
-
-class _OnCpu:
-    """A forward by the backend "cpu", which is not launched but computed, in the form of a Recording."""
-
-    def __init__(self, replay: "ReplayOnCpu", return_lse: bool, return_weights: bool):
-        self.fields, self.save, self.wanted = replay.fields, replay.save, (return_lse, return_weights)
-
-    def run(self, tensors: tuple) -> tuple:
-        """All tensors of a call by their numbers: those that it is made of, then its results."""
-        return *tensors, *cpu.forward(self.fields(tensors), *self.wanted, self.save)
-
-
-class ReplayOnCpu(Replay):
-    """What `Replay` is, by the backend "cpu": nothing is recorded, but what has been checked is not checked again."""
-
-    backend = "cpu"
-
-    def __init__(self, call, numbers: tuple):
-        self.device, self.numbers = call.query.device, call[TENSORS:]
-        self.drops = False
-        return_lse, return_weights, _, grad = numbers[-4:]
-        self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
-        self.out, self.lse, self.weights, self.stats = range(TENSORS, TENSORS + 4)
-        self.block_mask = None
-        self.results = [self.out, *[self.lse] * return_lse, *[self.weights] * return_weights]
-        self.inputs = [number for number, x in enumerate(call[:DIFFERENTIABLE]) if x is not None]
-        self.kept = [*(number for number, x in enumerate(call[:_BLOCK_MASK]) if x is not None), self.out, self.stats]
-        self.take_results, self.take_inputs, self.take_kept = (
-            itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
-        )
-        self.facts: list = []
-        self.forward = _OnCpu(self, return_lse, return_weights)
-
-    def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """As `Replay` has it."""
-        tensors = [*(kept.get(number) for number in range(_BLOCK_MASK)), None]
-        out, stats = kept[self.out], kept[self.stats]
-        if torch.is_grad_enabled() or watched() or not in_memory(x for x in incoming if x is not None):
-            return self._differentiate_slowly(kept, tensors, incoming, out, None, stats, need)
-        attention.check_saved(self.facts, attention.facts(kept.values()))
-        grads = cpu.backward(self.fields(tensors), incoming[:2], out, stats, need)
-        return [grad.reshape(x.shape) if needed else None for grad, x, needed in zip(grads, tensors, need, strict=False)]
 
 
 class _Differentiable(torch.autograd.Function):

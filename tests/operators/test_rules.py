@@ -1,5 +1,6 @@
 """Operators that are called by their names are as safe as the functions: what is wrong raises before a launch."""
 
+import contextlib
 import io
 
 import pytest
@@ -8,6 +9,7 @@ from torch.autograd import forward_ad
 
 import fusedattn as fa
 from fusedattn.call.form import DIFFERENTIABLE, WHOLE
+from fusedattn.cpu import cached, flash
 from fusedattn.operators.namespace import OPERATORS
 
 from ..inside import fields, leaves, same
@@ -62,6 +64,7 @@ RIGHT = {  # arguments that an operator takes
     "append": CACHES | dict(new_key=ones(B, HKV, 1, D), new_value=ones(B, HKV, 1, DV)) | TURNING | ON,
     "decode": dict(query=ones(B, HQ, SQ, D)) | CACHES | dict(added=1) | TURNING | OPTIONS | NUMBERS,
 }
+NO_GRADIENT = "False for {}, of which the backend 'cpu' has no gradient"
 KNOWN = "'hopper', 'triton' or 'cpu', got"
 WRONG = {  # argument that is named, error, what the sentence must say, what is changed
     "forward": [
@@ -219,6 +222,137 @@ def test_a_wrong_argument_is_named_before_a_launch(name, device, monkeypatch):
             assert text in message
 
 
+ON_CPU = dict(backend="cpu")
+RIGHT_ON_CPU = {name: RIGHT[name] | ON_CPU for name in ("forward", "packed forward", "backward", "append", "decode")}
+RIGHT_ON_CPU["backward"] |= dict(grad_weights=None, stats=ones(B, HQ, SQ, 1))
+NOISE = dict(dropout_p=0.5, seed=torch.ones(1).long())
+WRONG_ON_CPU = {
+    "forward": [
+        ("query", ValueError, "rank 4, got (3, 8)", dict(query=ones(SQ, D))),
+        ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0)),
+        ("backend", ValueError, "another where it knows no dropout", NOISE),
+        ("backend", ValueError, "are on meta, not on a CPU", moved(DENSE, "meta")),
+    ],
+    "packed forward": [
+        ("cu_seqlens_k", TypeError, "a tensor, got NoneType", dict(cu_seqlens_k=None)),
+        ("max_seqlen_k", ValueError, "an int beside", dict(max_seqlen_q=4, key_mask=bools(1, TK))),
+        ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0)),
+    ],
+    "backward": [
+        ("grad_weights", ValueError, "None by the backend 'cpu'", dict(grad_weights=INCOMING["grad_weights"])),
+        ("stats", ValueError, "shape (2, 4, 3, 1), as forward returns it", dict(stats=KEPT["stats"])),
+        ("need", ValueError, "False for alibi_slopes, which is None", dict(need=[False] * 4 + [True, False])),
+        ("need", ValueError, NO_GRADIENT.format("bias"), dict(bias=MASKS["bias"], need=[True] * 4 + [False] * 2)),
+        (
+            "need",
+            ValueError,
+            NO_GRADIENT.format("alibi_slopes"),
+            dict(alibi_slopes=ones(1, HQ), need=[False] * 4 + [True, False]),
+        ),
+        ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0)),
+        ("backend", ValueError, "another where it knows no dropout", NOISE),
+    ],
+    "append": [("new_key", ValueError, "shape (2, 2, new, 8)", dict(new_key=ones(B, 1, 1, D)))],
+    "decode": [
+        ("query", ValueError, "rank 4", dict(query=ones(HQ, SQ, D))),
+        ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ON_CPU)
+def test_a_wrong_argument_is_named_before_anything_is_computed_on_a_cpu(name, monkeypatch):
+    operator(name)(**RIGHT_ON_CPU[name])
+    for module, function in ((flash, "forward"), (flash, "backward"), (cached, "append")):
+        monkeypatch.setattr(module, function, None)  # a call would fail
+    for argument, error, text, changed in WRONG_ON_CPU[name]:
+        with pytest.raises(error) as raised:
+            operator(name)(**RIGHT_ON_CPU[name] | changed)
+        message = str(raised.value)
+        assert message.startswith(f"{argument}: expected ") and ", got " in message and "\n" not in message, message
+        assert text in message
+
+
+HOSTILE = {
+    "beyond": ((0, 3, 50, 100), (0, 2, 2**31 - 1, 2**31 - 1)),
+    "negative": ((-5, -3, 2, 7), (-(2**31), 0, 4, 9)),
+    "both": ((-1, 2, 6, 8), (-9, 3, 9, 10)),
+    "decreasing": ((0, 5, 2, 7), (0, 6, 3, 9)),
+    "all decreasing": ((7, 5, 2, 0), (9, 6, 3, 0)),
+    "anywhere": ((4, 100, -7, 3), (9, 0, 2**31 - 1, -1)),
+}
+HIDING = {
+    "plain": lambda rows, keys: {},
+    "causal": lambda rows, keys: dict(right=0),
+    "window": lambda rows, keys: dict(left=2, right=1, top_left=True),
+    "tokens": lambda rows, keys: dict(key_mask=torch.rand(1, TK) < 0.7, query_mask=torch.rand(1, TQ) < 0.7),
+    "mask": lambda rows, keys: dict(mask=torch.rand(3, 1, rows, keys) < 0.7),
+    "bias": lambda rows, keys: dict(bias=torch.randn(1, HQ, rows, keys), sinks=torch.randn(1, HQ)),
+}
+
+
+def _among_nan(*shape):
+    """A tensor of some tokens, and all of its memory: others before and behind them are NaN."""
+    heads, tokens, columns = shape
+    whole = torch.full((1, heads, 3 * tokens, columns), float("nan"))
+    part = whole[:, :, tokens : 2 * tokens]
+    return part.copy_(torch.randn(part.shape)), whole
+
+
+def _packed_on_cpu(inputs, offsets, most, need_weights, options):
+    """Everything that both passes give."""
+    longest = dict(zip(LONGEST, most, strict=True))
+    cu_seqlens = {name: ints(*x) for name, x in zip(OFFSETS, offsets, strict=True)}
+    call = fields(*inputs, **cu_seqlens, **longest, **options)
+    kept = OPERATORS.forward(*call, True, need_weights, True, "cpu")
+    out, lse, weights, stats = kept
+    incoming = out.cos(), lse.nan_to_num(0, 0, 0).cos(), None
+    return *kept, *OPERATORS.backward(*incoming, out, weights, stats, *call, "cpu", WANTED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("wrong", HOSTILE)
+def test_wrong_offsets_read_and_write_nothing_outside_on_a_cpu(wrong, hiding, dtype):
+    """What is before and behind the tokens is NaN, and stays; offsets beyond either end are as if they were there."""
+    made = [_among_nan(*shape) for shape in ((HQ, TQ, D), (HKV, TK, D), (HKV, TK, DV))]
+    wholes = [whole.to(dtype) for _, whole in made]
+    inputs = [whole[:, :, n : 2 * n] for whole, n in zip(wholes, (TQ, TK, TK), strict=True)]
+    before, options = [whole.clone() for whole in wholes], HIDING[hiding](TQ, TK)
+    got = _packed_on_cpu(inputs, HOSTILE[wrong], (TQ, TK), True, options)
+    assert not any(x.isnan().any() for x in got)
+    for x, was in zip(wholes, before, strict=True):
+        torch.testing.assert_close(x, was, rtol=0, atol=0, equal_nan=True)
+    inside = [[min(max(x, 0), n) for x in each] for each, n in zip(HOSTILE[wrong], (TQ, TK), strict=True)]
+    assert all(map(torch.equal, got, _packed_on_cpu(inputs, inside, (TQ, TK), True, options)))
+
+
+@pytest.mark.parametrize("most", [(4, 4), (1, 4), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("hiding", ["plain", "mask", "bias"])
+@pytest.mark.parametrize("wrong", HOSTILE)
+def test_sequences_longer_than_the_longest_raise_or_are_right_on_a_cpu(wrong, hiding, most):
+    inputs = [_among_nan(*shape)[0] for shape in ((HQ, TQ, D), (HKV, TK, D), (HKV, TK, DV))]
+    for need_weights in (False, True):
+        with contextlib.suppress(RuntimeError):
+            got = _packed_on_cpu(inputs, HOSTILE[wrong], most, need_weights, HIDING[hiding](*most))
+            assert not any(x.isnan().any() for x in got)
+
+
+@pytest.mark.parametrize("lengths", [(-5, 4), (2**31 - 1, 2), (-(2**31), 5)], ids=str)
+@pytest.mark.parametrize("pages", [None, ((0, 1), (2, 2)), ((-1, 2**31 - 1), (-(2**31), 3))], ids=str)
+def test_wrong_lengths_and_pages_read_and_write_nothing_outside_on_a_cpu(lengths, pages):
+    count = 3 if pages else B
+    wholes = [torch.full((3 * count, HKV, 4, n), float("nan")) for n in (D, DV)]
+    caches = [whole[count : 2 * count].normal_() for whole in wholes]
+    given = dict(key_cache=caches[0], value_cache=caches[1], cache_seqlens=ints(*lengths))
+    given["block_table"] = None if pages is None else ints(*pages)
+    operator("append")(**RIGHT_ON_CPU["append"] | given)
+    out, lse = operator("decode")(**RIGHT_ON_CPU["decode"] | given | dict(right=0))
+    assert out.isfinite().all() and not lse.isnan().any()
+    for whole in wholes:
+        assert whole[:count].isnan().all() and whole[2 * count :].isnan().all()
+
+
 def test_arguments_that_passed_are_not_looked_at_again_and_others_are(device, monkeypatch):
     from fusedattn.operators import namespace
 
@@ -238,12 +372,21 @@ def _dense(device):
     return [torch.randn_like(x) for x in (query, key, value)]
 
 
+@pytest.fixture(params=["triton", "cpu"])
+def backend(request, device):
+    if request.param == "cpu" != device:
+        pytest.skip("about CPU tensors")
+    return request.param
+
+
 @pytest.mark.parametrize("options", [{}, dict(dropout_p=0.5, seed=3)], ids=["plain", "dropout"])
-def test_a_forward_that_saved_nothing_has_its_gradient(options, device):
+def test_a_forward_that_saved_nothing_has_its_gradient(options, device, backend):
+    if backend == "cpu" and options:
+        pytest.skip("it knows no dropout")
     inputs = leaves(*_dense(device))
     given = dict(options, seed=torch.tensor([3], device=device)) if options else {}
-    out, *_ = OPERATORS.forward(*fields(*inputs, right=0, **given), False, False, False, "triton")
-    want = fa.attention(*inputs, causal=True, scale=0.25, **options, backend="triton")
+    out, *_ = OPERATORS.forward(*fields(*inputs, right=0, **given), False, False, False, backend)
+    want = fa.attention(*inputs, causal=True, scale=0.25, **options, backend=backend)
     got, want = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, want))
     same(got, want, atol=1e-6)
 
@@ -276,16 +419,16 @@ def test_a_program_exported_without_gradients_has_them(device):
 
 
 @pytest.mark.parametrize("transform", ["dual", "jvp", "grad"])
-def test_a_tangent_is_not_dropped_in_silence(transform, device):
+def test_a_tangent_is_not_dropped_in_silence(transform, device, backend):
     query, key, value = _dense(device)
-    kept = OPERATORS.forward(*fields(query, key, value), False, False, True, "triton")
+    kept = OPERATORS.forward(*fields(query, key, value), False, False, True, backend)
 
     def forward(x):
-        return OPERATORS.forward(*fields(x, key, value), False, False, False, "triton")[0].sum()
+        return OPERATORS.forward(*fields(x, key, value), False, False, False, backend)[0].sum()
 
     def backward(x):
         incoming = kept[0], None, None, kept[0], kept[2], kept[3]
-        return OPERATORS.backward(*incoming, *fields(x, key, value), "triton", WANTED)[0].sum()
+        return OPERATORS.backward(*incoming, *fields(x, key, value), backend, WANTED)[0].sum()
 
     for function in (forward, backward):
         with pytest.raises(NotImplementedError, match="jvp|torch.func"):
@@ -299,9 +442,9 @@ def test_a_tangent_is_not_dropped_in_silence(transform, device):
 
 
 @pytest.mark.parametrize("name", ["append", "decode"])
-def test_what_has_no_derivative_says_so(name, device):
+def test_what_has_no_derivative_says_so(name, device, backend):
     wanted = "new_key" if name == "append" else "query"
-    given = moved(RIGHT[name], device)
+    given = moved(RIGHT[name] | dict(backend=backend), device)
     given[wanted] = given[wanted].clone().requires_grad_()
     with pytest.raises(ValueError, match=f"{wanted}: expected a tensor without a gradient"):
         operator(name)(**given)
@@ -331,22 +474,26 @@ def test_vmap_of_nothing(sizes, device):
     same(total("triton"), total("naive"))
 
 
-def test_a_second_derivative_of_nothing_that_came_is_nothing(device):
+def test_a_second_derivative_of_nothing_that_came_is_nothing(device, backend):
     """By name a backward may be asked for gradients without one that comes in."""
     query, key, value = leaves(*_dense(device))
     call = fields(query, key, value)
     with torch.no_grad():
-        out, _, weights, stats = OPERATORS.forward(*call, False, False, True, "triton")
-    grads = OPERATORS.backward(None, None, None, out, weights, stats, *call, "triton", WANTED)
+        out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
+    grads = OPERATORS.backward(None, None, None, out, weights, stats, *call, backend, WANTED)
     assert all((x == 0).all() for x in grads[:3])
     again = torch.autograd.grad(grads[0].sum(), (query, key, value), allow_unused=True)
     assert all(x is None or not x.any() for x in again)
 
 
 @pytest.mark.parametrize(
-    "dtype, width, columns", [(torch.float32, 64, 2), (torch.float16, 64, 18), (torch.bfloat16, 5, 4)]
+    "dtype, width, columns, on_cpu",
+    [(torch.float32, 64, 2, 1), (torch.float16, 64, 18, 65), (torch.bfloat16, 5, 4, 4), (torch.float64, 64, 2, 1)],
 )
-def test_columns_that_a_forward_keeps(dtype, width, columns):
+def test_columns_that_a_forward_keeps(dtype, width, columns, on_cpu):
     from fusedattn.operators.attention import stats_columns
 
-    assert stats_columns(dtype, width) == columns
+    assert stats_columns(dtype, width) == columns and stats_columns(dtype, width, "cpu") == on_cpu
+    query, key = torch.randn(1, 2, 3, 8, dtype=dtype), torch.randn(1, 2, 3, width, dtype=dtype)
+    *_, stats = OPERATORS.forward(*fields(query, query, key), False, False, True, "cpu")
+    assert stats.shape == (1, 2, 3, on_cpu)

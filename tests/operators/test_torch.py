@@ -180,11 +180,14 @@ def test_a_scale_that_varies_compiles(device, backend, fresh):
         same([step(scale)], [fa.attention(*inputs, scale=scale, backend=backend)])
 
 
-def test_the_operators_have_their_derivative_when_called_by_name(device):
+@pytest.mark.parametrize("by_name", ["triton", "cpu"])
+def test_the_operators_have_their_derivative_when_called_by_name(by_name, device):
+    if by_name == "cpu" != device:
+        pytest.skip("about CPU tensors")
     query, key, value = draw(device, requires_grad=True)
-    arguments = (*fields(query, key, value, right=0), True, False, True, "triton")
+    arguments = (*fields(query, key, value, right=0), True, False, True, by_name)
     out, lse, *_ = torch.ops.fusedattn.forward(*arguments)
-    want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend="triton")
+    want, want_lse = fa.attention(query, key, value, causal=True, scale=0.25, return_lse=True, backend=by_name)
     both = [
         torch.autograd.grad(a.sum() + b[..., 1:].sum(), (query, key, value)) for a, b in ((out, lse), (want, want_lse))
     ]

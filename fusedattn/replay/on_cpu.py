@@ -1,0 +1,82 @@
+"""Runs a call like an earlier one by the backend "cpu": nothing is recorded, but what was checked is not checked again."""
+
+import torch
+from torch import Tensor
+
+from ..call.form import DIFFERENTIABLE, Call, in_memory, rank4, results, rows, watched
+from ..call.layout import arrange
+from ..cpu import flash
+from ..operators import attention
+from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
+
+
+def call_of(tensors: tuple, numbers: tuple) -> Call:
+    """The Call of tensors as the caller gave them, and of the other fields of a Call."""
+    query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
+    bias, slopes, sinks = rank4(bias), rows(slopes), rows(sinks)
+    masks = rank4(mask), rows(key_mask), rows(query_mask)
+    return Call(query, key, value, bias, slopes, sinks, *masks, seed, block_mask, *numbers)
+
+
+class OnCpu:
+    """Calls of one signature by the backend "cpu"."""
+
+    backend = "cpu"
+
+    def __init__(self, call: Call, numbers: tuple):
+        self.wanted, self.numbers = numbers[-4:-2], call[_TENSORS:]
+        save = numbers[-1] and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
+        self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
+        self.facts: list = []  # of what is saved
+        self.causal = None if any(self.wanted) or (save and flash.is_few(call)) else flash.at_once(call)
+
+    def __call__(self, tensors: tuple):
+        """What `attention` returns of a call with this signature."""
+        if self.causal is None:
+            out, lse, weights = attention.run_on_cpu(call_of(tensors, self.numbers), *self.wanted)
+            return results(4, out, lse, weights)
+        query, key, value = tensors[:3]
+        if self.save:
+            return _at_once(self, query, key, value)
+        out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, attn_mask=None, scale=self.scale)
+        return out if self.as_is else arrange(out, query)
+
+
+class _AtOnce(torch.autograd.Function):
+    """A call that is one call of PyTorch's kernel, by its OnCpu."""
+
+    @staticmethod
+    def forward(ctx, known: OnCpu, query: Tensor, key: Tensor, value: Tensor):
+        centre = flash.centre(value)
+        centred = value if centre is None else value - centre
+        kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, attn_mask=None, scale=known.scale)
+        out = kept if centre is None else kept + flash.to_heads(centre, query.shape[1])
+        out = out if known.as_is else arrange(out, query)
+        ctx.known = known
+        ctx.save_for_backward(query, key, value, out, lse, centre, None if centre is None else kept)
+        known.facts = known.facts or attention.facts((query, key, value, out, lse))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, lse, centre, kept = ctx.saved_tensors
+        attention.check_saved(ctx.known.facts, attention.facts((query, key, value, out, lse)))
+        known, need = ctx.known, ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled() or watched() or not in_memory((grad_out,)):
+            fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), known.numbers)
+            stats = attention.cpu.stats(flash.Result(out, lse, out if kept is None else kept))
+            incoming = grad_out, None, None, out, out.new_empty(0), stats
+            grads = attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])
+        else:
+            centred = value if centre is None else value - centre
+            grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+            tensors = grad_out, query, key, centred, out if kept is None else kept, lse
+            grads = flash_attention_for_cpu_backward(
+                *tensors, 0.0, known.causal, attn_mask=None, scale=known.scale
+            )  # fmt: skip
+        return None, *(grad if needed else None for grad, needed in zip(grads, need, strict=False))
+
+
+_TENSORS = Call._fields.index("cu_seqlens_q")  # of a Call that is not packed
+# `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.
+_at_once = super(torch.autograd.Function, _AtOnce).apply
