@@ -2,10 +2,11 @@
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691, in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of PyTorch.
 It is held to the rule of `testing.tolerance`, which needs three things more. Gradients of the scores of a row add up to
-that of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common; so
-where gradients are wanted values are centred: then it depends on what they have not in common. The kernel's exponentials
-of float32 are right to 2**-20 only, which few keys do not average, so gradients of few keys are computed by the formula.
-And both passes compute a score in the same way, or its weight would differ: in products of as many columns.
+that of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common. So
+outputs of bfloat16, which are rounded before the backward takes them, are kept less what the values have in common. The
+kernel's exponentials of float32 are right to 2**-20 only, which few keys do not average, so gradients of few keys are
+computed by the formula. And both passes compute a score in the same way, in products of as many columns, or its weight
+would differ.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from .parts import Part, Rectangle, additive, has_holes, parts, rectangles
 
 INFINITE = float("inf")
 FEW = 64  # keys of float32 whose gradients are computed by the formula
-SAMPLE = 64  # values of a head that are looked at before all are
+SAMPLE = 64  # keys whose values are looked at before all are
 OFF_CENTRE = 0.5  # values whose mean is more than this share of their size are centred
 
 
@@ -82,10 +83,10 @@ def _wide(call: Call) -> Call:
 
 
 def centre(value: Tensor) -> Tensor | None:
-    """(B, Hkv, 1, Dv): what the values of a head have in common, 0 where that is little; None if it is everywhere."""
-    if value.dtype == torch.float64:
+    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere."""
+    if value.dtype != torch.bfloat16:
         return None
-    some = value[:, :, :: max(1, value.shape[2] // SAMPLE)]  # enough to see that there is nothing in common
+    some = value[:, :, :SAMPLE]  # enough to see that there is nothing in common
     most = torch.linalg.vector_norm(some).item() * OFF_CENTRE / max(1, some.numel()) ** 0.5
     low, high = torch.aminmax(some.mean(2))
     # One that is NaN or infinite is none.
@@ -297,8 +298,6 @@ def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
         tensors[2] = tensors[2] - common
-        if kept.dtype != torch.bfloat16:
-            kept = kept - to_heads(common[..., : kept.shape[3]], kept.shape[1])
     some = list(rectangles(part))
     rows_of = [(where.first, where.last) for where in some]
     alone = call.sinks is None and len(set(rows_of)) == len(rows_of)
