@@ -353,11 +353,11 @@ def backward(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
     rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(lse == -INFINITE, INFINITE))  # where no weight is but 0
     split = parts(call)
-    if len(split) == 1 and split[0].call is call:
+    if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
         grads = _backward(split[0], rows)
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
-        for part in split:
+        for part in split if not (grad_out is grad_lse is None) else ():
             of_part = Incoming(*(None if x is None else part.of_rows(x) for x in rows))
             views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
             for view, grad in zip(views, _backward(part, of_part), strict=True):

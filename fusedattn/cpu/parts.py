@@ -120,25 +120,38 @@ def _own(x: Tensor | None, start: int, stop: int) -> Tensor | None:
 def _of_sequences(call: Call) -> list[Part]:
     """Packed sequences: consecutive ones of the same lengths are one part."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    rows = call.cu_seqlens_q.clamp(0, call.query.shape[2]).tolist()
-    keys = call.cu_seqlens_k.clamp(0, call.key.shape[2]).tolist()
-    starts = list(zip(rows, keys, strict=True))
-    lengths = [(i - before_i, j - before_j) for (before_i, before_j), (i, j) in zip(starts, starts[1:], strict=False)]
+    rows, keys = call.cu_seqlens_q, call.cu_seqlens_k
+    # Nobody may have checked them: as much as lies inside, and no sequence is longer than the longest.
+    starts = list(zip(*(x.clamp(0, n).tolist() for x, n in ((rows, _shape(call)[0]), (keys, _shape(call)[1])))))
+    most = call.max_seqlen_q, call.max_seqlen_k
+    lengths = [
+        tuple(min(b - a, b - a if n is None else n) for a, b, n in zip(*each, strict=True))
+        for each in zip(starts, starts[1:], [most] * len(starts), strict=False)
+    ]
     made, start = [], 0
     while start < len(lengths):
-        stop = start + 1
-        while stop < len(lengths) and lengths[stop] == lengths[start]:
+        stop, (own_rows, own_keys) = start + 1, lengths[start]
+        while (
+            stop < len(lengths)
+            and lengths[stop] == lengths[start]
+            and starts[stop] == (starts[stop - 1][0] + own_rows, starts[stop - 1][1] + own_keys)
+        ):
             stop += 1
-        if min(lengths[start]) > 0:
-            made += _alike(call, starts, start, stop, *lengths[start])
+        if own_rows > 0 and own_keys > 0:
+            made.append(_alike(call, starts[start], start, stop, own_rows, own_keys))
         start = stop
     return made
 
 
-def _alike(call, starts, start, stop, rows, keys) -> list[Part]:
-    """Sequences start .. stop - 1 of a packed call, each of so many rows and keys."""
-    (first, begin), (last, end) = starts[start], starts[stop]
-    part = Part(call, 0, rows, 0, keys, slice(None), slice(first, last), slice(begin, end), stop - start if stop - start > 1 else 0)
+def _shape(call: Call) -> tuple[int, int]:
+    return call.query.shape[2], call.key.shape[2]
+
+
+def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int, keys: int) -> Part:
+    """Sequences start .. stop - 1 of a packed call, each of so many rows and keys, the first of which is at `place`."""
+    (first, begin), count = place, stop - start
+    where = slice(first, first + count * rows), slice(begin, begin + count * keys)
+    part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
 
     def pairs(x):
         x = _own(x, start, stop)
@@ -148,7 +161,7 @@ def _alike(call, starts, start, stop, rows, keys) -> list[Part]:
         return x if x.shape[3] == 1 else x[..., :keys]
 
     def tokens(x, where, length):
-        return None if x is None else x[0, where].unflatten(0, (stop - start, length))
+        return None if x is None else x[0, where].unflatten(0, (count, length))
 
     made = call._replace(
         query=part.of_rows(call.query),
@@ -162,7 +175,7 @@ def _alike(call, starts, start, stop, rows, keys) -> list[Part]:
         cu_seqlens_q=None,
         cu_seqlens_k=None,
     )
-    return [part._replace(call=made)]
+    return part._replace(call=made)
 
 
 def rectangles(part: Part) -> Iterator[Rectangle]:

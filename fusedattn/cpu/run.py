@@ -69,10 +69,10 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     """(output, lse, weights, stats) of a call; what is not needed is empty."""
     result = flash.forward(call, save)
     out, lse, _ = result
-    nothing, columns = lse.new_empty(0), call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, lse, columns or 0) if need_weights else out.new_empty(0)
-    lse = lse.contiguous() if need_lse else nothing
-    kept = stats(result) if save else nothing
+    kept = stats(result) if save else lse.new_empty(0)
+    lse = lse.contiguous() if need_lse else lse.new_empty(0)
     # No two results share memory.
     return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
 

@@ -267,7 +267,7 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     made = prepared(call, _wide(call))
     out, lse = _blocks(made, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
-    weights = _all(made, False, True)[2].to(call.query.dtype) if need_weights else None
+    weights = _all(made, False, True)[2].to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 
 

@@ -89,7 +89,9 @@ def _check_decode(*arguments):
     *caches, added, cos, sin, interleaved = arguments[:9]
     caches_and_angles = CacheArguments(*caches, None, None, cos, sin, interleaved)
     rules.check_caches(caches_and_angles, added)
-    rules.check_call(_call(*arguments), keys=capacity(caches_and_angles))
+    call = _call(*arguments)
+    rules.check_call(call, keys=capacity(caches_and_angles))
+    rules.check_backend(call, arguments[-1])
 
 
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"

@@ -133,10 +133,10 @@ def check_forward(*arguments: Any) -> None:
     *fields, _, need_weights, _, backend = arguments
     call = Call(*fields)
     check_call(call, need_weights)
-    _check_backend(call, backend)
+    check_backend(call, backend)
 
 
-def _check_backend(call: Call, backend: str) -> None:
+def check_backend(call: Call, backend: str) -> None:
     """Raise for a backend that no kernel has, or that cannot take a call."""
     if backend not in ("hopper", "triton", "cpu"):
         fail(ValueError, "backend", "'hopper', 'triton' or 'cpu'", repr(backend))
@@ -156,7 +156,7 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
     grad_out, grad_lse, grad_weights, out, weights, stats, *fields, backend, need = arguments
     call, needs_weights = Call(*fields), grad_weights is not None
     check_call(call, needs_weights)
-    _check_backend(call, backend)
+    check_backend(call, backend)
     if backend == "cpu" and needs_weights:
         fail(ValueError, "grad_weights", "None by the backend 'cpu', which has no gradients of weights", "a tensor")
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
@@ -223,7 +223,7 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
 
 def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend) -> None:
     """Check the arguments of `append`."""
-    _check_backend(Call(new_key, new_key, new_value), backend)
+    check_backend(Call(new_key, new_key, new_value), backend)
     new, turning = (new_key, new_value), (cos, sin, interleaved)
     arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
     apply(NEW_KEY_CACHE, arguments, arguments)

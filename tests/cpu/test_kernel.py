@@ -1,0 +1,210 @@
+"""What PyTorch's kernel for CPUs does, in a process of its own where that ends it, and what is made of it."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.cpu import parts
+from fusedattn.call.form import Arguments
+from fusedattn.call.packed import Packed, checked_packed
+from fusedattn.call.rules import checked
+from fusedattn.private import flash_attention_for_cpu
+
+INFINITE = float("inf")
+
+
+def draw(*shape, **more):
+    return [torch.randn(shape, **more) for _ in range(3)]
+
+
+def naive(*inputs, **options):
+    return fa.reference.attention(*inputs, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("sizes", itertools.product((0, 2), (0, 2), (0, 3), (0, 3)), ids=str)
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(sinks=True), dict(key_mask=True)], ids=str)
+def test_sizes_of_zero(sizes, options):
+    """The kernel ends the process."""
+    batch, heads, rows, keys = sizes
+    query, key = torch.randn(batch, heads, rows, 8), torch.randn(batch, heads, keys, 8)
+    if "sinks" in options:
+        options = dict(sinks=torch.randn(heads))
+    if "key_mask" in options:
+        options = dict(key_mask=torch.zeros(keys, dtype=torch.bool))
+    leaves = [x.requires_grad_() for x in (query, key, key.clone())]
+    out, lse = fa.attention(*leaves, **options, return_lse=True, backend="cpu")
+    grads = torch.autograd.grad(out.sum() + lse.nan_to_num(0, 0, 0).sum(), leaves)
+    want = naive(*leaves, **options)
+    torch.testing.assert_close((out, lse), want)
+    assert [x.shape for x in grads] == [x.shape for x in leaves]
+
+
+def test_the_kernel_ends_the_process_without_rows():
+    script = f"import torch; torch.ops.aten.{flash_attention_for_cpu}(*[torch.zeros(1, 1, 0, 8)] * 3)".replace("aten.aten.", "aten.")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
+    if ended.returncode == 0:
+        pytest.skip("this version of PyTorch has learnt better: `parts` need not leave calls of nothing out")
+    assert ended.returncode < 0
+
+
+STRIDED = {
+    "every second column": lambda x: torch.stack((x, x), -1)[..., 0],
+    "columns apart": lambda x: x.mT.contiguous().mT,
+    "reversed order": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "expanded": lambda x: x[:, :1].expand_as(x),
+    "a slice": lambda x: torch.cat((x, x, x), 2)[:, :, 40:80],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_strides(name, causal):
+    """The kernel reads another last stride than 1 as if it were 1."""
+    leaves = [STRIDED[name](x).requires_grad_() for x in draw(2, 4, 40, 16)]
+    incoming = STRIDED[name](torch.randn(2, 4, 40, 16))
+    for _ in range(3):  # the first call, and those like it
+        results = {}
+        for backend in ("cpu", "naive"):
+            out = fa.attention(*leaves, causal=causal, backend=backend)
+            results[backend] = out, *torch.autograd.grad(out, leaves, incoming)
+        torch.testing.assert_close(results["cpu"], results["naive"], atol=2e-5, rtol=1e-5)
+        assert all(x.stride() == y.stride() for x, y in zip(results["cpu"][:1], results["naive"], strict=False))
+
+
+@pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)
+def test_rows_that_see_nothing_at_first_or_at_all(hidden):
+    """The kernel walks 512 keys at a time; of a row that sees none it says that lse is 0."""
+    inputs = draw(1, 2, 20, 16)
+    inputs[1:] = draw(1, 2, 640, 16)[:2]
+    mask = torch.ones(20, 640, dtype=torch.bool)
+    mask[:, hidden] = False
+    mask[5] = False
+    out, lse = fa.attention(*inputs, mask=mask, return_lse=True, backend="cpu")
+    assert (out[:, :, 5] == 0).all() and (lse[:, :, 5] == -INFINITE).all()
+    torch.testing.assert_close((out, lse), naive(*inputs, mask=mask), atol=2e-6, rtol=1e-5)
+
+
+def test_an_lse_of_0_is_no_row_that_sees_nothing():
+    query, key, value = torch.zeros(1, 1, 4, 8), torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+    mask = torch.tensor([[True], [False], [True], [False]])
+    out, lse = fa.attention(query, key, value, mask=mask, return_lse=True, backend="cpu")
+    assert lse.flatten().tolist() == [0.0, -INFINITE, 0.0, -INFINITE]
+    assert torch.equal(out[0, 0, 0], value[0, 0, 0]) and (out[0, 0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_bias_in_another_dtype(dtype):
+    """The kernel reads a mask of float32 beside a query of float64 as if it were float64."""
+    inputs = draw(1, 2, 40, 16, dtype=dtype)
+    for of in (torch.float32, torch.float64, dtype):
+        bias = torch.randn(40, 40, dtype=of)
+        got = fa.attention(*inputs, bias=bias, backend="cpu")
+        want = fa.reference.attention(*(x.double() for x in inputs), bias=bias.double())
+        torch.testing.assert_close(got.double(), want, atol=8 * torch.finfo(dtype).eps, rtol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_turns_the_kernels_causal_mask_into_infinity(scale):
+    inputs = draw(1, 2, 90, 16)
+    got = fa.attention(*inputs, scale=scale, causal=True, return_lse=True, backend="cpu")
+    torch.testing.assert_close(got, naive(*inputs, scale=scale, causal=True), atol=2e-6, rtol=1e-5)
+
+
+def scores_of(call):
+    """How many scores of one head the kernel computes for a call, the causal half of a square as half."""
+    total = 0
+    for part in parts.parts(call):
+        for where in parts.rectangles(part):
+            area = (where.last - where.first) * (where.end - where.begin)
+            total += part.call.query.shape[0] * (area // 2 if where.causal else area)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 1.0),
+        (dict(causal=True), 0.5),
+        (dict(window=(64, 0)), 0.3),
+        (dict(window=(0, 64)), 0.3),
+        (dict(window=(64, 64)), 0.5),
+        (dict(key_mask=torch.arange(512) < 256), 0.5),
+        (dict(key_mask=torch.arange(512) >= 256), 0.5),
+        (dict(key_mask=torch.arange(512) < 256, query_mask=torch.arange(512) < 256), 0.25),
+        (dict(key_mask=torch.arange(512) < torch.tensor([[64], [448]])), 0.5),
+        (dict(causal=True, key_mask=torch.arange(512) < 256), 0.45),
+    ],
+    ids=str,
+)
+def test_what_is_hidden_is_not_computed(options, share):
+    call = checked(Arguments(*draw(2, 1, 512, 16), **options))
+    assert scores_of(call) <= share * 2 * 512 * 512 + 512
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(512, 700), (700, 512), (1, 512), (5, 512)])
+def test_rows_and_keys_of_other_numbers(rows, keys):
+    query, (key, value, _) = torch.randn(1, 2, rows, 16), draw(1, 2, keys, 16)
+    for align in ("top_left", "bottom_right"):
+        options = dict(causal=True, align=align)
+        call = checked(Arguments(query, key, value, **options))
+        seen = torch.ones(rows, keys).tril(0 if align == "top_left" else keys - rows).sum()
+        assert scores_of(call) <= seen + 256 * min(rows, keys)
+        got = fa.attention(query, key, value, **options, return_lse=True, backend="cpu")
+        torch.testing.assert_close(got, naive(query, key, value, **options), atol=2e-6, rtol=1e-5)
+
+
+def test_packed_sequences_are_computed_alone():
+    lengths = [512, 100, 100, 100, 0, 300]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    inputs = draw(sum(lengths), 1, 16)
+    call = checked_packed(Packed(*inputs, cu, cu), {}, False)
+    assert scores_of(call) == sum(n * n for n in lengths)
+    assert len(parts.parts(call)) == 3  # the three of 100 are a batch, without a copy
+    part = parts.parts(call)[1]
+    assert part.call.query.shape == (3, 1, 100, 16) and part.call.query.data_ptr() == call.query[:, :, 512:].data_ptr()
+
+
+def test_a_mask_is_made_a_block_of_rows_at_a_time(monkeypatch):
+    """Of many heads, or of many keys, never for all rows."""
+    made = []
+    additive = parts.additive
+    monkeypatch.setattr("fusedattn.cpu.flash.additive", lambda *a: made.append(additive(*a)) or made[-1])
+    fa.attention(*draw(1, 4, 2048, 8), alibi_slopes=torch.rand(4), backend="cpu")
+    assert len(made) > 4 and max(x.numel() * 4 for x in made) <= parts.CACHE
+
+
+@pytest.mark.parametrize("wrong", [[0, 50, 30, 100], [0, 150, 170, 300], [-5, 20, 60, 100], [100, 60, 20, 0]], ids=str)
+def test_offsets_that_nobody_checked_are_read_inside(wrong):
+    """As the operator by name may get them."""
+    cu = torch.tensor(wrong, dtype=torch.int32)
+    query, key, value = draw(1, 2, 100, 16)
+    call = checked(Arguments(query, key, value))._replace(cu_seqlens_q=cu, cu_seqlens_k=cu)
+    out, lse, _, stats = torch.ops.fusedattn.forward(*call, True, False, True, "cpu")
+    assert out.shape == query.shape and out.isfinite().all() and not lse.isnan().any()
+    grads = torch.ops.fusedattn.backward(
+        torch.ones_like(out), None, None, out, out.new_empty(0), stats, *call, "cpu", [True] * 3 + [False] * 3
+    )
+    assert all(grad.isfinite().all() for grad in grads[:3])
+
+
+def test_a_modified_input_is_noticed():
+    leaves = [x.requires_grad_() for x in draw(1, 2, 90, 16)]
+    for _ in range(3):
+        out = fa.attention(*leaves, backend="cpu")
+        with torch.no_grad():
+            leaves[1].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_saved_tensors_that_come_back_otherwise_are_refused():
+    leaves = [x.requires_grad_() for x in draw(1, 2, 90, 16)]
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[..., :1]):
+            out = fa.attention(*leaves, backend="cpu")
+            with pytest.raises(ValueError, match="saved_tensors_hooks"):
+                out.sum().backward()

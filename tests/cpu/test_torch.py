@@ -1,0 +1,189 @@
+"""The backend "cpu" inside PyTorch: graphs, transforms, derivatives of derivatives, autocast, threads and processes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn import backends
+
+from ..inside import same
+
+
+def draw(*shape, **more):
+    return [torch.randn(shape, **more) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    torch.compiler.reset()
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(20, 0)),
+    "key_mask": dict(key_mask=torch.arange(90) < 70),
+    "mask": dict(mask=torch.ones(90, 90, dtype=torch.bool).tril(4)),
+    "sinks": dict(sinks=torch.tensor([0.5, -0.5])),
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many calls the backend has computed."""
+    calls, known = [], backends.BACKENDS["cpu"]
+
+    def run(call, *rest):
+        calls.append(call)
+        return known.run(call, *rest)
+
+    monkeypatch.setitem(backends.BACKENDS, "cpu", known._replace(run=run))
+    return calls
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_compiled_graph_has_the_same_bits(name, taken):
+    def step(query, key, value):
+        return fa.attention(query, key, value, return_lse=True, **OPTIONS[name])
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    inputs = draw(1, 2, 90, 16, requires_grad=True)
+    for tensors in (inputs, draw(1, 2, 90, 16)):
+        got, want = compiled(*tensors), step(*tensors)
+        assert all(map(torch.equal, got, want))
+    grads = [torch.autograd.grad(function(*inputs)[0].square().sum(), inputs) for function in (compiled, step)]
+    assert all(map(torch.equal, *grads)) and taken
+
+
+def test_a_compiled_graph_takes_packed_sequences_of_any_lengths(taken):
+    step = torch.compile(lambda x, cu: fa.attention_varlen(x, x, x, cu, cu, causal=True), fullgraph=True, backend="aot_eager")
+    x = torch.randn(100, 2, 16)
+    for lengths in ((30, 70), (1, 99), (100, 0)):
+        cu = torch.tensor([0, lengths[0], 100], dtype=torch.int32)
+        assert torch.equal(step(x, cu), fa.attention_varlen(x, x, x, cu, cu, causal=True))
+    assert taken
+
+
+def test_an_exported_program_takes_it():
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value):
+            return fa.attention(query, key, value, causal=True)
+
+    inputs = tuple(draw(1, 2, 90, 16))
+    program = torch.export.export(Model(), inputs)
+    assert any("fusedattn.forward" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(*inputs), fa.attention(*inputs, causal=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window"])
+def test_vmap_and_functional_gradients(name):
+    inputs = draw(3, 1, 2, 90, 16)
+
+    def step(*tensors, backend="cpu"):
+        return fa.attention(*tensors, backend=backend, **OPTIONS[name]).square().sum()
+
+    got = torch.vmap(torch.func.grad(step, (0, 1, 2)))(*inputs)
+    for number in range(3):
+        leaves = [x[number].detach().requires_grad_() for x in inputs]
+        same([x[number] for x in got], torch.autograd.grad(step(*leaves, backend="naive"), leaves), atol=1e-5)
+
+
+def test_a_derivative_of_a_derivative():
+    def penalty(backend):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = fa.attention(*leaves, causal=True, return_lse=True, backend=backend)
+        grads = torch.autograd.grad(out.square().sum() + lse.sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+
+    inputs = draw(1, 2, 90, 16, dtype=torch.float64)
+    same(penalty("cpu"), penalty("naive"), atol=1e-9)
+
+
+@pytest.mark.parametrize("learned", ["bias", "alibi_slopes"])
+def test_what_it_has_no_gradient_of_takes_naive(learned, taken):
+    option = dict(bias=torch.randn(9, 9), alibi_slopes=torch.rand(2))[learned].requires_grad_()
+    inputs = draw(1, 2, 9, 8)
+    fa.attention(*inputs, **{learned: option}).sum().backward()
+    assert option.grad is not None and not taken
+    with torch.no_grad():
+        fa.attention(*inputs, **{learned: option})
+    assert len(taken) == 1
+
+
+def test_forward_mode_takes_naive(taken):
+    inputs = draw(1, 2, 9, 8)
+    _, tangent = torch.func.jvp(lambda q: fa.attention(q, *inputs[1:]), (inputs[0],), (torch.ones_like(inputs[0]),))
+    assert tangent.isfinite().all() and not taken
+    with pytest.raises(NotImplementedError, match="'cpu' cannot take this call: it has no derivative in forward mode"):
+        torch.func.jvp(lambda q: fa.attention(q, *inputs[1:], backend="cpu"), (inputs[0],), (inputs[0],))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast(packed):
+    inputs = draw(1, 2, 90, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        if packed:
+            cu = torch.tensor([0, 40, 90], dtype=torch.int32)
+            out = fa.attention_varlen(*(x[0].transpose(0, 1) for x in inputs), cu, cu, backend="cpu")
+        else:
+            out, weights = fa.attention(*(x.detach() for x in inputs), return_weights=True, backend="cpu")
+            assert weights.dtype == torch.bfloat16
+            out = fa.attention(*inputs, backend="cpu")
+    assert out.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(x.dtype == torch.float32 for x in grads)
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        inputs = draw(1, 2, 90, 16)
+        for _ in range(3):
+            out = fa.attention(*inputs, backend="cpu")
+    torch.testing.assert_close(out, fa.reference.attention(*(x.clone() for x in inputs)))
+
+
+IN_PROCESSES = """
+import multiprocessing, sys
+import torch
+import fusedattn as fa
+
+def step(seed):
+    x = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    fa.attention(x, x, x, causal=True).sum().backward()
+    return x.grad.sum().item()
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, seed):
+        return step(seed)
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    want = [step(seed) for seed in range(4)]  # threads of OpenMP are there before the fork
+    with multiprocessing.get_context("fork").Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        forked = pool.map(step, range(4))
+    loaded = torch.cat(list(torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2))).tolist()
+    for got in (forked, loaded):
+        assert torch.allclose(torch.tensor(got), torch.tensor(want), atol=1e-4), (got, want)
+    print("same")
+"""
+
+
+def test_processes_that_were_forked_and_workers_of_a_data_loader(tmp_path):
+    file = tmp_path / "in_processes.py"
+    file.write_text(IN_PROCESSES)
+    ran = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300)
+    assert ran.stdout == "same\n", ran.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_torchs(threads, one_thread):
+    torch.set_num_threads(threads)
+    inputs = draw(2, 4, 300, 16)
+    got = fa.attention(*inputs, causal=True, backend="cpu")
+    torch.testing.assert_close(got, fa.reference.attention(*inputs, causal=True), atol=2e-6, rtol=1e-5)
+    assert torch.get_num_threads() == threads
