@@ -58,8 +58,8 @@ def attention(
             from torch's generator of the device by default.
         return_lse: also return the log-sum-exp of the visible scores, the sink's included.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
-        backend: "hopper", "triton" or "naive"; by default the fastest that takes the call. One that is named runs or
-            raises.
+        backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. One that is named
+            runs or raises.
 
     Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
         (output[, lse][, weights]): lse (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk)
@@ -109,7 +109,8 @@ def attention_varlen(
             included.
         alibi_slopes: floating (Hq,) or (n, Hq).
         causal, window, align, scale, softcap, sinks, dropout_p, seed, return_lse, return_weights: as in `attention`.
-        backend: "triton" or "naive"; by default the fastest that takes the call. One that is named runs or raises.
+        backend: "triton", "cpu" or "naive"; by default the fastest that takes the call. One that is named runs or
+            raises.
 
     Returns: output (Tq, Hq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
         (output[, lse][, weights]): lse (Hq, Tq) float32 (float64 for float64); weights (Hq, Tq, max_seqlen_k) in
@@ -162,7 +163,7 @@ def attention_decode(
             key, the new ones included, with "top_left" the first with the first.
         return_weights: also return the weights (B, Hq, Sq, capacity). They are computed naively, from a copy of caches
             in pages.
-        backend: "triton" or "naive".
+        backend: "triton", "cpu" or "naive".
 
     Values of cache_seqlens and block_table on a CPU are checked before anything is written. On a GPU, and in code that
     is compiled, they are not fetched: lengths are taken to lie between 0 and the capacity, pages that are not in the
