@@ -17,7 +17,8 @@ from torch.nn.attention import sdpa_kernel
 
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.naive import formula
+from fusedattn.naive import pairs
+from fusedattn.naive.blocks import uncut
 
 from .calls import Call, Unsupported, offsets_of, packing_of
 
@@ -52,7 +53,8 @@ def sdpa(backend, case, tensors):
     visible = None
     if tensors.bias is not None or tensors.masks or "window" in words:  # it takes no causal mask beside another
         masks = case.arguments(tensors.masks) | dict(dropout_p=0.0)
-        visible = formula.visible(checked(Arguments(*tensors[:3], **masks)), 0, case.Sq)
+        call = checked(Arguments(*tensors[:3], **masks))
+        visible = pairs.visible(call, uncut(call).blocks[0])
     elif case.causal and case.Sq != case.Sk:
         raise Unsupported("its causal mask is aligned to the top left, ours to the bottom right")
     else:

@@ -146,7 +146,9 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or not _ordinary(present):
         return None
-    return present, (numbers, _precision(present[0]), asked.deterministic, there)
+    named = numbers[-2]
+    precision = None if named in (None, "cpu") and present[0].is_cpu else _precision(present[0])  # of kernels alone
+    return present, (numbers, precision, asked.deterministic, there)
 
 
 def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
