@@ -70,7 +70,7 @@ def test_a_line_a_provider_in_a_panel_a_mode_and_kind():
 
 
 def test_a_provider_looks_the_same_everywhere():
-    few, many = some_rows(), some_rows() + [made(square(512), name, 9.0) for name in ("flex", "fusedattn:naive", "new")]
+    few, many = some_rows(), some_rows() + [made(square(512), name, 9.0) for name in ("flex", "fusedattn:cpu", "new")]
     styles = [
         {
             line.get_label(): (line.get_color(), line.get_marker())
@@ -81,7 +81,7 @@ def test_a_provider_looks_the_same_everywhere():
     ]
     assert all(styles[1][name] == style for name, style in styles[0].items())
     assert len(set(styles[1].values())) == len(styles[1]) - 1  # those of ours share theirs
-    assert styles[1]["fusedattn:naive"] == styles[1]["fusedattn:triton"]
+    assert styles[1]["fusedattn:cpu"] == styles[1]["fusedattn:triton"]
     axes = plots.speed(many).axes[0]
     mine = [line for line in axes.lines if line.get_label().startswith("fusedattn")]
     assert {(line.get_linestyle(), line.get_fillstyle()) for line in mine} == {("-", "full"), ("--", "none")}

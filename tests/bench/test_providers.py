@@ -204,4 +204,4 @@ def test_weights_are_held_to_the_rule_too(tmp_path, monkeypatch):
     found = ask("attention", tmp_path / "a.csv", "--cases", "some", "--providers", "weights,fusedattn")
     statuses = {(row.provider, row.mode): row.status for row in found}
     assert statuses["weights", "forward"] == "wrong" and statuses["weights", "backward"] == "ok"
-    assert {status for (name, _), status in statuses.items() if name == "fusedattn:naive"} == {"ok"}
+    assert {status for (name, _), status in statuses.items() if name == "fusedattn:cpu"} == {"ok"}

@@ -47,10 +47,10 @@ def test_a_question_is_modes_and_cases_of_the_one_engine(name, at_once, tmp_path
     monkeypatch.setitem(cases.TABLES, question.cases("cpu"), few)
     found = ask(name, tmp_path / "a.csv")
     assert {row.mode for row in found} == set(question.modes)
-    names = {f"{name}:naive" if name in providers.OURS else name for name in question.providers("cpu")}
+    names = {f"{name}:cpu" if name in providers.OURS else name for name in question.providers("cpu")}
     assert {row.provider for row in found} == names
     assert len(found) == len(few) * len(question.modes) * len(names)
-    mine = {(row.mode, row.status) for row in found if row.provider == "fusedattn:naive"}
+    mine = {(row.mode, row.status) for row in found if row.provider == "fusedattn:cpu"}
     assert mine == {(m, "ok" if m != "graph" else "unsupported: a CUDA graph needs a GPU") for m in question.modes}
     assert capsys.readouterr().out.strip() == question.text(found).strip()
     with pytest.raises(SystemExit):
@@ -101,7 +101,7 @@ def test_modules_are_timed_with_their_projections(tmp_path, at_once, capsys):
     statuses = {(row.provider, row.mode, row.options): row.status for row in rows_of}
     assert set(statuses.values()) == {"ok"}
     assert {(provider, mode) for provider, mode, _ in statuses} == {
-        *((name, mode) for name in ("fusedattn:naive", "fusedattn.compat:naive", "torch.nn") for mode in module.MODES),
+        *((name, mode) for name in ("fusedattn:cpu", "fusedattn.compat:cpu", "torch.nn") for mode in module.MODES),
         ("torch.nn:sdpa", "forward"),
     }
     assert {row.options for row in rows_of} == {"module", "module weights"}
@@ -146,10 +146,10 @@ def test_the_demos_model_is_timed_with_each_attention(tmp_path, at_once, monkeyp
     monkeypatch.setitem(cases.TABLES, "tiny-demo", [cases.TINY_DEMO[0]._replace(B=2)])
     rows_of = ask("end_to_end", tmp_path / "a.csv")
     assert {(row.provider, row.mode): row.status for row in rows_of} == {
-        (name, mode): "ok" for name in ("fusedattn:naive", "sdpa", "naive") for mode in models.MODES
+        (name, mode): "ok" for name in ("fusedattn:cpu", "sdpa", "naive") for mode in models.MODES
     }
     assert {row.options for row in rows_of} == {"model=demo"}
-    assert "forward, tokens a second: fusedattn:naive 64,000," in capsys.readouterr().out  # 128 in 2 ms
+    assert "forward, tokens a second: fusedattn:cpu 64,000," in capsys.readouterr().out  # 128 in 2 ms
     monkeypatch.setitem(models.ATTENDS, "sdpa", torch.nn.functional.scaled_dot_product_attention)  # it looks ahead
     rows_of = ask("end_to_end", tmp_path / "b.csv")
     assert {row.status for row in rows_of if row.provider == "sdpa"} == {"wrong"}

@@ -39,7 +39,7 @@ def test_a_run_on_a_gpu_has_shares_of_what_the_machine_reached():
     case = cases.LONG[0]
     ceilings = dict(matmul_tflops=800.0, copy_gbps=4000.0, peak_mib=1.0)
     mine = made(case, "fusedattn:triton", tflops=400.0, gbps=100.0, **ceilings)
-    slow = made(case, "fusedattn:naive", ms=9.0, tflops=1.0, gbps=1.0, **ceilings)
+    slow = made(case, "fusedattn:cpu", ms=9.0, tflops=1.0, gbps=1.0, **ceilings)
     peer = made(case, "sdpa:flash", ms=0.5, tflops=600.0, **ceilings)
     assert report.shares(mine) == (0.5, 0.025) and report.shares(made(case, "naive")) == (None, None)
     shown = report.text([slow, mine, peer])
@@ -82,7 +82,7 @@ def test_a_tiny_call_is_held_to_torchs_own():
         made(other, "fusedattn:triton", "wall", ms=0.013),
         made(case, "sdpa", "graph", ms=0.004),
         made(case, "fusedattn:triton", "graph", ms=0.003),
-        made(case, "fusedattn:naive", "graph", ms=0.001, status="wrong"),
+        made(case, "fusedattn:cpu", "graph", ms=0.001, status="wrong"),
     ]
     wall, graph = (goal.line(some) for goal in questions.SMALL)
     assert "own, <= 1.2: met in 1 of 2 cases" in wall and f"worst 1.30 ({other.name})" in wall
@@ -133,7 +133,7 @@ def test_the_verdict_where_there_is_little_to_compare():
     assert sentences([ours])[0] == "forward: there is no other to compare with."
     alone = sentences([other, timed("naive", 9.0)])
     assert alone == ["forward: the fastest of each case: sdpa:flash."]
-    both = [ours, timed("fusedattn:naive", 5.0), other]  # the faster of ours is what counts
+    both = [ours, timed("fusedattn:cpu", 5.0), other]  # the faster of ours is what counts
     assert report.standings(both)[0][0].ratios == [2.0]
 
 

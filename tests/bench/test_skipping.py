@@ -97,8 +97,8 @@ def test_the_time_of_masks_is_written_as_rows(tmp_path, at_once):
     assert skipping.time_all(chosen, writer, machine, options)
     found = {(row.options, row.mode, row.provider): row.status for row in rows.read(tmp_path / "a.csv")}
     for mode in ("forward", "backward"):
-        assert found["documents=3", mode, "fusedattn:naive"] == found["", mode, "fusedattn:naive"] == "ok"
-        assert found["documents=3", mode, "fusedattn+plan:naive"] == "ok"
+        assert found["documents=3", mode, "fusedattn:cpu"] == found["", mode, "fusedattn:cpu"] == "ok"
+        assert found["documents=3", mode, "fusedattn+plan:cpu"] == "ok"
     assert found["documents=3", "plan", "fusedattn+plan"] == found["window=64,0", "plan", "flex"] == "ok"
     assert found["window=64,0", "plan", "fusedattn+plan"] == "unsupported: there is no mask to plan"
     over = list(skipping.over_dense(writer.rows))

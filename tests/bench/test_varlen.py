@@ -137,13 +137,14 @@ def test_each_gets_packed_sequences_as_it_wants_them(case, installed):
     """Right, results back as (B, H, S, D); or the row says what it lacks. On a CPU FlexAttention has no backward."""
     workload = attention.Attention(case, "cpu")
     assert set(PACKED) == set(LACKS)
+    taken = "naive" if "softcap" in case.words else "cpu"
     for name in PACKED:
         if name == "sdpa+packed" and (case.causal or case.Hq != case.Hkv):
             continue  # not on a CPU
         modes = ("forward",) if name == "flex+packed" else ("forward", "backward")
         refused = LACKS[name](case) or case.Sq != case.Sk
         for row, why in engine.measure(MACHINE, engine.units([case], [name], modes), "cpu", 0.1, lambda *_: workload):
-            assert row.provider == (f"{name}:naive" if name in providers.OURS and case.Sq == case.Sk else name)
+            assert row.provider == (f"{name}:{taken}" if name in providers.OURS and case.Sq == case.Sk else name)
             assert row.status.startswith("unsupported: " if refused else "ok"), (name, row.mode, row.status, why)
 
 
@@ -216,7 +217,7 @@ def test_a_run_goes_on_behind_what_was_packed(tmp_path, at_once, monkeypatch, ca
     ask("varlen", tmp_path / "a.csv")
     found = ask("varlen", tmp_path / "a.csv", "--resume")
     assert len(found) == len(providers.usual_packed("cpu")) * 2
-    assert [row.provider for row in found][:2] == ["fusedattn+packed:naive"] * 2
+    assert [row.provider for row in found][:2] == ["fusedattn+packed:cpu"] * 2
     work = questions.units(cases.VARLEN, ["flex+packed", "fusedattn+packed"], ["forward"], questions.flex_last)
     assert [name for _, name, _ in work] == ["fusedattn+packed"] * 16 + ["flex+packed"] * 16
     assert capsys.readouterr().out.count("x the pairs") >= 8
@@ -243,5 +244,5 @@ def test_packed_is_compared_with_padded_and_where_lengths_are_equal_with_the_den
     for line, mode, met in zip(goals, ("forward", "backward"), number, strict=True):
         assert line == f"goal {mode}, equal lengths, speed over the dense kernel's, >= 0.95: {met} ({equal.name})"
     assert sum("x the tokens" in line for line in shown) == len(cases.LENGTHS)
-    tiny = [made(cases.TINY_VARLEN[0], name) for name in ("fusedattn:naive", "fusedattn+packed:naive")]
+    tiny = [made(cases.TINY_VARLEN[0], name) for name in ("fusedattn:cpu", "fusedattn+packed:cpu")]
     assert questions.QUESTIONS["varlen"].text(tiny).count("not measured") == 2  # a goal is of long ones
