@@ -1,6 +1,6 @@
 """Attention of a Call by PyTorch's fused kernel for CPUs, forward and backward, a rectangle of scores at a time.
 
-Source of the kernel: FlashAttention-2, arXiv:2307.08691, in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of PyTorch.
+Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 It is held to the rule of `testing.tolerance`, which needs three things more. Gradients of the scores of a row add up to
 that of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common. So
 outputs of bfloat16, which are rounded before the backward takes them, are kept less what the values have in common. The
@@ -282,7 +282,7 @@ def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
 
 
 class Incoming(NamedTuple):
-    """What a backward takes, a row each: gradients of output and of lse (either may be None), what was kept, and lse."""
+    """What a backward takes, a row each: gradients of output and lse (either may be None), what was kept, and lse."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -318,8 +318,8 @@ def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
     if grad_out is not None:
         add(grad_out, kept, tensors, 3, alone)
     if grad_lse is not None:
-        # The gradient of a score is its weight times (grad_out * value - sum(grad_out * out) + grad_lse), so that of lse
-        # alone is as if values were 0, and sum(grad_out * out) were -grad_lse.
+        # The gradient of a score is its weight times (grad_out * value - sum(grad_out * out) + grad_lse), so what comes
+        # of grad_lse is as if values were 0, and sum(grad_out * out) were -grad_lse.
         one = pad(torch.ones_like(kept[..., :1]), (0, columns - 1))
         add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, False)
         if grad_out is None:
@@ -358,9 +358,10 @@ def backward(
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
         for part in split if not (grad_out is grad_lse is None) else ():
-            of_part = Incoming(*(None if x is None else part.of_rows(x) for x in rows))
+            of_part = Incoming._make(None if x is None else part.of_rows(x) for x in rows)
             views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
             for view, grad in zip(views, _backward(part, of_part), strict=True):
                 view.copy_(grad)
     of_sinks = None if call.sinks is None else _of_sinks(call.sinks, rows, out)
-    return *(arrange(grad, x) for grad, x in zip(grads, inputs, strict=True)), of_sinks
+    query, key, value = (arrange(grad, x) for grad, x in zip(grads, inputs, strict=True))
+    return query, key, value, of_sinks

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +99,9 @@ def _of_batches(call: Call) -> list[Part]:
         some = [number for number in range(start, stop) if 0 not in lengths[number]]
         if not some:
             continue
-        (first, last), (begin, end) = ((min(a), max(b)) for a, b in (zip(*x[start:stop]) for x in (of_rows, of_keys)))
+        (first, last), (begin, end) = (
+            (min(a for a, _ in x[start:stop]), max(b for _, b in x[start:stop])) for x in (of_rows, of_keys)
+        )
         made.append(Part(_batches(call, start, stop), first, last, begin, end, slice(start, stop)))
     return made
 
@@ -107,9 +109,10 @@ def _of_batches(call: Call) -> list[Part]:
 def _batches(call: Call, start: int, stop: int) -> Call:
     """Batches start .. stop - 1 of a dense call."""
     fields = ("query", "key", "value", "bias", "alibi_slopes", "mask", "key_mask", "query_mask")
-    some = {name: getattr(call, name) for name in fields}
+    some: dict[str, Any] = {name: getattr(call, name) for name in fields}
     shared = call.query.shape[0] == stop - start
-    return call if shared else call._replace(**{name: _own(x, start, stop) for name, x in some.items()})
+    own: dict[str, Any] = {name: _own(x, start, stop) for name, x in some.items()}
+    return call if shared else call._replace(**own)
 
 
 def _own(x: Tensor | None, start: int, stop: int) -> Tensor | None:
@@ -122,7 +125,8 @@ def _of_sequences(call: Call) -> list[Part]:
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows, keys = call.cu_seqlens_q, call.cu_seqlens_k
     # Nobody may have checked them: as much as lies inside, and no sequence is longer than the longest.
-    starts = list(zip(*(x.clamp(0, n).tolist() for x, n in ((rows, _shape(call)[0]), (keys, _shape(call)[1])))))
+    inside = (x.clamp(0, n).tolist() for x, n in zip((rows, keys), _shape(call), strict=True))
+    starts = list(zip(*inside, strict=True))
     most = call.max_seqlen_q, call.max_seqlen_k
     lengths = [
         tuple(min(b - a, b - a if n is None else n) for a, b, n in zip(*each, strict=True))
@@ -190,7 +194,9 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
     dense = call.mask is call.bias is call.alibi_slopes is None and not has_holes(part)
     if dense and low is None and high is None:
         yield Rectangle(first, last, begin, end)
-    elif dense and low is None and call.scale > 0:  # the kernel scales what it has hidden: -inf * -1
+    elif (
+        dense and low is None and high is not None and call.scale > 0
+    ):  # the kernel scales what it has hidden: -inf * -1
         yield from _staircase(first, last, begin, end, high)
     elif low is None and high is None and _is_additive(call):
         yield Rectangle(first, last, begin, end, masked=True)

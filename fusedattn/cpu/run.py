@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from ..call.form import DIFFERENTIABLE, Call, differentiated, is_compiling
+from ..call.form import DIFFERENTIABLE, Call, differentiated
 from ..naive.formula import without_autocast
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, forward_level, transforms_active
 from . import flash
@@ -80,7 +81,8 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 @without_autocast
 def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
     """Gradients of the first fields of a call, from those of output and lse; empty where they are not needed."""
-    gradients = flash.backward(call, *incoming, out, _kept(out, stats), stats[..., 0])
+    grad_out, grad_lse = incoming
+    gradients = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0])
     query, key, value, sinks = gradients
     made = query, key, value, None, None, sinks
     return tuple(grad if needed else out.new_empty(0) for grad, needed in zip(made, need, strict=True))

@@ -20,8 +20,8 @@ from .packed import joined, packed, padded, sequences
 LARGEST_CAP, SMALLEST_CAP = 2.0**60, 2.0**-60
 # Bytes that autograd may keep of scores; where it were more, blocks are computed again in the backward.
 BUDGET = 2**28
-# Of a block that is computed again. What glibc frees below 32 MiB it does not reuse where an output was put meanwhile: at
-# 12288 rows of 1 head blocks of 4 MiB took 1305 MiB at their peak, these 388, and a fifth less time.
+# Bytes of a block that is computed again. What glibc frees below 32 MiB it does not reuse where an output was put
+# meanwhile: at 12288 rows of 1 head blocks of 4 MiB took 1305 MiB at their peak, these 388, and a fifth less time.
 AGAIN = 2**26
 SMALL = 2**12  # scores that are computed at once, whatever is seen of them
 

@@ -49,7 +49,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """(columns, which of their pairs are hidden) of a block on a CPU that `only_edges` hide: where causal and window cut some off."""
+    """(columns, which of their pairs causal and window hide) of a block on a CPU of which nothing else hides any."""
     offset, found = level(call), []
     first, last, begin, end = block
     assert offset is not None

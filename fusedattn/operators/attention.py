@@ -48,7 +48,7 @@ def run_operator(operator, implementation, arguments):
 def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
     """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` and `cpu` have them.
 
-    In kernels two of the softmax; and of 16-bit outputs, so many columns wide, what rounding has taken, a byte an element.
+    Kernels: two of the softmax, and of 16-bit outputs, so many columns wide, what rounding took, a byte an element.
     """
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)

@@ -152,7 +152,7 @@ def check_backend(call: Call, backend: str) -> None:
 
 
 def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *arguments: Any) -> None:
-    """Those of `backward`; stats_columns of (dtype, Dv, backend) is how many columns the forward's stats have, 2 will do."""
+    """Those of `backward`; stats_columns of (dtype, Dv, backend): how many the forward's stats have; 2 will do."""
     grad_out, grad_lse, grad_weights, out, weights, stats, *fields, backend, need = arguments
     call, needs_weights = Call(*fields), grad_weights is not None
     check_call(call, needs_weights)
@@ -221,7 +221,9 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
     return {name: shapes[name] for name in tokens}
 
 
-def check_append(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend) -> None:
+def check_append(
+    key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
+) -> None:
     """Check the arguments of `append`."""
     check_backend(Call(new_key, new_key, new_value), backend)
     new, turning = (new_key, new_value), (cos, sin, interleaved)

@@ -21,9 +21,7 @@ from ..call.form import (
     Plan,
     asked,
     in_memory,
-    rank4,
     results,
-    rows,
     seed_tensor,
     watched,
 )
@@ -61,7 +59,7 @@ class Signature(NamedTuple):
     facts: tuple
 
 
-_known: dict[Signature, "Replay"] = {}
+_known: dict[Signature, "Replay | OnCpu"] = {}
 _met: dict[Signature, int] = {}  # how often signatures were met that are not recorded yet
 _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuards of the tensors, Replay)]}
 

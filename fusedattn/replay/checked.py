@@ -1,6 +1,6 @@
 """Runs calls to caches and of packed sequences on a CPU, those like an earlier one without checking it all again.
 
-What is alike is checked once: shapes, strides, dtypes, options. What tensors hold, lengths, pages and offsets, is each time.
+Shapes, strides, dtypes and options are checked once; what lengths, pages and offsets hold is checked each time.
 """
 
 from typing import Any
@@ -75,10 +75,11 @@ def _options_of(tensors: tuple) -> dict[str, Any]:
 
 def _decode(known: Decode, arguments: CacheArguments, options: Arguments) -> Decode:
     """The Decode of arguments that are like those of a known one."""
-    query, key_cache, value_cache, lengths, table, *new, interleaved = arguments
+    query, key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved = arguments
     key, value = stand_in(key_cache, table), stand_in(value_cache, table)
     call = known.call._replace(query=query, key=key, value=value, **_options_of(_tensors_of(options)))
-    return Decode(call, key_cache, value_cache, lengths, table, known.added, *new, interleaved)
+    caches = key_cache, value_cache, lengths, table
+    return Decode(call, *caches, known.added, new_key, new_value, cos, sin, interleaved)
 
 
 def attend_packed(arguments: Packed, options: Arguments, *more: Any) -> Tensor | Any:

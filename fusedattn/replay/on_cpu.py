@@ -1,4 +1,4 @@
-"""Runs a call like an earlier one by the backend "cpu": nothing is recorded, but what was checked is not checked again."""
+"""Runs a call like an earlier one by the backend "cpu": nothing was recorded, and nothing is checked again."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class OnCpu:
 
     def __init__(self, call: Call, numbers: tuple):
         self.wanted, self.numbers = numbers[-4:-2], call[_TENSORS:]
-        save = numbers[-1] and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
+        save = numbers[-1] and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
         self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
         self.facts: list = []  # of what is saved
         self.causal = None if any(self.wanted) or (save and flash.is_few(call)) else flash.at_once(call)

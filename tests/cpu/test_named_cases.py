@@ -17,12 +17,16 @@ from ..sequences import attention_varlen, by_sequence
 EITHER = pytest.mark.parametrize("backend", ["cpu", None])
 # Of more keys than those whose gradients are computed by the formula.
 LONG = [
-    Case("")._replace(name=f"{name}, {str(dtype).removeprefix('torch.')}", dtype=dtype, **{**options, "Sq": 130, "Sk": 150})
+    Case("")._replace(
+        name=f"{name}, {str(dtype).removeprefix('torch.')}", dtype=dtype, **{**options, "Sq": 130, "Sk": 150}
+    )
     for number, (name, options) in enumerate({"plain": {}, **cases.FEATURES}.items())
     for dtype in (torch.float32, cases.DTYPES[1 + number % 3])
 ]
 LONG += [
-    case._replace(name=f"{case.name} {alike}, {str(dtype).removeprefix('torch.')}", dtype=dtype, alike=alike, Sq=300, Sk=280)
+    case._replace(
+        name=f"{case.name} {alike}, {str(dtype).removeprefix('torch.')}", dtype=dtype, alike=alike, Sq=300, Sk=280
+    )
     for case in (Case("alike"), Case("alike, causal", causal=True), Case("alike, sinks", sinks=True))
     for dtype in (torch.float16, torch.bfloat16)
     for alike in (0.0, 1.0, 4.0)
@@ -68,12 +72,12 @@ def test_an_option_alone_over_more_keys(case, backend):
     if (found := computed(case, backend)) is None:
         return
     got, tensors, options, case = found
-    for name, verdict in held(got, tensors, options, case.grads).items():
+    for name, found in held(got, tensors, options, case.grads).items():
         more = 2.0**-20 * got[name].abs().max().item() if name in INPUTS and case.dtype == torch.float32 else 0.0
-        if not verdict.ok:
-            assert "error is" in verdict.why, (name, verdict)
-            assert verdict.max_error <= verdict.max_allowed + more, (name, verdict)
-            assert verdict.mean_error <= verdict.mean_allowed + more / 4, (name, verdict)
+        if not found.ok:
+            assert "error is" in found.why, (name, found)
+            assert found.max_error <= found.max_allowed + more, (name, found)
+            assert found.mean_error <= found.mean_allowed + more / 4, (name, found)
 
 
 @EITHER
@@ -99,7 +103,8 @@ def test_weights(case):
 
     def double(named):
         return {
-            name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in named.items()
+            name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for name, x in named.items()
         }
 
     got = weights(fa.attention, tensors, options, backend="cpu")

@@ -59,7 +59,9 @@ def test_a_compiled_graph_has_the_same_bits(name, taken):
 
 
 def test_a_compiled_graph_takes_packed_sequences_of_any_lengths(taken):
-    step = torch.compile(lambda x, cu: fa.attention_varlen(x, x, x, cu, cu, causal=True), fullgraph=True, backend="aot_eager")
+    step = torch.compile(
+        lambda x, cu: fa.attention_varlen(x, x, x, cu, cu, causal=True), fullgraph=True, backend="aot_eager"
+    )
     x = torch.randn(100, 2, 16)
     for lengths in ((30, 70), (1, 99), (100, 0)):
         cu = torch.tensor([0, lengths[0], 100], dtype=torch.int32)

@@ -73,7 +73,9 @@ def test_under_torch_func_blocks_are_right_too(monkeypatch):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
     whole = torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query)
     monkeypatch.setattr(formula, "CACHE", 4 * 33 * 10)
-    torch.testing.assert_close(torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query), whole)
+    torch.testing.assert_close(
+        torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query), whole
+    )
 
 
 def test_it_takes_any_head_dimension():
