@@ -72,8 +72,8 @@ def test_json_has_every_row_and_the_verdict(capsys):
         assert row["ms_p50"] > 0 and row["tflops"] > 0 and row["peak_mib"] is None and row["err_max"] >= 0
     named = [(row["dtype"], row["provider"], row["mode"]) for row in found["rows"]]
     assert named[:3] == [
-        ("float32", "fusedattn:naive", "forward"),
-        ("float32", "fusedattn:naive", "backward"),
+        ("float32", "fusedattn:cpu", "forward"),
+        ("float32", "fusedattn:cpu", "backward"),
         ("float32", "naive", "forward"),
     ]
     assert named[-1] == ("bfloat16", "sdpa:math", "backward")
@@ -82,9 +82,7 @@ def test_json_has_every_row_and_the_verdict(capsys):
     by = found["verdict"]["by"]  # a machine that is disturbed may not be asked for less
     times = {(row["dtype"], row["mode"], row["provider"]): row[by] for row in found["rows"]}
     for one in found["verdict"]["each"]:
-        ratios = [
-            times[d, one["mode"], one["other"]] / times[d, one["mode"], "fusedattn:naive"] for d in cli.DTYPES[1:3]
-        ]
+        ratios = [times[d, one["mode"], one["other"]] / times[d, one["mode"], "fusedattn:cpu"] for d in cli.DTYPES[1:3]]
         assert (one["least"], one["most"]) == pytest.approx((min(ratios), max(ratios)))
         assert one["median"] == pytest.approx(sum(ratios) / 2) and one["cases"] == 2
     assert [(one["mode"], one["other"]) for one in found["verdict"]["each"]] == [
@@ -104,8 +102,8 @@ def test_in_words(rich, capsys, monkeypatch):
     case = lines.index("1,2,1,24,40,16 causal fp32")
     assert all(word in lines[case - 1] for word in ("FORWARD", "ms", "GFLOP/s", "fusedattn is", "error"))
     under = {line.split()[0]: line for line in lines[case + 1 : case + 5]}
-    assert list(under) == ["fusedattn:naive", "naive", "sdpa:math", "sdpa:flash"]
-    assert all("\u2713" in under[name] for name in ("fusedattn:naive", "naive"))
+    assert list(under) == ["fusedattn:cpu", "naive", "sdpa:math", "sdpa:flash"]
+    assert all("\u2713" in under[name] for name in ("fusedattn:cpu", "naive"))
     numbers, beside, right = (
         r"( +[0-9.]+){2}",
         r" +([0-9.]+x (fast|slow)er|as fast|within noise)",
@@ -135,10 +133,8 @@ def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
     assert all("its largest error is" in row["why"] for row in ours)
     assert found["verdict"]["each"] == []  # fast and wrong is no ratio
     status, shown = said(capsys, *SQUARE, "--mode", "forward")
-    (line,) = (line for line in shown.splitlines() if line.startswith("  fusedattn:naive"))
-    assert (
-        status == 1 and line.endswith("FAIL") and "FAIL fusedattn:naive, forward, 1,2,2,32,32,16 fp32: out: " in shown
-    )
+    (line,) = (line for line in shown.splitlines() if line.startswith("  fusedattn:cpu"))
+    assert status == 1 and line.endswith("FAIL") and "FAIL fusedattn:cpu, forward, 1,2,2,32,32,16 fp32: out: " in shown
     assert "0 of 1 result right" in shown and "1 WRONG" in shown and "nothing to compare" in shown
 
 
@@ -157,7 +153,7 @@ def test_out_of_memory_is_a_row(capsys, monkeypatch):
     assert status == 0 and [row["status"] for row in found["rows"]] == ["ok", "ok", "oom", "oom"]
     assert found["rows"][2]["ms_p50"] is None
     _, shown = said(capsys, *SQUARE, "--mode", "backward")
-    assert "  naive             out of memory" in shown and "backward: nothing to compare" in shown
+    assert "  naive           out of memory" in shown and "backward: nothing to compare" in shown
 
 
 @pytest.mark.parametrize(
@@ -291,7 +287,7 @@ def test_modules_are_timed_where_nothing_else_is_asked_for_or_they_are():
         found = list(engine.measure(rows.machine("cpu"), presets.units(preset), "cpu", 0.1))
         assert len(found) == len(presets.units(preset)) == {"forward": 4, "backward": 3}.get(modes, 7)
         assert {row.status for row, _ in found} == {"ok"} and {row.options for row, _ in found} == {"module"}
-        assert {"torch.nn", "fusedattn:naive", "fusedattn.compat:naive"} <= {row.provider for row, _ in found}
+        assert {"torch.nn", "fusedattn:cpu", "fusedattn.compat:cpu"} <= {row.provider for row, _ in found}
 
 
 def test_options_narrow_a_preset():

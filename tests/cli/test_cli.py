@@ -77,7 +77,7 @@ def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
     assert len(found["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     on_cpu = [one for one in found["backends"] if one["device"] == "cpu"]
     assert [one["dtype"] for one in on_cpu] == list(cli.DTYPES)
-    assert all(one["takes"] == "naive" and one["reasons"]["triton"] for one in on_cpu)
+    assert all(one["takes"] == "cpu" and one["reasons"]["triton"] for one in on_cpu)
 
 
 def test_info_in_words(capsys):
@@ -215,8 +215,8 @@ def test_demo_learns_checks_times_and_draws(demo, tmp_path, capsys):
 
 def test_demo_fails_if_the_kernels_or_a_cache_are_wrong(demo, at_once, monkeypatch, capsys):
     plant(monkeypatch, "triton", slightly_wrong)
-    caches = backends.DECODERS["naive"]._replace(run=doubled)
-    monkeypatch.setitem(backends.DECODERS, "naive", caches)
+    caches = backends.DECODERS["cpu"]._replace(run=doubled)
+    monkeypatch.setitem(backends.DECODERS, "cpu", caches)
     status, found = answer(capsys, *demo)
     wrong = {one["what"] for one in found["checks"] if not one["ok"]}
     assert status == 1
@@ -225,7 +225,7 @@ def test_demo_fails_if_the_kernels_or_a_cache_are_wrong(demo, at_once, monkeypat
 
 
 def test_demo_fails_if_what_was_converted_is_wrong(demo, at_once, monkeypatch, capsys):
-    plant(monkeypatch, "naive", slightly_wrong)
+    plant(monkeypatch, "cpu", slightly_wrong)
     status, found = answer(capsys, *demo)
     wrong = {one["what"] for one in found["checks"] if not one["ok"]}
     assert status == 1 and {f"an nn.TransformerEncoder, converted, {mode}" for mode in ("eval", "training")} <= wrong

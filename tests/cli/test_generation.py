@@ -135,7 +135,7 @@ def never_extended(decode, need_lse, need_weights):
 
 @pytest.mark.parametrize("run, wrong", [(slightly_wrong, {"logits"}), (never_extended, {"logits", "bytes"})])
 def test_a_cache_that_is_wrong_is_found(run, wrong, model, monkeypatch):
-    monkeypatch.setitem(backends.DECODERS, "naive", backends.DECODERS["naive"]._replace(run=run))
+    monkeypatch.setitem(backends.DECODERS, "cpu", backends.DECODERS["cpu"]._replace(run=run))
     prompt = torch.randint(256, (1, 30))
     found = verify.generation(model, *(greedy(model, prompt, cached) for cached in (False, True)))
     assert {name for name, one in found.items() if not one.ok} == wrong
