@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import fusedattn as fa
 from fusedattn import backends
@@ -93,15 +94,43 @@ def test_vmap_and_functional_gradients(name):
         same([x[number] for x in got], torch.autograd.grad(step(*leaves, backend="naive"), leaves), atol=1e-5)
 
 
-def test_a_derivative_of_a_derivative():
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_a_derivative_of_a_derivative(with_lse):
+    """Without lse it is one call of PyTorch's kernel, which calls like an earlier one take at once."""
+
     def penalty(backend):
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out, lse = fa.attention(*leaves, causal=True, return_lse=True, backend=backend)
-        grads = torch.autograd.grad(out.square().sum() + lse.sum(), leaves, create_graph=True)
+        results = fa.attention(*leaves, causal=True, return_lse=with_lse, backend=backend)
+        loss = sum(x.square().sum() for x in (results if with_lse else (results,)))
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
 
     inputs = draw(1, 2, 90, 16, dtype=torch.float64)
-    same(penalty("cpu"), penalty("naive"), atol=1e-9)
+    for _ in range(3):
+        same(penalty("cpu"), penalty("naive"), atol=1e-9)
+
+
+def test_many_gradients_at_once_and_tensors_that_were_elsewhere():
+    leaves = draw(1, 2, 90, 16, requires_grad=True)
+    for _ in range(3):
+        with torch.autograd.graph.save_on_cpu():
+            out = fa.attention(*leaves, backend="cpu")
+        incoming = torch.randn(3, *out.shape)
+        grads = torch.autograd.grad(out, leaves, incoming, is_grads_batched=True)
+        for number, one in enumerate(incoming):
+            want = torch.autograd.grad(fa.attention(*leaves, backend="naive"), leaves, one)
+            same([grad[number] for grad in grads], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_call_that_is_computed_again(reentrant):
+    leaves = draw(1, 2, 90, 16, requires_grad=True)
+    want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
+    out = torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=reentrant)
+    for leaf in leaves:
+        leaf.grad = None
+    out.sum().backward()
+    assert all(map(torch.equal, (leaf.grad for leaf in leaves), want))
 
 
 @pytest.mark.parametrize("learned", ["bias", "alibi_slopes"])
