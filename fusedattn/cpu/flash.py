@@ -358,7 +358,7 @@ def backward(
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
         for part in split if not (grad_out is grad_lse is None) else ():
-            of_part = Incoming._make(None if x is None else part.of_rows(x) for x in rows)
+            of_part = rows._replace(**{name: part.of_rows(x) for name, x in rows._asdict().items() if x is not None})
             views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
             for view, grad in zip(views, _backward(part, of_part), strict=True):
                 view.copy_(grad)

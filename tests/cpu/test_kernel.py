@@ -51,6 +51,12 @@ def test_the_kernel_ends_the_process_without_rows():
     assert ended.returncode < 0
 
 
+def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
+    monkeypatch.setattr("fusedattn.cpu.run.flash_attention_for_cpu", None)
+    found = fa.explain(*draw(1, 2, 9, 8))
+    assert found.backend == "naive" and found.reasons["cpu"] == ["this version of PyTorch has not its kernel"]
+
+
 STRIDED = {
     "every second column": lambda x: torch.stack((x, x), -1)[..., 0],
     "columns apart": lambda x: x.mT.contiguous().mT,

@@ -194,13 +194,15 @@ def _call(row, heads):
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     need_weights = row.kernel == "weights" or everything
-    out, _, weights, stats = attention._forward(*call, True, need_weights, True, row.kernel == "hopper")
+    out, _, weights, stats = attention._forward(
+        *call, True, need_weights, True, "hopper" if row.kernel == "hopper" else "triton"
+    )
     if row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
         if one_pass := row.kernel in ("one_pass", "postprocess"):
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: not one_pass):
-            attention._backward(out, None, weights if everything else None, out, weights, stats, *call, need)
+            attention._backward(out, None, weights if everything else None, out, weights, stats, *call, "triton", need)
 
 
 def _call_on_cache(row):
@@ -227,10 +229,12 @@ def _call_on_cache(row):
         masks = bias, each_head, each_head, _meta(BATCH, 1, rows, capacity), _meta(BATCH, capacity), _meta(BATCH, rows)
         numbers = 100, 10
     if row.kernel == "append":
-        cached._append_operator(*caches, new, new, *turning, True)
+        cached._append_operator(*caches, new, new, *turning, True, "triton")
     else:
         cap = 30.0 if row.variant == "everything" else None
-        cached._decode_operator(query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True)
+        cached._decode_operator(
+            query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True, "triton"
+        )
 
 
 def compile_row(row, read=False, heads=None):
