@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = command(
         "demo",
         "train a small language model on a text, check it, time it, draw it",
-        "Train a byte-level causal language model on a text file, on the GPU or else on the naive path; check outputs "
+        "Train a byte-level causal language model on a text file, on the GPU or else on the CPU; check outputs "
         "and gradients, and the fused kernels on its activations, against float64; time fused, naive and torch's "
         "attention; let it go on from a prompt with a cache and without, which must say the same; draw the losses and "
         "what it attends to. Exit status 1 if a check fails.",

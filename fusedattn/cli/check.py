@@ -37,7 +37,7 @@ def run(arguments) -> int:
 
     for (backend, device, dtype), of_cases in verdicts.items():
         fused = torch.cuda.get_device_name() if device == "cuda" else "cpu (interpreted)"
-        where = device if backend == "naive" else fused
+        where = device if backend in ("cpu", "naive") else fused
         title = f"{backend} on {where}, {dtype}: largest error / that of eager PyTorch, against float64"
         screen.verdicts(title, of_cases, [*RESULTS.values()])
     for line in _left_out(left_out):

@@ -129,6 +129,12 @@ def test_check_in_words_says_what_is_wrong(monkeypatch, capsys):
     assert "FAIL" in shown and "its largest error is" in shown
 
 
+def test_check_says_that_kernels_alone_are_interpreted(capsys):
+    assert cli.main(["check", *QUICK[1:], "--backend", "cpu"]) == 0  # and naive
+    shown = capsys.readouterr().out
+    assert all(f"{backend} on cpu, float32: " in shown for backend in ("cpu", "naive"))
+
+
 def test_check_fails_if_a_backend_raises(monkeypatch, capsys):
     plant(monkeypatch, "naive", raising)
     status, found = answer(capsys, "check", *QUICK)

@@ -38,7 +38,7 @@ def run(arguments) -> int:
     torch.manual_seed(arguments.seed)
     model = LanguageModel().to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, by the naive path"
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     screen.say(f"A model of {parameters:,} parameters learns {text.name}, {len(text.content):,} bytes, on {where}.\n")
     with screen.progress("training", arguments.steps, keep=True) as advance:
         points = train(model, text, arguments.steps, arguments.seed, advance)
