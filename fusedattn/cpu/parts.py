@@ -10,7 +10,7 @@ from torch import Tensor
 from ..call.form import Call, diagonal
 from ..naive import pairs
 from ..naive.blocks import Block
-from ..naive.packed import runs
+from ..naive.packed import of_batches, of_pairs, runs
 
 CACHE = 2**22  # bytes of an additive mask that are made at a time
 ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel; it takes 32, 64 or 256 at a time
@@ -43,10 +43,6 @@ class Part(NamedTuple):
     def of_keys(self, x: Tensor) -> Tensor:
         """The same of its keys."""
         return self._view(x, self.keys)
-
-    def is_whole(self, call: Call) -> bool:
-        """Whether it is all of a call."""
-        return self.call is call
 
     def _view(self, x, where):
         x = x[self.batches, :, where]
@@ -111,13 +107,8 @@ def _batches(call: Call, start: int, stop: int) -> Call:
     fields = ("query", "key", "value", "bias", "alibi_slopes", "mask", "key_mask", "query_mask")
     some: dict[str, Any] = {name: getattr(call, name) for name in fields}
     shared = call.query.shape[0] == stop - start
-    own: dict[str, Any] = {name: _own(x, start, stop) for name, x in some.items()}
+    own: dict[str, Any] = {name: of_batches(x, start, stop) for name, x in some.items()}
     return call if shared else call._replace(**own)
-
-
-def _own(x: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """Batches start .. stop - 1 of a field that may be shared by all."""
-    return x if x is None or x.shape[0] == 1 else x[start:stop]
 
 
 def _of_sequences(call: Call) -> list[Part]:
@@ -157,13 +148,6 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
     where = slice(first, first + count * rows), slice(begin, begin + count * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
 
-    def pairs(x):
-        x = _own(x, start, stop)
-        if x is None:
-            return None
-        x = x if x.shape[2] == 1 else x[:, :, :rows]
-        return x if x.shape[3] == 1 else x[..., :keys]
-
     def tokens(x, where, length):
         return None if x is None else x[0, where].unflatten(0, (count, length))
 
@@ -171,9 +155,9 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
         query=part.of_rows(call.query),
         key=part.of_keys(call.key),
         value=part.of_keys(call.value),
-        bias=pairs(call.bias),
-        mask=pairs(call.mask),
-        alibi_slopes=_own(call.alibi_slopes, start, stop),
+        bias=of_pairs(call.bias, start, stop, rows, keys),
+        mask=of_pairs(call.mask, start, stop, rows, keys),
+        alibi_slopes=of_batches(call.alibi_slopes, start, stop),
         key_mask=tokens(call.key_mask, part.keys, keys),
         query_mask=tokens(call.query_mask, part.rows, rows),
         cu_seqlens_q=None,

@@ -1,6 +1,8 @@
 """Appends to caches, and turns a call to a cache into a dense call: pages gathered, lengths as key_mask, rotated."""
 
 import functools
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from ..call.cached import Decode, room
 from ..call.form import Call, plain
 from ..call.layout import arrange
+from .packed import of_batches, of_pairs
 
 WORTH = 2**13  # elements of a key cache that are not read, for which one call more pays: on a CPU it takes 0.1 ms
 
@@ -115,25 +118,24 @@ def by_length(decode: Decode) -> list[Call] | None:
     if not plain((*decode, *decode.call)):
         return None
     call, lengths = turned(decode), _lengths(decode)[1].tolist()
-    firsts = [b for b, length in enumerate(lengths) if b == 0 or length != lengths[b - 1]]
+    runs = list(alike(lengths))
     skipped = (len(lengths) * call.key.shape[2] - sum(lengths)) * call.key.shape[1] * call.key.shape[3]
-    if skipped < WORTH * (len(firsts) - 1):
+    if skipped < WORTH * (len(runs) - 1):
         return None
-    return [
-        of_length(call, decode, first, last, lengths[first])
-        for first, last in zip(firsts, [*firsts[1:], len(lengths)], strict=True)
-    ]
+    return [of_length(call, decode, *run) for run in runs]
+
+
+def alike(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, last + 1, length) of consecutive sequences of one length."""
+    first = 0
+    for length, run in itertools.groupby(lengths):
+        last = first + len(list(run))
+        yield first, last, length
+        first = last
 
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Sequences first .. last - 1 of a call to a cache, all of one length."""
-
-    def own(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[0] == 1 else tensor[first:last]
-
-    def pairs(tensor: Tensor | None) -> Tensor | None:
-        tensor = own(tensor)
-        return tensor if tensor is None or tensor.shape[3] == 1 else tensor[..., :length]
 
     def keys(cache: Tensor) -> Tensor:
         if decode.table is None:
@@ -141,17 +143,17 @@ def of_length(call: Call, decode: Decode, first: int, last: int, length: int) ->
         pages = -(-length // max(1, cache.shape[2]))
         return _gathered(cache, decode.table[first:last, :pages])[:, :, :length]
 
-    key_mask = own(call.key_mask)
+    key_mask = of_batches(call.key_mask, first, last)
     return call._replace(
         query=call.query[first:last],
         key=keys(decode.key_cache),
         value=keys(decode.value_cache),
-        bias=pairs(call.bias),
-        alibi_slopes=own(call.alibi_slopes),
-        sinks=own(call.sinks),
-        mask=pairs(call.mask),
+        bias=of_pairs(call.bias, first, last, None, length),
+        alibi_slopes=of_batches(call.alibi_slopes, first, last),
+        sinks=of_batches(call.sinks, first, last),
+        mask=of_pairs(call.mask, first, last, None, length),
         key_mask=None if key_mask is None else key_mask[:, :length],
-        query_mask=own(call.query_mask),
+        query_mask=of_batches(call.query_mask, first, last),
     )
 
 

@@ -82,28 +82,32 @@ def sequences(call: Call) -> list[Call]:
     return [_part(call, rows, keys, lengths, *run) for run in runs(lengths, WASTE, SLACK)]
 
 
+def of_batches(x: Tensor | None, first: int, last: int) -> Tensor | None:
+    """Batches first .. last - 1 of a field of a call that all of them may share."""
+    return x if x is None or x.shape[0] == 1 else x[first:last]
+
+
+def of_pairs(x: Tensor | None, first: int, last: int, rows: int | None, keys: int) -> Tensor | None:
+    """The same of a mask or a bias, and of these the first rows (None: all of them) and keys."""
+    x = of_batches(x, first, last)
+    if x is None:
+        return None
+    x = x if x.shape[2] == 1 else x[:, :, :rows]
+    return x if x.shape[3] == 1 else x[..., :keys]
+
+
 def _part(call, rows, keys, lengths, first, last):
     """Sequences first .. last - 1 of a packed call, whose offsets are rows and keys."""
     of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
     max_seqlen_q, max_seqlen_k = (max(each) for each in zip(*lengths[first:last], strict=True))
 
-    def own(tensor):
-        return tensor if tensor is None or tensor.shape[0] == 1 else tensor[first:last]
-
-    def pairs(tensor):
-        tensor = own(tensor)
-        if tensor is None:
-            return None
-        tensor = tensor if tensor.shape[2] == 1 else tensor[:, :, :max_seqlen_q]
-        return tensor if tensor.shape[3] == 1 else tensor[..., :max_seqlen_k]
-
     return call._replace(
         query=call.query[:, :, of_rows],
         key=call.key[:, :, of_keys],
         value=call.value[:, :, of_keys],
-        bias=pairs(call.bias),
-        alibi_slopes=own(call.alibi_slopes),
-        mask=pairs(call.mask),
+        bias=of_pairs(call.bias, first, last, max_seqlen_q, max_seqlen_k),
+        alibi_slopes=of_batches(call.alibi_slopes, first, last),
+        mask=of_pairs(call.mask, first, last, max_seqlen_q, max_seqlen_k),
         key_mask=None if call.key_mask is None else call.key_mask[:, of_keys],
         query_mask=None if call.query_mask is None else call.query_mask[:, of_rows],
         cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],

@@ -63,7 +63,7 @@ def _call(query, key_cache, value_cache, lengths, table, *rest):
 def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """(output, lse) of a call to a cache, to which what is new has been appended."""
     if backend == "cpu":
-        out, lse, _ = cpu.attend(decode)
+        out, lse = cpu.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
     out, lse = _new(decode.call.query, decode.value_cache, need_lse)
     if out.numel():
@@ -149,18 +149,21 @@ def _run(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, lse or None, weights or None) of a checked call: the backend "triton". Weights are computed naively."""
-    out, lse = _run(decode, need_lse, "triton")
+def _results(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
+    """(output, lse or None, weights or None) of a checked call. Weights are computed naively."""
+    out, lse = _run(decode, need_lse, backend)
     weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
+
+
+def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The backend "triton"."""
+    return _results(decode, need_lse, need_weights, "triton")
 
 
 def run_on_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The backend "cpu", whose weights are computed naively as well."""
-    out, lse = _run(decode, need_lse, "cpu")
-    weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
-    return out, lse if need_lse else None, weights
+    """The backend "cpu"."""
+    return _results(decode, need_lse, need_weights, "cpu")
 
 
 def failed(decode: Decode) -> list[str]:

@@ -37,12 +37,12 @@ def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> 
         cached.check_values(arguments, options)
         decode = _decode(known, arguments, options)
         cpu.append(decode)
-        out, lse, weights = cpu.attend(decode, return_weights)
-        return results(4, out, lse.contiguous() if return_lse else None, weights)
+        out, lse = cpu.attend(decode)
+        return results(4, out, lse.contiguous() if return_lse else None)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     decode = cached.checked(arguments, options, named is not None)
     chosen = backends.choose(decode, return_weights, named)
-    if chosen.run is operators.run_on_cpu:
+    if chosen.run is operators.run_on_cpu and not return_weights:
         cache.remember(tensors, numbers, decode)
     out, lse, weights = chosen.run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
