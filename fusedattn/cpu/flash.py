@@ -5,10 +5,12 @@ It is held to the rule of `testing.tolerance`, which needs three things more. Gr
 that of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common. So
 outputs of bfloat16, which are rounded before the backward takes them, are kept less what the values have in common. The
 kernel's exponentials of float32 are right to 2**-20 only, which few keys do not average, so gradients of few keys are
-computed by the formula. And both passes compute a score in the same way, in products of as many columns, or its weight
-would differ.
+computed by the formula; and it rounds lse, an error that all weights of a row share, so scores are computed less an
+offset that leaves it near 0. And both passes compute a score in the same way, in products of as many columns, or its
+weight would differ.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from torch.nn.functional import pad
 from ..call.form import Call, diagonal
 from ..call.layout import arrange, dense
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
-from .parts import Part, Rectangle, additive, has_holes, parts, rectangles
+from .parts import Part, Rectangle, additive, has_holes, is_additive, parts, rectangles
 
 INFINITE = float("inf")
 FEW = 64  # keys of float32 whose gradients are computed by the formula
@@ -28,11 +30,12 @@ OFF_CENTRE = 0.5  # values whose mean is more than this share of their size are 
 
 
 class Result(NamedTuple):
-    """Output, log-sum-exp, and the output as the backward takes it."""
+    """Output, log-sum-exp less the offset, and the output as the backward takes it."""
 
     out: Tensor
     lse: Tensor
     kept: Tensor  # in the dtype that is computed in; of bfloat16 less the centre, which rounding it would cost
+    less: float = 0.0  # the offset
 
 
 def _in_columns(x: Tensor, columns: int) -> Tensor:
@@ -111,11 +114,11 @@ def _product(weights: Tensor, keys: Tensor) -> Tensor:
     return (_in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
 
 
-def _weights(call: Call, where: Rectangle, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights, lse) of a rectangle by the formula, as if its rows saw nothing else."""
+def _weights(call: Call, where: Rectangle, less: float, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights, lse less an offset) of a rectangle by the formula, as if its rows saw nothing else."""
     scores = _product(rows, keys.mT).mul_(call.scale)
-    if where.masked or where.causal:
-        scores += additive(call, where)
+    if where.masked or where.causal or less:
+        scores += additive(call, where, less)
     weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     return weights.masked_fill_((lse == -INFINITE)[..., None], 0.0) if where.masked else weights, lse
 
@@ -125,39 +128,61 @@ def is_few(call: Call) -> bool:
     return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
 
 
+def offset(call: Call) -> float:
+    """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1, but for a half."""
+    if call.query.dtype == torch.bfloat16 or is_few(call) or call.key.shape[2] == 0 or is_additive(call):
+        return 0.0
+    seen = call.key.shape[2]
+    if call.cu_seqlens_k is not None:
+        seen //= max(1, call.cu_seqlens_k.numel() - 1)
+    if call.left is not None and call.right is not None:
+        seen = min(seen, call.left + call.right + 1)
+    return math.log(max(1, seen))
+
+
+def mask(call: Call, where: Rectangle, less: float) -> Tensor | None:
+    """What the kernel adds to the scores of a rectangle; None if that is nothing."""
+    if where.masked:
+        return additive(call, where, less)
+    batch, heads = call.query.shape[:2]
+    size = batch, heads, where.last - where.first, where.end - where.begin
+    return call.query.new_full((1, 1, 1, 1), -less).expand(size) if less else None
+
+
 def _is_exact(where: Rectangle, query: Tensor) -> bool:
     """The same of a rectangle."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a rectangle; lse is (B, H, S), of any strides."""
+def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool, less: float) -> tuple[Tensor, Tensor]:
+    """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides."""
     query, key, value = _of(where, tensors)
     if save and _is_exact(where, query):
-        weights, lse = _weights(call, where, query, key)
+        weights, lse = _weights(call, where, less, query, key)
         return _product(weights, value), lse
-    mask = additive(call, where) if where.masked else None
-    out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=mask, scale=call.scale)
-    if mask is not None and bool((lse == 0).any()):  # what the kernel says of a row that sees nothing, and of others
-        lse = lse.masked_fill((mask == -INFINITE).all(-1), -INFINITE)
+    added = mask(call, where, less)
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=call.scale)
+    if where.masked and bool((lse == 0).any()):  # what the kernel says of a row that sees nothing, and of others
+        assert added is not None
+        lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
     return out, lse
 
 
-def _differentiate(call: Call, where: Rectangle, tensors, grad_out, out, lse, alone: bool) -> Sequence[Tensor]:
+def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse, alone) -> Sequence[Tensor]:
     """What a rectangle adds to the gradients of its query, key and value; alone: its rows see nothing else."""
     query, key, value = _of(where, tensors)
     if _is_exact(where, query):
-        return _differentiate_exactly(call, where, (query, key, value), grad_out, out, None if alone else lse)
-    mask = additive(call, where) if where.masked else None
+        return _differentiate_exactly(call, where, less, (query, key, value), grad_out, out, None if alone else lse)
+    added = mask(call, where, less)
     return flash_attention_for_cpu_backward(
-        grad_out, query, key, value, out, lse, 0.0, where.causal, attn_mask=mask, scale=call.scale
+        grad_out, query, key, value, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
     )
 
 
-def _differentiate_exactly(call, where, tensors, grad_out, out, lse) -> Sequence[Tensor]:
+def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Sequence[Tensor]:
     """`_differentiate` by the formula; lse is None if the rows see nothing else."""
     query, key, value = tensors
-    weights, own = _weights(call, where, query, key)
+    weights, own = _weights(call, where, less, query, key)
     of_scores = _product(grad_out, value.mT)
     if lse is None:  # rounded as it is here, this mean makes gradients of scores that add up to 0
         of_scores -= (of_scores * weights).sum(-1, keepdim=True)
@@ -178,8 +203,8 @@ def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[T
     return out * (lse - total).exp_()[..., None] + more * (more_lse - total).exp_()[..., None], total
 
 
-def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(output less what is the centre, lse, the centre or None) of all rows of a part."""
+def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(output less what is the centre, lse less the offset, the centre or None) of all rows of a part."""
     call, columns = part.call, part.call.value.shape[3]
     tensors = _inputs(part, _columns(call))
     common = centre(tensors[2][:, :, part.begin : part.end]) if save else None
@@ -188,14 +213,14 @@ def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         common = to_heads(common[..., :columns], call.query.shape[1])
     some, rows = list(rectangles(part)), call.query.shape[2]
     if len(some) == 1 and some[0].last - some[0].first == rows:
-        out, lse = _attend(call, some[0], tensors, save)
+        out, lse = _attend(call, some[0], tensors, save, less)
         return out[..., :columns], lse, common
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
     lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
     before = None
     for where in some:
         here = slice(where.first, where.last)
-        more, more_lse = _attend(call, where, tensors, save)
+        more, more_lse = _attend(call, where, tensors, save, less)
         more = more[..., :columns]
         if here == before:
             more, more_lse = _merged(out[:, :, here], lse[:, :, here], more, more_lse)
@@ -204,7 +229,7 @@ def _forward(part: Part, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     return out, lse, common
 
 
-def _finished(call: Call, out: Tensor, lse: Tensor, common: Tensor | None) -> Result:
+def _finished(call: Call, less: float, out: Tensor, lse: Tensor, common: Tensor | None) -> Result:
     """The Result of rows of a call: with the centre, without what query_mask hides, with sinks."""
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
@@ -213,12 +238,12 @@ def _finished(call: Call, out: Tensor, lse: Tensor, common: Tensor | None) -> Re
     if common is not None:
         out = (out + common).masked_fill_((lse == -INFINITE)[..., None], 0.0)
     if call.sinks is not None:
-        total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None])
+        total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None] - less)
         factor = (lse - total).exp_().masked_fill_(total == -INFINITE, 0.0)[..., None]
         # As of the centre, so that what is kept is still the output less that.
         kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
-    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out)
+    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out, less)
 
 
 def at_once(call: Call) -> bool | None:
@@ -241,29 +266,32 @@ def at_once(call: Call) -> bool | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Output in the dtype and dimension order of query, lse in float32 or float64; save: whether for a backward."""
+    """Output in the dtype and dimension order of query, lse in float32 or float64; save: whether for a backward.
+
+    The lse is less the offset where it is for a backward.
+    """
     like = call.query
     if not save and (causal := at_once(call)) is not None:
         out, lse = flash_attention_for_cpu(*call[:3], 0.0, causal, attn_mask=None, scale=call.scale)
         return Result(arrange(out, like), lse, out)
     call = _wide(call)
-    split = parts(call)
+    split, less = parts(call), offset(call) if save else 0.0
     if len(split) == 1 and split[0].call is call:
-        out, lse, kept = _finished(call, *_forward(split[0], save))
+        out, lse, kept, _ = _finished(call, less, *_forward(split[0], save, less))
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
         lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
         if call.sinks is not None:
-            lse = torch.maximum(lse, call.sinks.detach().to(lse.dtype)[:, :, None])
+            lse = torch.maximum(lse, call.sinks.detach().to(lse.dtype)[:, :, None] - less)
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
-            of_part = _finished(part.call, *_forward(part, save))
+            of_part = _finished(part.call, less, *_forward(part, save, less))
             part.of_rows(out).copy_(of_part.out)
             part.of_rows(lse).copy_(of_part.lse)
             if kept is not out:
                 part.of_rows(kept).copy_(of_part.kept)
-    return Result(out, lse, kept.to(call.query.dtype))
+    return Result(out, lse, kept.to(call.query.dtype), less)
 
 
 def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
@@ -275,7 +303,7 @@ def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
         for where in rectangles(part):
             rows, keys, _ = _of(where, tensors)
             here = slice(where.first, where.last)
-            some, own = _weights(part.call, where, rows, keys)
+            some, own = _weights(part.call, where, 0.0, rows, keys)
             some *= (own - lse_of_part[:, :, here]).exp_().masked_fill_(own == -INFINITE, 0.0)[..., None]
             of_part[:, :, here, where.begin : where.end] = some
     return whole if call.query_mask is None else whole.masked_fill_(_hidden(call.query_mask), 0.0)
@@ -290,7 +318,7 @@ class Incoming(NamedTuple):
     lse: Tensor
 
 
-def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
+def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
     """Gradients of query, key and value of a part, from all of its rows."""
     call, columns = part.call, _columns(part.call)
     tensors = _inputs(part, columns)
@@ -308,7 +336,7 @@ def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
         grad_out, kept = _in_columns(grad_out, columns), _in_columns(kept, columns)
         for where in some:
             here = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
-            grads = _differentiate(call, where, tensors, *here, alone)
+            grads = _differentiate(call, where, less, tensors, *here, alone)
             if not totals:
                 totals.extend(grads)
                 continue
@@ -327,11 +355,11 @@ def _backward(part: Part, rows: Incoming) -> Sequence[Tensor]:
     return [grad[..., : x.shape[3]] for grad, x in zip(totals, call[:3], strict=True)]
 
 
-def _of_sinks(sinks: Tensor, rows: Incoming, out: Tensor) -> Tensor:
+def _of_sinks(sinks: Tensor, less: float, rows: Incoming, out: Tensor) -> Tensor:
     """The gradient of sinks: each row gives its weight, times the gradient of lse less that of the output."""
     missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
     missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
-    weight = (sinks.to(rows.lse.dtype)[:, :, None] - rows.lse).exp_()
+    weight = (sinks.to(rows.lse.dtype)[:, :, None] - less - rows.lse).exp_()
     return (weight * missing).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
@@ -352,16 +380,16 @@ def backward(
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
     rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(lse == -INFINITE, INFINITE))  # where no weight is but 0
-    split = parts(call)
+    split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
-        grads = _backward(split[0], rows)
+        grads = _backward(split[0], less, rows)
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
         for part in split if not (grad_out is grad_lse is None) else ():
             of_part = rows._replace(**{name: part.of_rows(x) for name, x in rows._asdict().items() if x is not None})
             views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
-            for view, grad in zip(views, _backward(part, of_part), strict=True):
+            for view, grad in zip(views, _backward(part, less, of_part), strict=True):
                 view.copy_(grad)
-    of_sinks = None if call.sinks is None else _of_sinks(call.sinks, rows, out)
+    of_sinks = None if call.sinks is None else _of_sinks(call.sinks, less, rows, out)
     query, key, value = (arrange(grad, x) for grad, x in zip(grads, inputs, strict=True))
     return query, key, value, of_sinks

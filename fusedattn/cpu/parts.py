@@ -182,7 +182,7 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
         dense and low is None and high is not None and call.scale > 0
     ):  # the kernel scales what it has hidden: -inf * -1
         yield from _staircase(first, last, begin, end, high)
-    elif low is None and high is None and _is_additive(call):
+    elif low is None and high is None and is_additive(call):
         yield Rectangle(first, last, begin, end, masked=True)
     else:
         yield from _steps(call, first, last, begin, end, low, high, dense)
@@ -194,7 +194,7 @@ def has_holes(part: Part) -> bool:
     return mask is not None and not bool(mask[:, part.begin : part.end].all())
 
 
-def _is_additive(call: Call) -> bool:
+def is_additive(call: Call) -> bool:
     """Whether the kernel takes what a call adds as it is."""
     dtypes = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
     others = call.mask is call.alibi_slopes is call.key_mask is None
@@ -238,14 +238,19 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
             yield Rectangle(row, after, left, right, masked=cut or not dense)
 
 
-def additive(call: Call, where: Rectangle) -> Tensor:
-    """What is added to the scores of a rectangle, -inf where a row does not see a key; broadcasts to them."""
+def additive(call: Call, where: Rectangle, less: float = 0.0) -> Tensor:
+    """What is added to the scores of a rectangle, -inf where a row does not see a key; broadcasts to them.
+
+    less: what is taken off them besides.
+    """
     block = Block(*where[:4])
-    if _is_additive(call) and call.left is call.right is None:
+    if is_additive(call) and call.left is call.right is None and not less:
         assert call.bias is not None
         return pairs.cut(call.bias, block)
     wide = torch.promote_types(call.query.dtype, torch.float32)
     terms = pairs.added(call, block, wide)
-    total = functools.reduce(torch.add, terms) if terms else torch.zeros((), dtype=wide)
+    if less or not terms:
+        terms.append(torch.full((), -less, dtype=wide))
+    total = functools.reduce(torch.add, terms)
     seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # bias is -inf where it hides
     return total if seen is None else torch.where(seen, total, float("-inf"))

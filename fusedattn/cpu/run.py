@@ -12,6 +12,9 @@ from ..naive.formula import without_autocast
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, forward_level, transforms_active
 from . import flash
 
+# A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
+NARROW = 16
+
 
 def limits(call: Call) -> list[str]:
     """Why no call like this one can be taken, whatever is wanted of it."""
@@ -32,6 +35,11 @@ def reasons(call: Call, need_weights: bool) -> list[str]:
     lacks = limits(call)
     if differentiated((call.bias, call.alibi_slopes)):
         lacks.append("it has no gradients of bias and alibi_slopes")
+    narrow = call.query.dtype == torch.float32 and call.query.shape[3] < NARROW
+    if narrow and call.key.shape[2] > flash.FEW and differentiated(call[:DIFFERENTIABLE]):
+        lacks.append(
+            f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {flash.FEW} keys"
+        )
     if need_weights and differentiated(call[:DIFFERENTIABLE]):
         lacks.append("it has no gradients of weights")
     if not is_compiling() and forward_level() >= 0:
@@ -69,7 +77,7 @@ def _kept(out: Tensor, stats: Tensor) -> Tensor:
 def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(output, lse, weights, stats) of a call; what is not needed is empty."""
     result = flash.forward(call, save)
-    out, lse, _ = result
+    out, lse = result.out, result.lse + result.less if result.less else result.lse
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, lse, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)

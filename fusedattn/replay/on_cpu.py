@@ -6,6 +6,7 @@ from torch import Tensor
 from ..call.form import DIFFERENTIABLE, Call, in_memory, rank4, results, rows, watched
 from ..call.layout import arrange
 from ..cpu import flash
+from ..cpu.parts import Rectangle
 from ..operators import attention
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
@@ -29,6 +30,8 @@ class OnCpu:
         self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
         self.facts: list = []  # of what is saved
         self.causal = None if any(self.wanted) or (save and flash.is_few(call)) else flash.at_once(call)
+        everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
+        self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None
 
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call with this signature."""
@@ -49,7 +52,8 @@ class _AtOnce(torch.autograd.Function):
     def forward(ctx, known: OnCpu, query: Tensor, key: Tensor, value: Tensor):
         centre = flash.centre(value)
         centred = value if centre is None else value - centre
-        kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, attn_mask=None, scale=known.scale)
+        options = dict(attn_mask=known.mask, scale=known.scale)
+        kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, **options)
         out = kept if centre is None else kept + flash.to_heads(centre, query.shape[1])
         out = out if known.as_is else arrange(out, query)
         ctx.known = known
@@ -71,9 +75,8 @@ class _AtOnce(torch.autograd.Function):
             centred = value if centre is None else value - centre
             grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
             tensors = grad_out, query, key, centred, out if kept is None else kept, lse
-            grads = flash_attention_for_cpu_backward(
-                *tensors, 0.0, known.causal, attn_mask=None, scale=known.scale
-            )  # fmt: skip
+            options = dict(attn_mask=known.mask, scale=known.scale)
+            grads = flash_attention_for_cpu_backward(*tensors, 0.0, known.causal, **options)
         return None, *(grad if needed else None for grad, needed in zip(grads, need, strict=False))
 
 

@@ -5,7 +5,7 @@ import torch
 
 import fusedattn as fa
 from fusedattn.testing.cases import CASES, compare
-from fusedattn.testing.compare import INPUTS, LEARNED, compare as held, with_gradients
+from fusedattn.testing.compare import INPUTS, LEARNED, with_gradients
 from fusedattn.testing.tolerance import verdict
 
 from .. import cases, sample
@@ -40,12 +40,18 @@ def taken(case):
     return case._replace(grads="out and lse" if "weights" in case.grads else case.grads), ("sinks",)
 
 
+def is_narrow(case):
+    """Whether "cpu" has no gradients of a case for want of precision."""
+    return case.D < 16 and case.Sk > 64 and case.dtype == torch.float32
+
+
 def computed(case, backend, function=fa.attention):
     """(results, tensors, options, case) of a case; None if "cpu" refuses it, as it has to."""
     learned = LEARNED
     if backend == "cpu":
-        if taken(case) is None:
-            with pytest.raises(NotImplementedError, match="'cpu' cannot take this call: it knows no (dropout|softcap)"):
+        if taken(case) is None or is_narrow(case):
+            lacks = "its gradients of float32 are not exact enough" if taken(case) else "it knows no (dropout|softcap)"
+            with pytest.raises(NotImplementedError, match=f"'cpu' cannot take this call: {lacks}"):
                 with_gradients(function, *case.draw(), case.grads, backend=backend)
             return None
         case, learned = taken(case)
@@ -68,16 +74,7 @@ def test_an_option_alone(case, backend, poison):
 @EITHER
 @pytest.mark.parametrize("case", sample.named(LONG))
 def test_an_option_alone_over_more_keys(case, backend):
-    """In float32 gradients may be off by 2**-20 more than by the rule: so far are the kernel's exponentials right."""
-    if (found := computed(case, backend)) is None:
-        return
-    got, tensors, options, case = found
-    for name, found in held(got, tensors, options, case.grads).items():
-        more = 2.0**-20 * got[name].abs().max().item() if name in INPUTS and case.dtype == torch.float32 else 0.0
-        if not found.ok:
-            assert "error is" in found.why, (name, found)
-            assert found.max_error <= found.max_allowed + more, (name, found)
-            assert found.mean_error <= found.mean_allowed + more / 4, (name, found)
+    run(case, backend)
 
 
 @EITHER
