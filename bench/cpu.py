@@ -3,6 +3,7 @@
 Ours as it comes beside what one has now: torch's SDPA, the formula, compiled FlexAttention, torch's modules, a model of
 Transformers. The times are CPU time, of providers in turns, so that other work on the machine slows none of them more
 than another; `ms_wall` is the caller's time. What is asked of ours stands in PARTS, beside what is measured.
+With more threads than one set OMP_WAIT_POLICY=passive: a thread that waits by spinning takes CPU time as well.
 """
 
 import contextlib

@@ -163,5 +163,5 @@ def argument_names(operator: Any) -> list[str]:
 
 
 # PyTorch's fused attention for CPUs and its backward. Without them the naive path is taken.
-flash_attention_for_cpu: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu")
+flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us less than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

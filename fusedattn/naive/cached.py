@@ -136,16 +136,17 @@ def alike(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Sequences first .. last - 1 of a call to a cache, all of one length."""
+    all_of_them = last - first == call.query.shape[0]
 
     def keys(cache: Tensor) -> Tensor:
         if decode.table is None:
-            return cache[first:last, :, :length]
+            return (cache if all_of_them else cache[first:last]).narrow(2, 0, length)
         pages = -(-length // max(1, cache.shape[2]))
         return _gathered(cache, decode.table[first:last, :pages])[:, :, :length]
 
     key_mask = of_batches(call.key_mask, first, last)
     return call._replace(
-        query=call.query[first:last],
+        query=call.query if all_of_them else call.query[first:last],
         key=keys(decode.key_cache),
         value=keys(decode.value_cache),
         bias=of_pairs(call.bias, first, last, None, length),

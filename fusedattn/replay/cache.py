@@ -226,7 +226,7 @@ def _facts_of_any(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
 
     The first of numbers are those of a Signature.
     """
-    if watched() or is_compiling():
+    if watched():
         return None
     present = tuple([x for x in tensors if x is not None])
     if not _usual(numbers[:_USUAL]) or not _ordinary(present):
