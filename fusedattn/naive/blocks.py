@@ -44,7 +44,7 @@ def sized(call: Call) -> bool:
     """Whether sizes are numbers to decide by. To a compiler that would be a guard, and a graph for each length."""
     if torch.compiler.is_compiling() or tracing():
         return False
-    return all(type(size) is int for size in (*call.query.shape, call.key.shape[2]))
+    return type(call.query.numel()) is int and type(call.key.shape[2]) is int
 
 
 def readable(call: Call) -> bool:

@@ -4,7 +4,7 @@ Two calls have the same signature if only the addresses and the contents of thei
 cannot be read cheaply (under autocast, inside torch.compile, with tensor subclasses) is checked and prepared each time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECEN
 RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
 RECENT = 8  # signatures that differ in their facts alone: compared in C++ before the others are looked up
 
-REPLAYED = attention.run, attention.run_on_hopper, attention.run_on_cpu
+RECORDED = attention.run, attention.run_on_hopper
 _QUERY_KEY_VALUE = 3
 _USUAL = 10  # numbers of a Signature
 _SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask")
@@ -86,7 +86,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call = checked(arguments, named is not None)
     chosen = backends.choose(call, return_weights, named)
-    replay = learn(tensors, numbers, call, chosen.run) if chosen.run in REPLAYED else None
+    replay = learn(tensors, numbers, call, chosen)
     if replay is not None:
         return replay((*tensors[:9], call.seed, call.block_mask))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
@@ -186,11 +186,16 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     return replay
 
 
-def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay | OnCpu | None":
-    """The Replay of a call that one of REPLAYED would run, from its checked form.
+def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | OnCpu | None":
+    """The Replay of a call that a backend would run, from its checked form.
 
-    None if it has no signature, or one that was met less than RECORD_AFTER times.
+    None if it has no signature, or one that was met less than RECORD_AFTER times; and where there is nothing to repeat.
     """
+    # By the naive path no seed: it may have been drawn for this call alone.
+    by_formula = chosen.name == "naive" and call.query.device.type == "cpu" and call.seed is None
+    on_cpu = by_formula or chosen.run is attention.run_on_cpu
+    if not (on_cpu or chosen.run in RECORDED):
+        return None
     split = _split(tensors, numbers) if can_replay else None
     if split is None or call.query is not tensors[0]:
         return None
@@ -205,8 +210,8 @@ def learn(tensors: tuple, numbers: tuple, call: Call, run: Callable) -> "Replay 
         return None
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
-        on_cpu, on_hopper = run is attention.run_on_cpu, run is attention.run_on_hopper
-        replay = OnCpu(call, numbers) if on_cpu else Replay(call, numbers, on_hopper)
+        on_hopper = chosen.run is attention.run_on_hopper
+        replay = OnCpu(call, numbers, chosen.run) if on_cpu else Replay(call, numbers, on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
     _known[signature] = replay

@@ -1,4 +1,6 @@
-"""Runs a call like an earlier one by the backend "cpu": nothing was recorded, and nothing is checked again."""
+"""Runs a call like an earlier one by "cpu" or "naive": nothing was recorded, and nothing is checked again."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,23 +22,25 @@ def call_of(tensors: tuple, numbers: tuple) -> Call:
 
 
 class OnCpu:
-    """Calls of one signature by the backend "cpu"."""
+    """Calls of one signature on a CPU, by a backend's run."""
 
     backend = "cpu"
 
-    def __init__(self, call: Call, numbers: tuple):
+    def __init__(self, call: Call, numbers: tuple, run: Callable):
+        self.run = run
         self.wanted, self.numbers = numbers[-4:-2], call[_TENSORS:]
         save = numbers[-1] and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
         self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
         self.facts: list = []  # of what is saved
-        self.causal = None if any(self.wanted) or (save and flash.is_few(call)) else flash.at_once(call)
+        more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
+        self.causal = None if more else flash.at_once(call)
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
         self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None
 
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call with this signature."""
         if self.causal is None:
-            out, lse, weights = attention.run_on_cpu(call_of(tensors, self.numbers), *self.wanted)
+            out, lse, weights = self.run(call_of(tensors, self.numbers), *self.wanted)
             return results(4, out, lse, weights)
         query, key, value = tensors[:3]
         if self.save:
