@@ -89,7 +89,7 @@ def centre(value: Tensor) -> Tensor | None:
     """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere."""
     if value.dtype != torch.bfloat16:
         return None
-    some = value[:, :, :SAMPLE]  # enough to see that there is nothing in common
+    some = value[:, :, :SAMPLE].float()  # enough to see that there is nothing in common; of bfloat16 sums take longer
     most = torch.linalg.vector_norm(some).item() * OFF_CENTRE / max(1, some.numel()) ** 0.5
     low, high = torch.aminmax(some.mean(2))
     # One that is NaN or infinite is none.

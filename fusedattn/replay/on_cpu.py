@@ -61,26 +61,29 @@ class _AtOnce(torch.autograd.Function):
         out = kept if centre is None else kept + flash.to_heads(centre, query.shape[1])
         out = out if known.as_is else arrange(out, query)
         ctx.known = known
-        ctx.save_for_backward(query, key, value, out, lse, centre, None if centre is None else kept)
+        ctx.save_for_backward(query, key, value, out, lse, *(() if centre is None else (centre, kept)))
         known.facts = known.facts or attention.facts((query, key, value, out, lse))
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, out, lse, centre, kept = ctx.saved_tensors
+        query, key, value, out, lse, *more = ctx.saved_tensors
+        centre, kept = more or (None, out)
         attention.check_saved(ctx.known.facts, attention.facts((query, key, value, out, lse)))
         known, need = ctx.known, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled() or watched() or not in_memory((grad_out,)):
             fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), known.numbers)
-            stats = attention.cpu.stats(flash.Result(out, lse, out if kept is None else kept))
+            stats = attention.cpu.stats(flash.Result(out, lse, kept))
             incoming = grad_out, None, None, out, out.new_empty(0), stats
             grads = attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])
         else:
             centred = value if centre is None else value - centre
             grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-            tensors = grad_out, query, key, centred, out if kept is None else kept, lse
+            tensors = grad_out, query, key, centred, kept, lse
             options = dict(attn_mask=known.mask, scale=known.scale)
             grads = flash_attention_for_cpu_backward(*tensors, 0.0, known.causal, **options)
+        if all(need):
+            return None, *grads[:3]
         return None, *(grad if needed else None for grad, needed in zip(grads, need, strict=False))
 
 
