@@ -129,7 +129,7 @@ def is_few(call: Call) -> bool:
 
 
 def offset(call: Call) -> float:
-    """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1, but for a half."""
+    """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1."""
     if call.query.dtype == torch.bfloat16 or is_few(call) or call.key.shape[2] == 0 or is_additive(call):
         return 0.0
     seen = call.key.shape[2]
@@ -137,7 +137,7 @@ def offset(call: Call) -> float:
         seen //= max(1, call.cu_seqlens_k.numel() - 1)
     if call.left is not None and call.right is not None:
         seen = min(seen, call.left + call.right + 1)
-    return math.log(max(1, seen))
+    return math.log(max(1, seen)) + 0.5
 
 
 def mask(call: Call, where: Rectangle, less: float) -> Tensor | None:
