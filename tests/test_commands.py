@@ -8,6 +8,7 @@ import torch
 
 from fusedattn import backends, cli
 from fusedattn.naive import formula
+from fusedattn.replay import cache
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,7 @@ def test_check_passes_and_fails(monkeypatch, capsys):
 
     planted = backends.BACKENDS["naive"]._replace(run=slightly_wrong)
     monkeypatch.setitem(backends.BACKENDS, "naive", planted)
+    cache.forget()
     assert cli.main(CHECK) == 1 and "FAIL" in capsys.readouterr().out
 
 

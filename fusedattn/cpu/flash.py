@@ -38,11 +38,21 @@ class Result(NamedTuple):
     less: float = 0.0  # the offset
 
 
+def in_rows(x: Tensor) -> bool:
+    """Whether the kernel reads a tensor right: the columns of a row lie side by side, and rows do not overlap."""
+    *sizes, columns = x.shape
+    *strides, step = x.stride()
+    return step == 1 and not any(n > 1 and 0 < stride < columns for n, stride in zip(sizes, strides, strict=True))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """A tensor that the kernel reads right."""
+    return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def _in_columns(x: Tensor, columns: int) -> Tensor:
-    """A tensor as the kernel takes it: so many columns, zeros behind its own, side by side in memory."""
-    if x.shape[-1] < columns:
-        return pad(x, (0, columns - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """A tensor as the kernel takes it: so many columns, zeros behind its own."""
+    return pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else as_rows(x)
 
 
 def _hidden(mask: Tensor | None) -> Tensor:
@@ -86,17 +96,18 @@ def _wide(call: Call) -> Call:
 
 
 def centre(value: Tensor) -> Tensor | None:
-    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere."""
+    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere.
+
+    That of a head depends on its values alone, so that forward and backward, which vmap may hand other batches, agree.
+    """
     if value.dtype != torch.bfloat16:
         return None
     some = value[:, :, :SAMPLE].float()  # enough to see that there is nothing in common; of bfloat16 sums take longer
-    most = torch.linalg.vector_norm(some).item() * OFF_CENTRE / max(1, some.numel()) ** 0.5
-    low, high = torch.aminmax(some.mean(2))
-    # One that is NaN or infinite is none.
-    if not max(-low.item(), high.item()) > most or not most < INFINITE:
+    most = torch.linalg.vector_norm(some, dim=(2, 3), keepdim=True) * (OFF_CENTRE / max(1, some[0, 0].numel()) ** 0.5)
+    much = some.mean(2, keepdim=True).abs() > most  # what is NaN or infinite is not
+    if not bool(much.any()):
         return None
-    mean = value.mean(2, keepdim=True)
-    return mean.masked_fill_(~(mean.abs() > most), 0.0)
+    return value.mean(2, keepdim=True, dtype=torch.float32).to(value.dtype).masked_fill_(~much, 0.0)
 
 
 def to_heads(x: Tensor, heads: int) -> Tensor:
@@ -150,7 +161,7 @@ def mask(call: Call, where: Rectangle, less: float) -> Tensor | None:
 
 
 def _is_exact(where: Rectangle, query: Tensor) -> bool:
-    """The same of a rectangle."""
+    """Whether those of a rectangle are."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
@@ -257,7 +268,7 @@ def at_once(call: Call) -> bool | None:
         or query.dtype == torch.float16
         or query.numel() == 0
         or keys == 0
-        or not query.stride(3) == key.stride(3) == value.stride(3) == 1
+        or not (in_rows(query) and in_rows(key) and in_rows(value))
     ):
         return None
     if call.right is None or (high := diagonal(call) + call.right) >= keys - 1:
@@ -294,17 +305,25 @@ def forward(call: Call, save: bool) -> Result:
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 
+def _are_alone(call: Call, some: list[Rectangle]) -> bool:
+    """Whether what each rectangle sees is all that its rows see."""
+    rows_of = [(where.first, where.last) for where in some]
+    return call.sinks is None and len(set(rows_of)) == len(rows_of)
+
+
 def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
     """The weights (B, Hq, Sq, columns) of a call, of which `forward` gave the lse."""
     whole = call.query.new_zeros(*call.query.shape[:3], columns)
     for part in parts(call):
         tensors = [x.to(lse.dtype) for x in _inputs(part, call.query.shape[3])]
-        of_part, lse_of_part = part.of_rows(whole), part.of_rows(lse)
-        for where in rectangles(part):
+        of_part, lse_of_part, every = part.of_rows(whole), part.of_rows(lse), list(rectangles(part))
+        alone = _are_alone(part.call, every)
+        for where in every:
             rows, keys, _ = _of(where, tensors)
             here = slice(where.first, where.last)
             some, own = _weights(part.call, where, 0.0, rows, keys)
-            some *= (own - lse_of_part[:, :, here]).exp_().masked_fill_(own == -INFINITE, 0.0)[..., None]
+            if not alone:
+                some *= (own - lse_of_part[:, :, here]).exp_().masked_fill_(own == -INFINITE, 0.0)[..., None]
             of_part[:, :, here, where.begin : where.end] = some
     return whole if call.query_mask is None else whole.masked_fill_(_hidden(call.query_mask), 0.0)
 
@@ -327,8 +346,7 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
     if common is not None:
         tensors[2] = tensors[2] - common
     some = list(rectangles(part))
-    rows_of = [(where.first, where.last) for where in some]
-    alone = call.sinks is None and len(set(rows_of)) == len(rows_of)
+    alone = _are_alone(call, some)
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
     totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
 
@@ -379,7 +397,9 @@ def backward(
         hidden = _hidden(call.query_mask)
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
-    rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(lse == -INFINITE, INFINITE))  # where no weight is but 0
+    empty = lse == -INFINITE  # rows without a weight but 0, and without a gradient
+    grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
+    rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(empty, INFINITE))
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
         grads = _backward(split[0], less, rows)

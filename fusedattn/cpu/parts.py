@@ -10,6 +10,7 @@ from torch import Tensor
 from ..call.form import Call, diagonal
 from ..naive import pairs
 from ..naive.blocks import Block
+from ..naive.cached import alike
 from ..naive.packed import of_batches, of_pairs, runs
 
 CACHE = 2**22  # bytes of an additive mask that are made at a time
@@ -86,12 +87,14 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Consecutive batches whose masks leave the same rows and keys, or nearly."""
+    """Consecutive batches whose masks leave the same rows and keys; or nearly, but in bfloat16 (see `flash.centre`)."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
     made = []
-    for start, stop in runs(lengths, WASTE, CALL // heads):
+    exact = call.query.dtype == torch.bfloat16
+    same = ((start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True))))
+    for start, stop in same if exact else runs(lengths, WASTE, CALL // heads):
         some = [number for number in range(start, stop) if 0 not in lengths[number]]
         if not some:
             continue
@@ -104,7 +107,7 @@ def _of_batches(call: Call) -> list[Part]:
 
 def _batches(call: Call, start: int, stop: int) -> Call:
     """Batches start .. stop - 1 of a dense call."""
-    fields = ("query", "key", "value", "bias", "alibi_slopes", "mask", "key_mask", "query_mask")
+    fields = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask")
     some: dict[str, Any] = {name: getattr(call, name) for name in fields}
     shared = call.query.shape[0] == stop - start
     own: dict[str, Any] = {name: of_batches(x, start, stop) for name, x in some.items()}

@@ -1,6 +1,7 @@
 """What the backend "cpu" cannot take, and results in the form in which the operators return them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,15 @@ def limits(call: Call) -> list[str]:
     return lacks
 
 
+def _differentiated(tensors: Sequence[Any]) -> bool:
+    """Whether a derivative may be wanted. Inside of torch.func requires_grad does not say so."""
+    return differentiated(tensors) or (transforms_active() and any(x is not None for x in tensors))
+
+
 def _is_too_coarse(call: Call) -> bool:
     """Whether the kernel's gradients of a call on a CPU are not right by the rule of `testing.tolerance`."""
     narrow = call.query.dtype == torch.float32 and call.query.shape[3] < NARROW
-    return narrow and call.key.shape[2] > flash.FEW and differentiated(call[:DIFFERENTIABLE])
+    return narrow and call.key.shape[2] > flash.FEW and _differentiated(call[:DIFFERENTIABLE])
 
 
 def reasons(call: Call, need_weights: bool) -> list[str]:
@@ -43,9 +49,9 @@ def reasons(call: Call, need_weights: bool) -> list[str]:
         lacks.append(
             f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {flash.FEW} keys"
         )
-    if differentiated((call.bias, call.alibi_slopes)):
+    if _differentiated((call.bias, call.alibi_slopes)):
         lacks.append("it has no gradients of bias and alibi_slopes")
-    if need_weights and differentiated(call[:DIFFERENTIABLE]):
+    if need_weights and _differentiated(call[:DIFFERENTIABLE]):
         lacks.append("it has no gradients of weights")
     if not is_compiling() and forward_level() >= 0:
         lacks.append("it has no derivative in forward mode")
@@ -66,7 +72,7 @@ def stats(result: flash.Result) -> Tensor:
         return lse.contiguous()
     kept = result.kept
     if dtype == torch.bfloat16:
-        kept = pad(kept, (0, kept.shape[-1] % 2)).contiguous().view(torch.float32)
+        kept = pad(kept, (0, kept.shape[-1] % 2)).clone(memory_format=torch.contiguous_format).view(torch.float32)
     return torch.cat([lse, kept], -1)
 
 
@@ -93,8 +99,13 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 @without_autocast
 def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
-    """Gradients of the first fields of a call, from those of output and lse; empty where they are not needed."""
-    grad_out, grad_lse = incoming
+    """Gradients of the first fields of a call, from those of output and lse; empty where they are not needed.
+
+    Raises: NotImplementedError where it is asked for what `reasons` names.
+    """
+    grad_out, grad_lse, grad_weights = incoming
+    if grad_weights is not None or need[3] or need[4]:
+        raise NotImplementedError("backend: 'cpu' has no gradients of bias, alibi_slopes and weights")
     gradients = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0])
     query, key, value, sinks = gradients
     made = query, key, value, None, None, sinks

@@ -44,7 +44,8 @@ def sized(call: Call) -> bool:
     """Whether sizes are numbers to decide by. To a compiler that would be a guard, and a graph for each length."""
     if torch.compiler.is_compiling() or tracing():
         return False
-    return type(call.query.numel()) is int and type(call.key.shape[2]) is int
+    batch, heads, rows, _ = call.query.shape
+    return type(batch) is type(heads) is type(rows) is type(call.key.shape[2]) is int
 
 
 def readable(call: Call) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..call.form import Call, plain
 from ..call.layout import arrange
 from .packed import of_batches, of_pairs
 
+_Length = TypeVar("_Length")
 WORTH = 2**13  # elements of a key cache that are not read, for which one call more pays: on a CPU it takes 0.1 ms
 
 
@@ -125,7 +127,7 @@ def by_length(decode: Decode) -> list[Call] | None:
     return [of_length(call, decode, *run) for run in runs]
 
 
-def alike(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
     """(first, last + 1, length) of consecutive sequences of one length."""
     first = 0
     for length, run in itertools.groupby(lengths):

@@ -115,7 +115,7 @@ def _backward(*arguments):
     grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
     call, (backend, need) = Call(*arguments[_BEFORE:-2]), arguments[-2:]
     if backend == "cpu":
-        return cpu.backward(call, (grad_out, grad_lse), out, stats, need)
+        return cpu.backward(call, (grad_out, grad_lse, grad_weights), out, stats, need)
     grads = new_backward(*arguments)
     if not out.numel():
         for grad in grads:

@@ -206,7 +206,8 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     if max(len(_known), len(_met)) >= MAX_KEPT:
         forget()
     _met[signature] = _met.get(signature, 0) + 1
-    if _met[signature] < RECORD_AFTER:
+    # On a CPU at once: it costs nothing, and a checkpoint's second call saves what the first has saved.
+    if _met[signature] < RECORD_AFTER and not on_cpu:
         return None
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
@@ -233,15 +234,18 @@ def _facts_of_any(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     """
     if watched():
         return None
-    present = tuple([x for x in tensors if x is not None])
-    if not _usual(numbers[:_USUAL]) or not _ordinary(present):
+    present = {id(x): x for x in tensors if x is not None}  # guards want each tensor to be another
+    if not _usual(numbers[:_USUAL]) or not _ordinary(unique := tuple(present.values())):
         return None
-    return present, (numbers, asked.deterministic, tuple([x is None for x in tensors]))
+    number_of = dict(zip(present, range(len(present)), strict=True))
+    return unique, (numbers, asked.deterministic, tuple([number_of.get(id(x)) for x in tensors]))
 
 
 def recall(tensors: tuple, numbers: tuple) -> Any:
     """What was remembered of a call that is like this one, or None."""
-    facts = _facts_of_any(tensors, numbers) if _recent else None
+    if is_compiling() or not _recent:
+        return None
+    facts = _facts_of_any(tensors, numbers)
     if facts is not None:
         for guards, known in _recent.get(facts[1], ()):
             if guards.check(*facts[0]):

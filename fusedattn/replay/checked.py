@@ -43,9 +43,14 @@ def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> 
     decode = cached.checked(arguments, options, named is not None)
     chosen = backends.choose(decode, return_weights, named)
     if chosen.run is operators.run_on_cpu and not return_weights:
-        cache.remember(tensors, numbers, decode)
+        cache.remember(tensors, numbers, _without_tensors(decode)._replace(call=_without_tensors(decode.call)))
     out, lse, weights = chosen.run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
+
+
+def _without_tensors(known: Any) -> Any:
+    """What of a Call or a Decode may be kept: tensors would live as long, and so would graphs that they come of."""
+    return known._replace(**{name: None for name, x in known._asdict().items() if isinstance(x, Tensor)})
 
 
 def _tensors_of(options: Arguments) -> tuple:
@@ -109,6 +114,6 @@ def attend_packed(arguments: Packed, options: Arguments, *more: Any) -> Tensor |
     chosen = backends.choose(call, return_weights, named)
     # Longest lengths that were read from these offsets say nothing of others.
     if may_know and chosen.run is attention.run_on_cpu and (call.max_seqlen_q, call.max_seqlen_k) == lengths:
-        cache.remember(tensors, numbers, call)
+        cache.remember(tensors, numbers, _without_tensors(call))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)

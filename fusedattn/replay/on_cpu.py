@@ -16,6 +16,7 @@ from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 def call_of(tensors: tuple, numbers: tuple) -> Call:
     """The Call of tensors as the caller gave them, and of the other fields of a Call."""
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
+    seed = seed if isinstance(seed, Tensor) else None  # one that is not a tensor drops nothing
     bias, slopes, sinks = rank4(bias), rows(slopes), rows(sinks)
     masks = rank4(mask), rows(key_mask), rows(query_mask)
     return Call(query, key, value, bias, slopes, sinks, *masks, seed, block_mask, *numbers)
@@ -31,7 +32,7 @@ class OnCpu:
         self.wanted, self.numbers = numbers[-4:-2], call[_TENSORS:]
         save = numbers[-1] and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
         self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
-        self.facts: list = []  # of what is saved
+        self.facts: dict[int, list] = {}  # of what is saved: five tensors, or seven
         more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
         self.causal = None if more else flash.at_once(call)
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
@@ -61,30 +62,38 @@ class _AtOnce(torch.autograd.Function):
         out = kept if centre is None else kept + flash.to_heads(centre, query.shape[1])
         out = out if known.as_is else arrange(out, query)
         ctx.known = known
-        ctx.save_for_backward(query, key, value, out, lse, *(() if centre is None else (centre, kept)))
-        known.facts = known.facts or attention.facts((query, key, value, out, lse))
+        saved = query, key, value, out, lse, *(() if centre is None else (centre, kept))
+        ctx.save_for_backward(*saved)
+        if len(saved) not in known.facts:
+            known.facts[len(saved)] = _facts(saved)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, out, lse, *more = ctx.saved_tensors
+        query, key, value, out, lse, *more = saved = ctx.saved_tensors  # a checkpoint gives them once
         centre, kept = more or (None, out)
-        attention.check_saved(ctx.known.facts, attention.facts((query, key, value, out, lse)))
         known, need = ctx.known, ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled() or watched() or not in_memory((grad_out,)):
+        before, after = known.facts[len(saved)], _facts(saved)
+        as_saved = before == after
+        if not as_saved:
+            attention.check_saved([x[:2] for x in before], [x[:2] for x in after])
+        if not as_saved or torch.is_grad_enabled() or watched() or not in_memory((grad_out,)):
             fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), known.numbers)
             stats = attention.cpu.stats(flash.Result(out, lse, kept))
             incoming = grad_out, None, None, out, out.new_empty(0), stats
             grads = attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])
         else:
             centred = value if centre is None else value - centre
-            grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-            tensors = grad_out, query, key, centred, kept, lse
+            tensors = flash.as_rows(grad_out), query, key, centred, kept, lse
             options = dict(attn_mask=known.mask, scale=known.scale)
             grads = flash_attention_for_cpu_backward(*tensors, 0.0, known.causal, **options)
         if all(need):
             return None, *grads[:3]
         return None, *(grad if needed else None for grad, needed in zip(grads, need, strict=False))
+
+
+def _facts(tensors) -> list:
+    return [(x.shape, x.dtype, x.stride()) for x in tensors]
 
 
 _TENSORS = Call._fields.index("cu_seqlens_q")  # of a Call that is not packed

@@ -64,6 +64,8 @@ STRIDED = {
     "reversed order": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
     "expanded": lambda x: x[:, :1].expand_as(x),
     "a slice": lambda x: torch.cat((x, x, x), 2)[:, :, 40:80],
+    "rows that overlap": lambda x: x.reshape(-1)[: 2 * 4 * 55].view(2, 4, 55).unfold(-1, 16, 1).detach(),
+    "heads that overlap": lambda x: x.reshape(-1).as_strided((2, 4, 40, 16), (2000, 1, 16, 1)).detach(),
 }
 
 
@@ -88,6 +90,49 @@ def test_gradients_that_are_summed_over_keys(options):
     for name, *results in zip("qkv", got, eager, oracle, strict=True):
         found = verdict(*results, rows)
         assert found.ok, (name, found)
+
+
+@pytest.mark.parametrize("inputs", [(2, 1, 90, 16), (1, 90, 1, 16), (1, 1, 1, 16), (2, 90, 4, 1)], ids=str)
+def test_sizes_of_one_have_any_stride(inputs):
+    """What is kept of bfloat16 is seen as float32, which wants strides of 1 or even ones."""
+    order = 0, 3, 1, 2
+    leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
+    for _ in range(2):
+        grads = [
+            torch.autograd.grad(fa.attention(*leaves, backend=backend, causal=True).sum(), leaves)
+            for backend in ("cpu", "naive")
+        ]
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+
+
+def test_one_key_has_all_the_weight():
+    """However large its score is: softmax and lse of two kernels would not fit."""
+    for size in (1.0, 300.0, 2.0**18):
+        query, key = torch.full((1, 1, 5, 64), size).sqrt(), torch.full((1, 1, 1, 64), size).sqrt() / 3
+        weights = fa.attention(query, key, key, return_weights=True, backend="cpu")[1]
+        assert torch.equal(weights, torch.ones_like(weights))
+
+
+@pytest.mark.parametrize("keys", [9, 90])
+def test_a_row_that_sees_nothing_has_no_gradient(keys):
+    """Not even where that of its lse, -inf, is infinite."""
+    mask = torch.ones(9, keys, dtype=torch.bool)
+    mask[5] = False
+    leaves = draw(1, 2, 9, 16, requires_grad=True)[:1] + [x.requires_grad_() for x in draw(1, 2, keys, 16)[:2]]
+    grads = []
+    for backend in ("cpu", "naive"):
+        _, lse = fa.attention(*leaves, mask=mask, return_lse=True, backend=backend)
+        grads.append(torch.autograd.grad(lse, leaves, 2 * lse, allow_unused=True)[:2])
+    torch.testing.assert_close(*grads)
+
+
+def test_a_seed_that_nothing_is_dropped_by():
+    for backend in ("cpu", "naive"):
+        inputs = draw(1, 2, 90, 16)
+        want = fa.attention(*inputs, backend=backend)
+        for _ in range(4):
+            assert torch.equal(fa.attention(*inputs, seed=5, return_lse=True, backend=backend)[0], want)
 
 
 @pytest.mark.parametrize("name", STRIDED)

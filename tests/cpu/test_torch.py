@@ -133,6 +133,96 @@ def test_a_call_that_is_computed_again(reentrant):
     assert all(map(torch.equal, (leaf.grad for leaf in leaves), want))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("common", [0.0, 4.0])
+def test_a_first_call_that_is_computed_again(dtype, common):
+    """What it saves is what the second saves."""
+    leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
+    torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=False).sum().backward()
+    want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
+    assert all(map(torch.equal, (leaf.grad for leaf in leaves), want))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("common", [0.0, 4.0])
+def test_tensors_that_come_back_with_other_strides(dtype, common):
+    leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
+    want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT):
+            out = fa.attention(*leaves, backend="cpu")
+        same(torch.autograd.grad(out.sum(), leaves), want, atol=1e-5 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_tensors_that_come_back_smaller(place):
+    leaves = [(x + 4.0).bfloat16().requires_grad_() for x in draw(1, 2, 90, 16)]
+    seen = []
+
+    def back(x):
+        seen.append(x)
+        return x[:, :, : x.shape[2] // 2] if len(seen) == place + 1 else x
+
+    for _ in range(2):
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, back):
+            out = fa.attention(*leaves, backend="cpu")
+        with pytest.raises(ValueError, match="saved_tensors_hooks: expected a tensor"):
+            out.sum().backward()
+
+
+LEARNED = {
+    "bias": lambda bias: dict(bias=bias),
+    "alibi_slopes": lambda bias: dict(alibi_slopes=bias[0, :2].abs()),
+    "weights": lambda bias: dict(return_weights=True),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_vmap_of_what_it_has_no_gradient_of(name):
+    """Inside of it no tensor says that it wants one."""
+    queries, biases = torch.randn(3, 1, 2, 70, 16), torch.randn(3, 70, 70)
+    key, value = torch.randn(2, 1, 2, 70, 16)
+
+    def loss(queries, biases, backend=None):
+        def one(query, bias):
+            results = fa.attention(query, key, value, **LEARNED[name](bias), backend=backend)
+            return results[1] if name == "weights" else results
+
+        return torch.vmap(one)(queries, biases).square().sum()
+
+    for argnums in (0,) if name == "weights" else (0, 1):
+        got, want = (torch.func.grad(loss, argnums)(queries, biases, backend) for backend in (None, "naive"))
+        assert want.abs().sum() > 0
+        same([got], [want], atol=1e-4)
+    leaves = queries.requires_grad_(), biases.requires_grad_()
+    grads = [torch.autograd.grad(loss(*leaves, backend), leaves, allow_unused=True) for backend in (None, "naive")]
+    same([x for x in grads[0] if x is not None], [x for x in grads[1] if x is not None], atol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [torch.randn(2), torch.randn(3, 2)], ids=["shared", "own"])
+def test_vmap_with_sinks_and_padding_of_each_batch(sinks):
+    inputs = draw(3, 2, 2, 200, 16)
+    key_mask = torch.arange(200) < torch.tensor([[200], [30]])
+
+    def step(query, key, value, sinks, backend):
+        return fa.attention(query, key, value, key_mask=key_mask, sinks=sinks, backend=backend)
+
+    dims = 0, 0, 0, 0 if sinks.dim() == 2 else None, None
+    same(*([torch.vmap(step, dims)(*inputs, sinks, backend)] for backend in ("cpu", "naive")), atol=1e-5)
+
+
+def test_many_gradients_of_values_with_much_in_common():
+    """What is taken off the values is that of the forward, whatever other batches are beside them."""
+    leaves = [(x + 3.0).bfloat16().requires_grad_() for x in draw(2, 2, 200, 16)]
+    key_mask = torch.arange(200) < torch.tensor([[200], [150]])
+    out = fa.attention(*leaves, key_mask=key_mask, backend="cpu")
+    incoming = torch.randn(3, *out.shape).bfloat16()
+    grads = torch.autograd.grad(out, leaves, incoming, is_grads_batched=True, retain_graph=True)
+    for number, one in enumerate(incoming):
+        same([grad[number] for grad in grads], torch.autograd.grad(out, leaves, one, retain_graph=True), atol=0.0)
+
+
 @pytest.mark.parametrize("learned", ["bias", "alibi_slopes"])
 def test_what_it_has_no_gradient_of_takes_naive(learned, taken):
     option = dict(bias=torch.randn(9, 9), alibi_slopes=torch.rand(2))[learned].requires_grad_()
