@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 
 import fusedattn as fa
 from fusedattn import backends
+from fusedattn.replay import cache
 
 from ..inside import same
 
@@ -135,8 +136,9 @@ def test_a_call_that_is_computed_again(reentrant):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("common", [0.0, 4.0])
-def test_a_first_call_that_is_computed_again(dtype, common):
+def test_a_first_call_that_is_computed_again(dtype, common, monkeypatch):
     """What it saves is what the second saves."""
+    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
     leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
     torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=False).sum().backward()
     want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
@@ -212,15 +214,35 @@ def test_vmap_with_sinks_and_padding_of_each_batch(sinks):
     same(*([torch.vmap(step, dims)(*inputs, sinks, backend)] for backend in ("cpu", "naive")), atol=1e-5)
 
 
-def test_many_gradients_of_values_with_much_in_common():
+@pytest.mark.parametrize("lengths", [(40, 30, 40), (30, 40, 40), (60, 20, 40), (200, 150, 200)], ids=str)
+def test_many_gradients_of_values_with_much_in_common(lengths):
     """What is taken off the values is that of the forward, whatever other batches are beside them."""
-    leaves = [(x + 3.0).bfloat16().requires_grad_() for x in draw(2, 2, 200, 16)]
-    key_mask = torch.arange(200) < torch.tensor([[200], [150]])
+    leaves = [(x + 3.0).bfloat16().requires_grad_() for x in draw(3, 2, max(lengths), 16)]
+    key_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     out = fa.attention(*leaves, key_mask=key_mask, backend="cpu")
     incoming = torch.randn(3, *out.shape).bfloat16()
     grads = torch.autograd.grad(out, leaves, incoming, is_grads_batched=True, retain_graph=True)
     for number, one in enumerate(incoming):
         same([grad[number] for grad in grads], torch.autograd.grad(out, leaves, one, retain_graph=True), atol=0.0)
+
+
+def test_functional_gradients_of_packed_sequences():
+    x, cu = torch.randn(90, 2, 16), torch.tensor([0, 50, 90], dtype=torch.int32)
+
+    def loss(x, backend=None):
+        return fa.attention_varlen(x, x, x, cu, cu, max_seqlen_q=90, max_seqlen_k=90, backend=backend).square().sum()
+
+    same([torch.func.grad(loss)(x)], [torch.func.grad(loss)(x, "naive")], atol=1e-5)
+    assert torch.vmap(loss)(torch.stack((x, x))).shape == (2,)
+
+
+@pytest.mark.parametrize("keys", [9, 90])
+def test_no_two_results_of_the_operator_share_memory(keys):
+    inputs = draw(1, 2, keys, 16, requires_grad=True)
+    call = backends.checked(backends.Arguments(*inputs))
+    results = torch.ops.fusedattn.forward(*call, True, False, True, "cpu")
+    places = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+    assert len(set(places)) == len(places) == 3
 
 
 @pytest.mark.parametrize("learned", ["bias", "alibi_slopes"])
