@@ -214,7 +214,7 @@ def test_vmap_with_sinks_and_padding_of_each_batch(sinks):
     same(*([torch.vmap(step, dims)(*inputs, sinks, backend)] for backend in ("cpu", "naive")), atol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [(40, 30, 40), (30, 40, 40), (60, 20, 40), (200, 150, 200)], ids=str)
+@pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
     """What is taken off the values is that of the forward, whatever other batches are beside them."""
     leaves = [(x + 3.0).bfloat16().requires_grad_() for x in draw(3, 2, max(lengths), 16)]
