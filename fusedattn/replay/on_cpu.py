@@ -34,7 +34,7 @@ class OnCpu:
         save = numbers[-1] and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
         self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
         self.facts: dict[int, list] = {}  # of what is saved: five tensors, or seven
-        self.guards: dict[int, Any] = {}  # that compare it in C++
+        self.guards: dict[int, Any] = {}  # that compare it, and a gradient of the output, in C++
         more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
         self.causal = None if more else flash.at_once(call)
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
@@ -51,18 +51,19 @@ class OnCpu:
         out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, attn_mask=None, scale=self.scale)
         return out if self.as_is else arrange(out, query)
 
-    def has(self, saved: tuple) -> bool:
-        """Whether saved tensors came back as the kernel may take them. Raises if one has another dtype or shape."""
-        guards = self.guards.get(len(saved))
-        if guards is not None and guards.check(*saved):
+    def may_differentiate(self, grad_out: Tensor, saved: tuple) -> bool:
+        """Whether the kernel may take these as they are. Raises if one came back with another shape or dtype."""
+        guards, count = self.guards.get(len(saved)), len(saved)
+        if guards is not None and guards.check(grad_out, *saved):
             return True
-        before, after = self.facts[len(saved)], _facts(saved)
-        if before == after:
-            if TensorGuards is not None and guards is None and len(set(map(id, saved))) == len(saved):
-                self.guards[len(saved)] = TensorGuards(*saved, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            return True
+        before, after = self.facts[count], _facts(saved)
         attention.check_saved([x[:2] for x in before], [x[:2] for x in after])
-        return False
+        if before != after or not in_memory((grad_out,)) or not flash.in_rows(grad_out):
+            return False
+        tensors = grad_out, *saved
+        if TensorGuards is not None and len(set(map(id, tensors))) == len(tensors):
+            self.guards[count] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return True
 
 
 class _AtOnce(torch.autograd.Function):
@@ -88,14 +89,15 @@ class _AtOnce(torch.autograd.Function):
         query, key, value, out, lse, *more = saved = ctx.saved_tensors  # a checkpoint gives them once
         centre, kept = more or (None, out)
         known, need = ctx.known, ctx.needs_input_grad[1:]
-        if not known.has(saved) or torch.is_grad_enabled() or watched() or not in_memory((grad_out,)):
+        grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        if not known.may_differentiate(grad_out, saved) or torch.is_grad_enabled() or watched():
             fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), known.numbers)
             stats = attention.cpu.stats(flash.Result(out, lse, kept))
             incoming = grad_out, None, None, out, out.new_empty(0), stats
             grads = attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])
         else:
             centred = value if centre is None else value - centre
-            tensors = flash.as_rows(grad_out), query, key, centred, kept, lse
+            tensors = grad_out, query, key, centred, kept, lse
             options = dict(attn_mask=known.mask, scale=known.scale)
             grads = flash_attention_for_cpu_backward(*tensors, 0.0, known.causal, **options)
         if all(need):
