@@ -45,14 +45,11 @@ def in_rows(x: Tensor) -> bool:
     return step == 1 and not any(n > 1 and 0 < stride < columns for n, stride in zip(sizes, strides, strict=True))
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """A tensor that the kernel reads right."""
-    return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _in_columns(x: Tensor, columns: int) -> Tensor:
     """A tensor as the kernel takes it: so many columns, zeros behind its own."""
-    return pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else as_rows(x)
+    if x.shape[-1] < columns:
+        return pad(x, (0, columns - x.shape[-1]))
+    return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _hidden(mask: Tensor | None) -> Tensor:

@@ -92,9 +92,11 @@ def _of_batches(call: Call) -> list[Part]:
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
     made = []
-    exact = call.query.dtype == torch.bfloat16
-    same = ((start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True))))
-    for start, stop in same if exact else runs(lengths, WASTE, CALL // heads):
+    if call.query.dtype == torch.bfloat16:
+        groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
+    else:
+        groups = list(runs(lengths, WASTE, CALL // heads))
+    for start, stop in groups:
         some = [number for number in range(start, stop) if 0 not in lengths[number]]
         if not some:
             continue

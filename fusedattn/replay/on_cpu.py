@@ -53,7 +53,8 @@ class OnCpu:
 
     def may_differentiate(self, grad_out: Tensor, saved: tuple) -> bool:
         """Whether the kernel may take these as they are. Raises if one came back with another shape or dtype."""
-        guards, count = self.guards.get(len(saved)), len(saved)
+        count = len(saved)
+        guards = self.guards.get(count)
         if guards is not None and guards.check(grad_out, *saved):
             return True
         before, after = self.facts[count], _facts(saved)
