@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..call.form import DIFFERENTIABLE, Call, autocasting
 from ..call.layout import arrange
 from ..private import transforms_active
 from . import cached, pairs
-from .blocks import CACHE, Block, Part, parts, readable, sized, spans, uncut
+from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, spans, uncut
 from .inputs import prepared
 from .packed import joined, packed, padded, sequences
 
@@ -125,12 +126,13 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 def _hiding(call: Call, block: Block) -> dict:
     """visible, limits and empty of a block, as `formula` takes them."""
+    if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
+        return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)) if block.begin == block.end else {}
     quick = readable(call)
     if quick and pairs.only_edges(call, block):
         return dict(limits=pairs.edges(call, block))
     seen = pairs.visible(call, block)
-    if seen is None:
-        return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)) if block.begin == block.end else {}
+    assert seen is not None
     empty = ~seen.any(-1, keepdim=True)
     if not quick:
         return dict(visible=seen, empty=empty)
@@ -190,10 +192,16 @@ def _most(call: Call) -> int:
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
 
-def _is_small(call: Call) -> bool:
-    """Whether cutting a call into blocks costs more than it saves."""
-    batch, heads, rows, _ = call.query.shape
-    return batch * heads * rows * call.key.shape[2] <= SMALL and call.query.device.type == "cpu"
+def _is_one(call: Call) -> bool:
+    """Whether cutting a call, whose sizes are known, into blocks would save nothing, or cost more than it saves."""
+    (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
+    scores = batch * heads * rows * keys
+    if scores <= SMALL and call.query.device.type == "cpu":
+        return True
+    if scores * call.query.element_size() > _most(call):
+        return False
+    # Of few rows each sees nearly all keys that one of them sees.
+    return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
 
 
 def _kept(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
@@ -222,6 +230,17 @@ def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
     return _joined(done, 2)
 
 
+def at_once(call: Call) -> dict[str, Any] | None:
+    """What `formula` takes besides query, key and value, where it is all of `run`; None where there is more to do."""
+    more = call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask, call.seed
+    if any(x is not None for x in (*more, call.cu_seqlens_q)) or call.query.dtype != _wide(call):
+        return None
+    if not (sized(call) and readable(call) and _is_one(call)):
+        return None
+    hiding = _hiding(call, uncut(call).blocks[0])
+    return None if "visible" in hiding else dict(scale=call.scale, need_lse=False, softcap=call.softcap, **hiding)
+
+
 def _joined(results: list[tuple], dim: int) -> tuple:
     """(output, lse or None) from those of its pieces along a dimension."""
     if len(results) == 1:
@@ -234,7 +253,7 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     """(output, lse or None), a block at a time."""
     if not sized(call):  # with open sizes torch 2.10 cannot export what merges dimensions
         return _all(call, need_lse, False, AS_WRITTEN)[:2]
-    if _is_small(call):
+    if _is_one(call):
         return _all(call, need_lse, False)[:2]
     all_parts = parts(call, _most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)

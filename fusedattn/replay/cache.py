@@ -43,6 +43,7 @@ _SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask"
 TENSORS = _BLOCK_MASK + 1  # a packed call has no signature
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float))
+_KERNELS = frozenset(("triton", "hopper"))
 
 
 class Signature(NamedTuple):
@@ -145,7 +146,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
     if not _usual(numbers) or not _ordinary(present):
         return None
     named = numbers[-2]
-    precision = None if named in (None, "cpu") and present[0].is_cpu else _precision(present[0])  # of kernels alone
+    precision = None if named not in _KERNELS and present[0].is_cpu else _precision(present[0])  # of kernels alone
     return present, (numbers, precision, asked.deterministic, there)
 
 

@@ -10,6 +10,7 @@ from ..call.form import DIFFERENTIABLE, Call, in_memory, rank4, results, rows, w
 from ..call.layout import arrange
 from ..cpu import flash
 from ..cpu.parts import Rectangle
+from ..naive import formula
 from ..operators import attention
 from ..private import TensorGuards, flash_attention_for_cpu, flash_attention_for_cpu_backward
 
@@ -37,18 +38,23 @@ class OnCpu:
         self.guards: dict[int, Any] = {}  # that compare it, and a gradient of the output, in C++
         more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
         self.causal = None if more else flash.at_once(call)
+        by_formula = run is formula.run and not any(self.wanted)
+        self.options = formula.at_once(call) if by_formula else None
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
         self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None
 
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call with this signature."""
-        if self.causal is None:
+        query, key, value = tensors[:3]
+        if self.options is not None:
+            out = formula.formula(query, key, value, **self.options)[0]
+        elif self.causal is None:
             out, lse, weights = self.run(call_of(tensors, self.numbers), *self.wanted)
             return results(4, out, lse, weights)
-        query, key, value = tensors[:3]
-        if self.save:
+        elif self.save:
             return _at_once(self, query, key, value)
-        out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, attn_mask=None, scale=self.scale)
+        else:
+            out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, attn_mask=None, scale=self.scale)
         return out if self.as_is else arrange(out, query)
 
     def may_differentiate(self, grad_out: Tensor, saved: tuple) -> bool:
