@@ -99,11 +99,14 @@ def centre(value: Tensor) -> Tensor | None:
     """
     if value.dtype != torch.bfloat16:
         return None
-    some = value[:, :, :SAMPLE].float()  # enough to see that there is nothing in common; of bfloat16 sums take longer
-    most = torch.linalg.vector_norm(some, dim=(2, 3), keepdim=True) * (OFF_CENTRE / max(1, some[0, 0].numel()) ** 0.5)
-    much = some.mean(2, keepdim=True).abs() > most  # what is NaN or infinite is not
-    if not bool(much.any()):
+    some = value[:, :, :SAMPLE]  # enough to see that there is nothing in common
+    keys, columns = some.shape[2:]
+    sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
+    norm, most = (torch.linalg.vector_norm(x, order, (2, 3)) for x, order in ((some, 2), (sums, INFINITE)))
+    # Compared as lists: in a short call each operator more takes twenty microseconds.
+    if all(a <= share * b for a, b in zip(most.flatten().tolist(), norm.flatten().tolist(), strict=True)):
         return None
+    much = sums.abs() > share * norm[:, :, None, None]  # what is NaN or infinite is not
     return value.mean(2, keepdim=True, dtype=torch.float32).to(value.dtype).masked_fill_(~much, 0.0)
 
 
