@@ -173,11 +173,15 @@ def is_known(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def check_values(a: CacheArguments, options: Arguments) -> None:
-    """Raise for lengths, pages and positions on the CPU that lie outside of what they count, before any is used."""
+def check_values(a: CacheArguments, options: Arguments) -> list[int]:
+    """The lengths, where they are known; empty otherwise.
+
+    Raises: ValueError for lengths, pages and positions on the CPU that lie outside of what they count.
+    """
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
-        return
-    lengths, room = a.cache_seqlens.tolist(), capacity(a)
+        return []
+    room = capacity(a)
+    lengths: list[int] = a.cache_seqlens.tolist()
     new = 0 if a.new_key is None else a.new_key.shape[2]
     least, most = min(lengths), max(lengths)
     if least < 0 or most > room:
@@ -188,6 +192,7 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
         _check_pages(a, a.cache_seqlens.long(), new)
     if a.rotary_cos is not None:
         _check_positions(a, options, a.cache_seqlens.long() + new, a.query.shape[2], new)
+    return lengths
 
 
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from ..call.cached import Decode, room
 from ..call.form import Call
-from ..call.layout import dense
+from ..call.layout import arrange, dense
 from ..naive import cached as naive
 from ..naive.formula import without_autocast
+from ..private import flash_attention_for_cpu
 from . import flash
 
 
@@ -23,6 +24,22 @@ def append(decode: Decode) -> None:
     for first, last, length in naive.alike(lengths):
         for cache, new in ((decode.key_cache, decode.new_key), (decode.value_cache, decode.new_value)):
             cache[first:last, :, length : length + decode.added] = new[first:last]
+
+
+def is_one_call(decode: Decode) -> bool:
+    """Whether a call like this one is one call of the kernel, where its sequences have one length, which is not 0."""
+    more = decode.table, decode.new_key, decode.cos
+    one_row = decode.call.query.shape[2] == 1
+    return one_row and all(x is None for x in more) and flash.at_once(decode.call) is False
+
+
+def attend_at_once(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, length: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend` by one call of the kernel."""
+    key, value = key_cache.narrow(2, 0, length), value_cache.narrow(2, 0, length)
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, False, attn_mask=None, scale=scale)
+    return arrange(out, query), lse
 
 
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Shapes, strides, dtypes and options are checked once; what lengths, pages and offsets hold is checked each time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ _OFFSETS = 5  # how many tensors of packed sequences come before those of option
 _CACHES = len(CacheArguments._fields) - 1  # tensors among them: all but rotary_interleaved
 
 
+class _Known(NamedTuple):
+    """What is remembered of a call to caches: itself without its tensors, and `is_one_call` of it."""
+
+    decode: Decode
+    is_one_call: bool
+
+
 def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> Tensor | Any:
     """What `attention_decode` returns; more are return_lse, return_weights and the backend.
 
@@ -34,16 +41,20 @@ def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> 
     numbers = *_numbers_of(options), return_lse, return_weights, named, torch.is_grad_enabled(), arguments[_CACHES]
     known = cache.recall(tensors, numbers) if type(numbers[-1]) is bool else None
     if known is not None:
-        cached.check_values(arguments, options)
-        decode = _decode(known, arguments, options)
-        cpu.append(decode)
-        out, lse = cpu.attend(decode)
+        lengths = cached.check_values(arguments, options)
+        if known.is_one_call and lengths and lengths[0] and lengths.count(lengths[0]) == len(lengths):
+            out, lse = cpu.attend_at_once(*arguments[:3], lengths[0], known.decode.call.scale)
+        else:
+            decode = _decode(known.decode, arguments, options)
+            cpu.append(decode)
+            out, lse = cpu.attend(decode)
         return results(4, out, lse.contiguous() if return_lse else None)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     decode = cached.checked(arguments, options, named is not None)
     chosen = backends.choose(decode, return_weights, named)
     if chosen.run is operators.run_on_cpu and not return_weights:
-        cache.remember(tensors, numbers, _without_tensors(decode)._replace(call=_without_tensors(decode.call)))
+        without = _without_tensors(decode)._replace(call=_without_tensors(decode.call))
+        cache.remember(tensors, numbers, _Known(without, cpu.is_one_call(decode)))
     out, lse, weights = chosen.run(decode, return_lse, return_weights)
     return results(4, out, lse if return_lse else None, weights)
 

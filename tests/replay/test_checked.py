@@ -1,6 +1,7 @@
 """Calls to caches and of packed sequences on a CPU that are like an earlier one: what may differ is looked at again."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -44,9 +45,9 @@ def decoded(lengths, *, new=0, rows=1, backend=None, **options):
 
 @pytest.mark.parametrize("new", [0, 2])
 def test_other_lengths(new, recalled):
-    for lengths in ((5, 5, 5), (1, 38, 7), (38, 38, 38), (0, 0, 9), (3, 3, 8)):
+    for lengths in ((5, 5, 5), (1, 38, 7), (38, 38, 38), (0, 0, 9), (3, 3, 8), (0, 0, 0)):
         same(decoded(lengths, new=new, rows=max(new, 1)), decoded(lengths, new=new, rows=max(new, 1), backend="naive"))
-    assert recalled[::2] == [False, True, True, True, True]
+    assert recalled[::2] == [False, True, True, True, True, True]
 
 
 DIFFERENT = [
@@ -64,8 +65,8 @@ DIFFERENT = [
 
 def test_caches_with_other_options():
     for _ in range(2):
-        for options in ({}, *DIFFERENT):
-            same(decoded((5, 17, 40), **options), decoded((5, 17, 40), **options, backend="naive"))
+        for lengths, options in itertools.product(((5, 17, 40), (17, 17, 17)), ({}, *DIFFERENT)):
+            same(decoded(lengths, **options), decoded(lengths, **options, backend="naive"))
     plain, *others = (decoded((5, 17, 40), **options)[0] for options in ({}, *DIFFERENT[:5]))
     assert not any(torch.equal(plain, x) for x in others[:2])
 
