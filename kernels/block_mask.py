@@ -42,11 +42,11 @@ def tile_lists(
 ):  # fmt: skip
     """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block of rows the tiles to compute.
 
-    [count, tile 0, tile 1, ..., padding], once for the tiles that take a mask and once for those that take none; the
-    padding lets the loop prefetch one entry too many. Blocks are of rows and tiles of keys; BY_KEYS the other way
-    round, for the rows of each of GROUP query heads, and H counts kv heads. block_mask is a View of what the kernel of
-    that name wrote; the band counts as a mask. There are `tile_count` tiles to a head. With sequences B is 1, and their
-    slots are the blocks.
+    [count, tile 0, tile 1, ..., 0], once for the tiles that take a mask and once for those that take none; a loop reads
+    the 0 ahead, and does not use it. Blocks are of rows and tiles of keys; BY_KEYS the other way round, for the rows of
+    each of GROUP query heads, and H counts kv heads. block_mask is a View of what the kernel of that name wrote; the
+    band counts as a mask. There are `tile_count` tiles to a head. With sequences B is 1, and their slots are the
+    blocks.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
@@ -79,3 +79,5 @@ def tile_lists(
         bare += tl.sum(bears, 0)
     tl.store(partly, masked.to(tl.int64))
     tl.store(fully, bare.to(tl.int64))
+    tl.store(partly + masked + 1, 0)
+    tl.store(fully + bare + 1, 0)

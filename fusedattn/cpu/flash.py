@@ -372,7 +372,8 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
         add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, False)
         if grad_out is None:
             totals[2] = torch.zeros_like(totals[2])
-    return [grad[..., : x.shape[3]] for grad, x in zip(totals, call[:3], strict=True)]
+    grads = zip(totals, call[:3], strict=True)
+    return [grad if grad.shape == x.shape else arrange(grad[..., : x.shape[3]], x) for grad, x in grads]
 
 
 def _of_sinks(sinks: Tensor, less: float, rows: Incoming, out: Tensor) -> Tensor:
@@ -386,7 +387,7 @@ def _of_sinks(sinks: Tensor, less: float, rows: Incoming, out: Tensor) -> Tensor
 def backward(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and sinks, each in its dtype; that of sinks is None where there are none.
+    """Gradients of query, key, value and sinks, each in its dtype, without gaps; None of sinks where there are none.
 
     Rectangles add up: the gradients of one, by the output and the lse of whole rows, are its share of all.
 
@@ -413,5 +414,5 @@ def backward(
             for view, grad in zip(views, _backward(part, less, of_part), strict=True):
                 view.copy_(grad)
     of_sinks = None if call.sinks is None else _of_sinks(call.sinks, less, rows, out)
-    query, key, value = (arrange(grad, x) for grad, x in zip(grads, inputs, strict=True))
+    query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
     return query, key, value, of_sinks

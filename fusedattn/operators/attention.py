@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain
-from ..call.layout import dense
+from ..call.layout import arrange, dense
 from ..call.rules import fail
 from ..cpu import run as cpu
 from ..launch import failures
@@ -139,6 +139,13 @@ def _backward(*arguments):
     return grads
 
 
+def _arranged_backward(*arguments):
+    """`_backward` as the operator promises it: in the order of dimensions that `new_backward` has."""
+    grads, inputs = _backward(*arguments), arguments[_BEFORE : _BEFORE + DIFFERENTIABLE]
+    triples = zip(grads, inputs, arguments[-1], strict=True)
+    return tuple([arrange(grad, x) if needed else grad for grad, x, needed in triples])
+
+
 def _of_masks(function, arguments):
     """A function of launch.blocks, of the arguments of `block_mask`."""
     from ..launch import blocks
@@ -158,7 +165,7 @@ register(
 register(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
     f"{_CALL}, str backend, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
-    _backward,
+    _arranged_backward,
     new_backward,
     functools.partial(rules.check_backward, stats_columns),
 )
