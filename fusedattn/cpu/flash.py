@@ -47,8 +47,7 @@ def in_rows(x: Tensor) -> bool:
 
 def _in_columns(x: Tensor, columns: int) -> Tensor:
     """A tensor as the kernel takes it: so many columns, zeros behind its own."""
-    if x.shape[-1] < columns:
-        return pad(x, (0, columns - x.shape[-1]))
+    x = x if x.shape[-1] == columns else pad(x, (0, columns - x.shape[-1]))  # which keeps the order of dimensions
     return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -104,12 +103,14 @@ def centre(value: Tensor) -> Tensor | None:
     keys, columns = some.shape[2:]
     sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
     norm, most = (torch.linalg.vector_norm(x, order, (2, 3)) for x, order in ((some, 2), (sums, INFINITE)))
-    if all(
-        a <= share * b for x, y in zip(most.tolist(), norm.tolist(), strict=True) for a, b in zip(x, y, strict=True)
-    ):
+    heads_of = zip(most.tolist(), norm.tolist(), strict=True)
+    if all(a <= share * b for heads in heads_of for a, b in zip(*heads, strict=True)):
         return None
-    much = sums.abs() > share * norm[:, :, None, None]  # what is NaN or infinite is not
-    return value.mean(2, keepdim=True, dtype=torch.float32).to(value.dtype).masked_fill_(~much, 0.0)
+    mean = value.mean(2, keepdim=True, dtype=torch.float32)
+    size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
+    # Not what a few large values make of a mean: less that, all others would be rounded like them.
+    common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
+    return mean.to(value.dtype).masked_fill_(~common, 0.0)
 
 
 def to_heads(x: Tensor, heads: int) -> Tensor:

@@ -38,7 +38,8 @@ class OnCpu:
         self.guards: dict[int, Any] = {}  # that compare it, and a gradient of the output, in C++
         more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
         self.causal = None if more else flash.at_once(call)
-        by_formula = run is formula.run and not any(self.wanted)
+        # Autograd would refuse what is made here in inference mode.
+        by_formula = run is formula.run and not any(self.wanted) and not torch.is_inference_mode_enabled()
         self.options = formula.at_once(call) if by_formula else None
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
         self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None

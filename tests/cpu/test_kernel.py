@@ -12,7 +12,10 @@ from fusedattn.call.form import Arguments
 from fusedattn.call.packed import Packed, checked_packed
 from fusedattn.call.rules import checked
 from fusedattn.cpu import parts
+from fusedattn.testing.compare import with_gradients
 from fusedattn.testing.tolerance import verdict
+
+from ..close import assert_close
 
 INFINITE = float("inf")
 
@@ -62,6 +65,7 @@ STRIDED = {
     "every second column": lambda x: torch.stack((x, x), -1)[..., 0],
     "columns apart": lambda x: x.mT.contiguous().mT,
     "reversed order": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
     "expanded": lambda x: x[:, :1].expand_as(x),
     "a slice": lambda x: torch.cat((x, x, x), 2)[:, :, 40:80],
     "rows that overlap": lambda x: x.reshape(-1)[: 2 * 4 * 55].view(2, 4, 55).unfold(-1, 16, 1).detach(),
@@ -148,6 +152,45 @@ def test_any_strides(name, causal):
             results[backend] = out, *torch.autograd.grad(out, leaves, incoming)
         torch.testing.assert_close(results["cpu"], results["naive"], atol=2e-5, rtol=1e-5)
         assert all(x.stride() == y.stride() for x, y in zip(results["cpu"][:1], results["naive"], strict=False))
+
+
+@pytest.mark.parametrize("widths", [(16, 9), (9, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_of_other_widths(widths, dtype):
+    """Columns that are added behind keep the order of dimensions, in which a row's do not lie side by side."""
+    shapes = ((2, 4, n, widths[wide]) for n, wide in ((40, 0), (90, 0), (90, 1), (40, 1)))
+    tensors = [STRIDED["channels last"](torch.randn(shape).to(dtype)) for shape in shapes]
+    names = dict(zip(("query", "key", "value", "out"), tensors, strict=True))
+    assert_close(with_gradients(fa.attention, names, {}, "out"), names, {}, "out")
+
+
+CALLS_WITH_OUTLIERS = {
+    "one element": dict(keys=128, place=(slice(None), slice(None), 5, 7), size=1e4),
+    "the last row": dict(keys=1000, place=(slice(None), slice(None), -1), size=1e4, mean=1.0, causal=True),
+    "a larger one": dict(keys=1000, place=(slice(None), slice(None), -1), size=1e5, mean=1.0, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_OUTLIERS)
+def test_values_of_bfloat16_with_outliers(name):
+    """A mean that a few values make is not taken off the others."""
+    fields = CALLS_WITH_OUTLIERS[name]
+    query, key, value, out = (torch.randn(1, 1, fields["keys"], 64) for _ in range(4))
+    query[..., 0], key[..., 0], value[:] = 8.0, 0.0, value + fields.get("mean", 0.0)
+    key[:, :, 5, 0] = -40.0
+    value[fields["place"]] = fields["size"]
+    tensors = dict(query=query, key=key, value=value, out=out)
+    tensors = {name: x.bfloat16() for name, x in tensors.items()}
+    options = dict(causal=fields.get("causal", False))
+    assert_close(with_gradients(fa.attention, tensors, options, "out"), tensors, options, "out")
+
+
+def test_a_mean_that_is_infinite_is_not_taken_off():
+    value = (torch.randn(1, 1, 400, 64) + 1).bfloat16()
+    value[..., 300:304, 0] = 3e38
+    query, key = (torch.randn(1, 1, 400, 64).bfloat16() for _ in range(2))
+    with_gradient = fa.attention(query.requires_grad_(), key, value)
+    torch.testing.assert_close(with_gradient.detach(), fa.attention(query.detach(), key, value), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)

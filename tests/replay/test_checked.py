@@ -185,3 +185,12 @@ def test_a_graph_does_not_depend_on_what_is_known():
     step(x, cu)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(compiled(x, cu), want)
+
+
+def test_a_first_call_in_inference_mode():
+    """What is remembered of it is for calls with gradients as well, and autograd saves no tensor of inference mode."""
+    tensors = [torch.randn(1, 1, n, 8, requires_grad=True) for n in (6, 4, 4)]
+    with torch.inference_mode(), torch.enable_grad():
+        fa.attention(*tensors, causal=True, backend="naive")
+    out = fa.attention(*tensors, causal=True, backend="naive")
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
