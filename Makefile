@@ -9,7 +9,7 @@ OTHERS := 3.6.0 3.9.0# the oldest and the newest version of Triton that we promi
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
-.PHONY: help demo test test-all interpreter compile on-gpu benchmarks versions check gpu bench tune clean
+.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions check gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -18,21 +18,26 @@ help: ## what there is to make
 demo: $(READY) ## train a small model on real text, check it against the reference, draw what it attends to
 	.venv/bin/fusedattn demo $(ARGS)
 
+test test-all: FEW := and not matrix
 test: MATRIX := and not matrix
 test: ROWS := --few
-test: interpreter compile on-gpu ## whether it works here, in minutes: the three tiers below, with a few cases that cover all pairs of options
+test: interpreter compile ptx on-gpu ## whether it works here, in minutes: the four tiers below, with a few cases that cover all pairs of options
 
 test-all: MATRIX := and not sample
-test-all: interpreter compile on-gpu benchmarks ## the whole matrix: the three tiers below, and the benchmarks
+test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/benchmarks $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/benchmarks --ignore=tests/ptx $(ARGS)
 
 compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here, where it changed (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ROWS) $(ARGS); \
 	else echo "make: there is no Triton here, so nothing to compile"; fi
 
-on-gpu: $(READY) ## tier 3: the same kernels on the GPU, if there is one
+ptx: $(READY) $(TRITON:%=.triton-%) ## tier 3: execute what Triton compiled, call by call, on a GPU that is not there (ARGS=--everything: each tile and GPU)
+	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PYTEST) tests/ptx -m "not gpu $(FEW)" $(ARGS); \
+	else echo "make: there is no Triton here, so nothing to execute"; fi
+
+on-gpu: $(READY) ## tier 4: the same kernels on the GPU, if there is one
 	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m "gpu $(MATRIX)" $(ARGS); \
 	else echo "make: there is no GPU here, so its tests are left out"; fi
 

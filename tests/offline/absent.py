@@ -110,10 +110,11 @@ def _load(kernel):
 
 
 @contextlib.contextmanager
-def gpu(capability=90, load=_load):
+def gpu(capability=90, load=_load, stages=_no_machine_code, folder=None):
     """`fusedattn.attention` of CPU tensors with backend="triton" does all that the host does, and computes nothing.
 
-    load: what is done with a compiled kernel before its first launch.
+    load: what is done with a compiled kernel before its first launch. stages: Triton's hook for those of a compilation.
+    folder: where Triton keeps what they make; by default it is gone with this process.
     """
 
     def load_once(kernel):
@@ -129,8 +130,8 @@ def gpu(capability=90, load=_load):
             knobs.cache.scope(),
             knobs.runtime.scope(),
         ):
-            knobs.cache.dir = _cache()  # a kernel that has no machine code is for nobody else
-            knobs.runtime.add_stages_inspection_hook = _no_machine_code
+            knobs.cache.dir = folder or _cache()  # a kernel that has no machine code is for nobody else
+            knobs.runtime.add_stages_inspection_hook = stages
             yield
     finally:
         _forget()

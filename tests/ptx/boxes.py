@@ -1,0 +1,108 @@
+"""Tensor copies: of boxes of a tensor in global memory, which are dense in shared memory but for a swizzle.
+
+A load reads global memory when it begins, and arrives as late as it may: when its mbarrier is waited for. Until then
+its place is NaN. A store writes global memory when it begins; nobody may write what it reads until its group is waited
+for. A wait for its reads counts as one for its writes too.
+"""
+
+import numpy as np
+
+from .mbarriers import Mbarriers
+from .memory import GlobalMemory, TensorMap
+from .ops import F32, S32, S64
+from .products import swizzled
+from .report import Fault
+from .shared import SMEM_BASE, Flight, waited
+
+SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a row that a swizzle permutes, by its number in a descriptor
+FLOAT32 = 7  # a type of elements in a descriptor, the one that can be added
+
+
+def elements(of, coordinates):
+    """(which elements of a box lie inside the tensor, the address of each), from a TensorMap and coordinates."""
+    rows = of.strides[:-1]
+    if of.base % 16 or any(step * of.itemsize % 16 for step in rows) or of.strides[-1] != 1 or max(of.block) > 256:
+        raise Fault(f"the driver encodes no such descriptor: {of}")
+    wide = of.block[-1] * of.itemsize
+    if wide % 16 or (of.swizzle and wide > SPANS[of.swizzle]):
+        raise Fault(f"the driver encodes no such box: {of}")
+    if of.padding:
+        raise NotImplementedError("padding with NaN")
+    place = np.indices(of.block).reshape(len(of.block), -1).T + coordinates[::-1]
+    return ((place >= 0) & (place < of.shape)).all(1), of.base + (place * of.strides).sum(1) * of.itemsize
+
+
+class Boxes(GlobalMemory, Mbarriers):
+    """The stores in flight, and how many groups of them each lane has committed."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.stores, self.stored = [], np.zeros(self.L, S64)
+
+    def boxes(self, m, descriptor, coordinates, pointer, offset, line):
+        """(lane, TensorMap, which elements are inside, addresses, places in `smem`) of the box of each active lane."""
+        coordinates = [self.full(x).view(S32) for x in coordinates]
+        for lane, address, shared, *start in self.each(m, descriptor, pointer, *coordinates):
+            encoded = self.param_at(address)
+            if not hasattr(encoded, "what"):
+                raise Fault(f"line {line}: a parameter that is no descriptor")
+            of = TensorMap(*encoded.what)
+            inside, addresses = elements(of, start)
+            if (shared + offset) % 128:
+                raise Fault(f"line {line}: a box at {shared + offset}, which is no multiple of 128")
+            at = shared + offset + np.arange(len(inside)) * of.itemsize
+            at = swizzled(at, SPANS[of.swizzle]) - SMEM_BASE
+            self.check_bounds(at, of.itemsize, line)
+            yield lane, of, inside, addresses, at + self.cta[lane] * self.stride
+
+    def pieces(self, lane, at, size):
+        """(lane, place) of each piece of 16 bytes, which a swizzle leaves together."""
+        at = at[:: 16 // size]
+        return np.full(len(at), lane), at
+
+    def bulk_in(self, m, descriptor, coordinates, pointer, offset, barrier, barrier_offset, line):
+        """cp.async.bulk.tensor to shared memory, with 0 for elements outside of the tensor."""
+        for lane, of, inside, addresses, at in self.boxes(m, descriptor, coordinates, pointer, offset, line):
+            data = np.zeros(len(at), f"u{of.itemsize}")
+            if inside.any():
+                allocation, places = self._find(addresses[inside], of.itemsize, line)
+                self.reads_global(allocation, places, of.itemsize, self.number[lane], line)
+                data[inside] = allocation.view(data.dtype)[places // of.itemsize]
+            owner, pieces = self.pieces(lane, at, of.itemsize)
+            self.writes(self.gwarp[owner], pieces, 16, line)
+            self.smem[at[:, None] + np.arange(of.itemsize)] = 0xFF
+            address = int(self.full(barrier)[lane]) + barrier_offset
+            self.barrier(int(self.cta[lane]), address, line).copies.append((at, data, line))
+            self.wake_up()
+
+    def bulk_out(self, m, add, descriptor, coordinates, pointer, offset, line):
+        """cp.async.bulk.tensor to global memory, or cp.reduce.async.bulk.tensor if it adds."""
+        for lane, of, inside, addresses, at in self.boxes(m, descriptor, coordinates, pointer, offset, line):
+            owner, pieces = self.pieces(lane, at, of.itemsize)
+            self.reads_async(self.gwarp[owner], pieces, 16, "a copy", line)
+            self.stores.append(Flight(owner, self.stored[owner], pieces, line))
+            if not inside.any():
+                continue
+            data = self.smem.view(f"u{of.itemsize}")[at[inside] // of.itemsize]
+            allocation, places = self._find(addresses[inside], of.itemsize, line)
+            if not add:
+                self.writes_global(allocation, places, of.itemsize, self.number[lane], line)
+                allocation.view(data.dtype)[places // of.itemsize] = data
+            elif of.kind == FLOAT32:
+                allocation.view(F32)[places // of.itemsize] += data.view(F32)
+            else:
+                raise NotImplementedError(f"line {line}: adds elements of type {of.kind}")
+
+    def _find(self, addresses, size, line):
+        allocation = self.memory.find(int(addresses.min()), int(addresses.max()) + size, line)
+        return allocation, addresses - allocation.base
+
+    def bulk_commit(self, m):
+        """cp.async.bulk.commit_group."""
+        self.stored += 1 if m is None else m
+
+    def bulk_wait(self, m, count):
+        """cp.async.bulk.wait_group: all but the last `count` groups end."""
+        done, self.stores = waited(self.stores, self.stored - count, m)
+        for pieces in done:
+            self.release(self.gwarp[pieces.lane], pieces.at, 16)

@@ -1,0 +1,141 @@
+"""A call of the package, forward and backward, by kernels that are executed here, held to the package's own rule."""
+
+import contextlib
+import functools
+import mmap
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+import fusedattn as fa
+from fusedattn import reference
+from fusedattn.launch import hopper, run, tiles
+from fusedattn.testing.compare import compare, in_float64, with_gradients
+from fusedattn.testing.tolerance import verdicts
+
+from .. import caches, sequences
+from ..caches import Cached
+from .cases import BF16
+from .device import Device, gpu
+
+MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
+# What LLVM moves behind a `wgmma.fence`, ptxas moves before it again: `tests/offline/hazards.py` reads what it made.
+HARMLESS = ("unfenced",)
+
+
+class Outcome(NamedTuple):
+    """What came of a call: {result: Verdict}, and the Device that has its launches."""
+
+    verdicts: dict
+    device: Device
+
+    def worst(self):
+        """(result, Verdict) of the largest error, of what is allowed."""
+        return max(self.verdicts.items(), key=lambda each: each[1].max_error / max(each[1].max_allowed, 1e-30))
+
+    def wrong(self):
+        """What is wrong, in lines."""
+        found = [f"{name}: {verdict.why}" for name, verdict in self.verdicts.items() if not verdict.ok]
+        for launch in self.device.launches:
+            kinds = [kind for kind in launch.report.found if kind not in HARMLESS]
+            if kinds:
+                found.append(f"{launch.name} {launch.grid}\n{launch.report}")
+        return found
+
+
+def _far(tensor):
+    """A tensor whose heads lie more than 2**31 elements apart, in memory that is not there until it is touched."""
+    batch, heads, rows, columns = tensor.shape
+    apart = 2**31 + 64
+    size = (batch * heads * apart + rows * columns) * tensor.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    whole = torch.frombuffer(memory, dtype=tensor.dtype)
+    return whole.as_strided(tensor.shape, (heads * apart, apart, columns, 1)).copy_(tensor)
+
+
+@contextlib.contextmanager
+def other_tiles(number):
+    """Kernels take not the first of their tiles or pipelines, but another, or else the last."""
+    candidates, pipeline = run.candidates, hopper.pipeline
+
+    def others(name, call):
+        found = candidates(name, call)
+        return found[min(number, len(found) - 1) :]
+
+    def other(call):
+        row = next(row for row in tiles.HOPPER.values() if pipeline(call) in row)
+        return row[min(number, len(row) - 1)]
+
+    with mock.patch.object(run, "candidates", others), mock.patch.object(hopper, "pipeline", other):
+        yield
+
+
+@contextlib.contextmanager
+def _rounding(tf32):
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 else before
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _attention(entry, capability, options):
+    case, lengths = entry.case, entry.lengths
+    tensors, given = case.draw()
+    attend = functools.partial(fa.attention, backend=entry.backend)
+    if lengths is not None:
+        attend = sequences.attention_varlen(*lengths, backend=entry.backend)
+        for name, x in tensors.items():
+            if name in ("query", "out", "lse"):
+                for b, n in enumerate(lengths[0]):
+                    x[b, :, n:] = 0
+    if entry.far:
+        tensors = {name: _far(x) if x.dim() == 4 else x for name, x in tensors.items()}
+    two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
+    with gpu(capability, **options) as device, _rounding(entry.tf32), two_passes:
+        for _ in range(entry.times):
+            device.launches.clear()
+            got = with_gradients(attend, tensors, given, case.grads)
+    if entry.tf32:  # products may be as wrong as those of bfloat16 by eager PyTorch
+        rough = {name: x.to(BF16) for name, x in tensors.items()}
+        eager = with_gradients(reference.eager, rough, given, case.grads)
+        oracle = with_gradients(reference.attention, in_float64(tensors), given, case.grads)
+        return Outcome(verdicts(got, {name: x.float() for name, x in eager.items()}, oracle), device)
+    if lengths is None:
+        return Outcome(compare(got, tensors, given, case.grads), device)
+    apply = functools.partial(sequences.by_sequence, rows=lengths[0], keys=lengths[1])
+    return Outcome(compare(got, tensors, given, case.grads, apply, lengths), device)
+
+
+def _decode(entry, capability, options):
+    arguments = entry.case.draw()
+    oracle, _ = caches.one_by_one(reference.attention, caches.in_float64(arguments))
+    eager, wanted = caches.one_by_one(reference.eager, arguments)
+    names = "key_cache", "value_cache"
+    before = {name: caches.bits(arguments[name]).clone() for name in names}
+    with gpu(capability, **options) as device:
+        out, lse = fa.attention_decode(**arguments, return_lse=True, backend=entry.backend)
+    for name, want in zip(names, wanted, strict=True):
+        got = arguments[name]
+        changed = caches.bits(got) != before[name]
+        if (changed & ~caches.touched(got, arguments)).any():
+            raise AssertionError(f"{name} has changed where nothing new is")
+        eps = torch.finfo(got.dtype).eps
+        if not torch.allclose(got.float(), want.float(), rtol=2 * eps, atol=2 * eps, equal_nan=True):
+            raise AssertionError(f"{name} holds something else")
+    results = ({name: x[name] for name in ("out", "lse")} for x in (eager, oracle))
+    return Outcome(verdicts(dict(out=out, lse=lse), *results), device)
+
+
+def execute(entry, capability, tile=0, **options):
+    """The Outcome of an Entry on a GPU of a compute capability; options are those of `Device`.
+
+    Args:
+        tile: which of each kernel's tiles, or pipelines, best first.
+    """
+    call = _decode if isinstance(entry.case, Cached) else _attention
+    with other_tiles(tile):
+        return call(entry, capability, options)

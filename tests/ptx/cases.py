@@ -1,0 +1,188 @@
+"""Whole calls whose compiled kernels are executed, by name."""
+
+from typing import NamedTuple
+
+import torch
+
+from .. import caches, cases
+from ..caches import Cached
+from ..cases import Case
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HOPPER = 90
+
+
+class Entry(NamedTuple):
+    """A Case or a Cached, and how it is called."""
+
+    case: Case | Cached
+    backend: str = "triton"
+    two_passes: bool = False
+    lengths: tuple | None = None  # (rows, keys) of packed sequences
+    times: int = 1  # how often it is called: the third time it is a repeated one
+    far: bool = False  # heads lie more than 2**31 elements apart
+    tf32: bool = False  # float32 is multiplied by tensor cores, which round it
+
+    @property
+    def name(self):
+        """The case's."""
+        return self.case.name
+
+    def runs_on(self, capability):
+        """Whether a GPU of a compute capability takes it."""
+        return self.backend != "hopper" or capability == HOPPER
+
+
+def _case(name, dtype=BF16, **fields):
+    sizes = dict(Sq=150, Sk=200, D=64, Hq=2, Hkv=1) | fields
+    sizes.setdefault("Dv", sizes["D"])
+    return Case(name)._replace(dtype=dtype, **sizes)
+
+
+def _dense(*rows):
+    """Entries of (name, fields of a Case or of an Entry)."""
+    for name, fields in rows:
+        own = {key: fields[key] for key in fields if key in Entry._fields}
+        yield Entry(_case(name, **{key: x for key, x in fields.items() if key not in own}), **own)
+
+
+EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="own", bias="heads", alibi="own")
+EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
+SHORT = dict(Sq=70, Sk=100)
+TWO, WIDE = dict(two_passes=True), dict(D=128)
+
+_PLAIN = _dense(
+    ("plain D64", {}),
+    ("plain D64, two passes", TWO),
+    ("plain D64 fp16", dict(dtype=FP16)),
+    ("plain D64 fp32 ieee", dict(dtype=FP32, **SHORT)),
+    ("plain D64 fp32 ieee, two passes", dict(dtype=FP32, **SHORT, **TWO)),
+    ("tf32 D64", dict(dtype=FP32, tf32=True)),
+    ("tf32 D64, two passes", dict(dtype=FP32, tf32=True, **TWO)),
+    ("tf32 D128 causal", dict(dtype=FP32, tf32=True, causal=True, **WIDE)),
+    ("plain D128", WIDE),
+    ("plain D128, two passes", WIDE | TWO),
+    ("plain D16", dict(D=16)),
+    ("plain D40", dict(D=40)),
+    ("D5 Dv24 strided", dict(D=5, Dv=24, strided=True)),
+    ("plain D256", dict(D=256, **SHORT)),
+    ("tile edges", dict(Sq=128, Sk=128)),
+    ("past tile edges", dict(Sq=129, Sk=129)),
+    ("long, no tails", dict(Sq=256, Sk=512)),
+    ("one row", dict(Sq=1, Sk=333)),
+    ("one key", dict(Sq=133, Sk=1)),
+    ("heads 4:1", dict(Hq=4, Sq=70)),
+    ("heads 3:3 fp16 D80", dict(dtype=FP16, Hq=3, Hkv=3, D=80)),
+    ("strided", dict(strided=True)),
+    ("expanded", dict(expanded=True, B=2)),
+    ("far apart", dict(far=True)),
+    ("plain, a repeated call", dict(times=3)),
+)
+_BANDS = _dense(
+    ("causal", dict(causal=True)),
+    ("causal D128", dict(causal=True, **WIDE)),
+    ("causal, two passes", dict(causal=True, **TWO)),
+    ("causal long", dict(causal=True, Sq=400, Sk=400)),
+    ("more rows than keys, causal", dict(causal=True, Sq=260, Sk=70)),
+    ("window", dict(window=(40, 20), Sq=300, Sk=300)),
+    ("window, two passes", dict(window=(40, 20), Sq=300, Sk=300, **TWO)),
+    ("left window D128", dict(window=(90, None), **WIDE)),
+    ("top left", dict(align="top_left", window=(30, 1))),
+)
+_OPTIONS = _dense(
+    ("key mask", dict(key_mask="own", B=2)),
+    ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
+    ("query mask", dict(query_mask="own", B=2)),
+    ("mask of pairs", dict(mask="pairs")),
+    ("mask over heads D128", dict(mask="batch", **WIDE)),
+    ("bias of pairs", dict(bias="pairs")),
+    ("bias over batch (dbias)", dict(bias="heads", B=2)),
+    ("bias over heads (dbias)", dict(bias="batch", B=2)),
+    ("bias of rows", dict(bias="rows")),
+    ("bias of keys", dict(bias="keys")),
+    ("bias of keys D128", dict(bias="keys", **WIDE)),
+    ("dropout", dict(dropout=0.3)),
+    ("dropout D128, causal", dict(dropout=0.3, causal=True, **WIDE)),
+    ("weights", dict(grads="out, lse and weights")),
+    ("lse alone", dict(grads="lse")),
+    ("softcap", dict(softcap=1.5)),
+    ("slopes", dict(alibi="own", B=2)),
+    ("sinks", dict(sinks=True)),
+    ("negative scale", dict(scale=-0.4)),
+    ("scale 0", dict(scale=0.0)),
+    ("peaked", dict(spread=4.0)),
+    ("far apart, two passes, masks", dict(key_mask="own", mask="pairs", far=True, **TWO)),
+    ("masks, a repeated call", dict(mask="pairs", key_mask="own", B=2, times=3)),
+    ("everything", EVERYTHING),
+    ("everything D128 fp16", EVERYTHING | dict(dtype=FP16, **WIDE)),
+    ("everything fp32 D40", EVERYTHING | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
+)
+_LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
+_TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
+_PACKED = _dense(
+    ("packed", _TOGETHER),
+    ("packed causal", _TOGETHER | dict(causal=True)),
+    ("packed window D128", _TOGETHER | dict(window=(30, 9), **WIDE)),
+    ("packed masks", _TOGETHER | dict(key_mask="own", query_mask="own", mask="batch", bias="heads")),
+    ("packed, two passes", _TOGETHER | TWO),
+)
+_ON_HOPPER = _dense(
+    *(
+        (f"hopper {name}", fields | dict(backend="hopper"))
+        for name, fields in (
+            ("D64", {}),
+            ("D128", WIDE),
+            ("D256", dict(D=256)),
+            ("D80 fp16", dict(dtype=FP16, D=80)),
+            ("causal", dict(causal=True, Sq=400, Sk=400)),
+            ("causal D128", dict(causal=True, Sq=300, Sk=333, **WIDE)),
+            ("window", dict(window=(40, 20), Sq=300, Sk=300)),
+            ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
+            ("one row", dict(Sq=1, Sk=300)),
+            ("far apart", dict(causal=True, far=True)),
+        )
+    )
+)
+
+
+def _decode():
+    cache = dict(dtype=BF16, D=64, Dv=64, C=320, lengths=(17, 260))
+    pages, wide = cache | dict(page=16), dict(D=128, Dv=128)
+    many = dict(C=4096, lengths=(4000, 1111, 0), Hq=4, Hkv=1)
+    for name, fields in (
+        ("cache", cache),
+        ("cache D128", cache | wide),
+        ("pages of 16", pages),
+        ("pages of 256", cache | dict(page=256, C=512)),
+        ("cache, split and merged", cache | many),
+        ("pages, split and merged D128", pages | many | wide),
+        ("new keys", cache | caches.BOTH),
+        ("new keys in pages", pages | caches.BOTH),
+        ("turned", cache | dict(half=16, new=2, Sq=2, causal=True)),
+        ("turned in neighbours", pages | dict(half=32, interleaved=True, new=2, Sq=2, causal=True)),
+        ("decode_32", cache | dict(Sq=11, Hq=4, Hkv=2, causal=True, new=11)),
+        ("decode_64", cache | dict(Sq=18, Hq=6, Hkv=2, causal=True)),
+        ("fp16 odd pages", pages | dict(page=7, C=322, dtype=FP16)),
+        ("fp32", cache | dict(dtype=FP32)),
+        ("D 256", pages | dict(D=256, Dv=256)),
+        ("everything in pages", caches.EVERYTHING._asdict() | dict(dtype=BF16)),
+    ):
+        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")))
+
+
+ENTRIES = {entry.name: entry for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _decode(), _ON_HOPPER) for entry in group}
+# `make test` runs these: both backwards, each kernel, and each kind of instruction.
+FEW = (
+    *("plain D64", "causal D128", "window, two passes", "key mask", "dropout", "bias over batch (dbias)"),
+    *("packed causal", "decode: new keys in pages", "hopper causal", "hopper D128"),
+)
+
+
+def small():
+    """The small cases of the package's own tests, but for float64, which no tensor core multiplies here."""
+    for case in (*cases.SHAPES, *cases.SINGLE):
+        if case.dtype != torch.float64:
+            yield Entry(case)
+    for case in (*caches.SINGLE, *caches.EDGES):
+        if case.dtype != torch.float64:
+            yield Entry(case._replace(name=f"decode: {case.name}"))

@@ -1,0 +1,129 @@
+"""Vector clocks: which accesses to shared memory a warp knows of, and which bytes products and copies still use.
+
+A warp knows what another has done only from barriers and mbarriers. An access is a race if it conflicts with one of
+another warp that it does not know of, whichever was executed first. The lanes of a warp are always in order, so
+`bar.warp.sync` does nothing.
+
+Shared memory is divided into cells of the size of the kernel's smallest access. A block has one clock for each warp and
+one for its copy engine. knows[row, other] is the latest time on clock `other` that a warp, or the engine, knows of.
+"""
+
+import numpy as np
+
+from .lanes import Lanes
+from .ops import S32
+
+
+class Clocks(Lanes):
+    """Accesses of warps (gwarp: their numbers over all blocks) to ranges [at, at + size), of 16 bytes at most."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.grain, self.clocks = self.program.grain, self.W + 1
+        if not self.races:
+            return
+        cells, warps = self.stride * self.C // self.grain, np.arange(self.W * self.C)
+        self.row = warps // self.W * self.clocks + warps % self.W  # of each warp in `knows`
+        self.knows = np.tile(np.eye(self.clocks, dtype=S32), (self.C, 1))
+        self.fenced = np.zeros_like(self.knows)  # what was known at the last fence of the async proxy
+        self.wrote, self.wrote_at = np.zeros(cells, S32), np.zeros(cells, S32)  # who wrote last, and when
+        self.read_at = np.zeros((self.W, cells), S32)  # when each warp read last
+        self.used = np.zeros(cells, S32)  # how many products and copies use each cell
+
+    def cells(self, at, size):
+        """The cells of n ranges, (cells a range, n)."""
+        return at // self.grain + np.arange(max(1, size // self.grain))[:, None]
+
+    def publish(self, gwarp):
+        """What warps know now. Their later accesses get a later time."""
+        if not self.races:
+            return 0
+        rows = self.row[gwarp]
+        known = self.knows[rows].copy()
+        self.knows[rows, rows % self.clocks] += 1
+        return known
+
+    def learn(self, gwarp, published):
+        """Warps learn what others have published."""
+        if self.races:
+            rows = self.row[gwarp]
+            self.knows[rows] = np.maximum(self.knows[rows], published)
+
+    def hazard(self, kind, bad, cells, gwarp, access, other, why, line):
+        """Report the accesses that are bad."""
+        if bad.any():
+            first = np.unravel_index(bad.argmax(), bad.shape)
+            byte = int(cells[first]) * self.grain % self.stride
+            text = f"warp {gwarp[first[-1]] % self.W} {access} of warp {other[first]} {why}, at byte {byte}"
+            self.report.add(kind, line, text, bad.sum())
+
+    def reads(self, gwarp, at, size, line):
+        """Warps read ranges; they must know of the last write."""
+        if not self.races:
+            return
+        cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
+        other = self.wrote[cells]
+        late = self.wrote_at[cells] > self.knows[row, other]
+        self.hazard("race", late, cells, gwarp, "reads a store", other, "with no barrier between", line)
+        self.read_at[warp, cells] = self.knows[row, warp]
+
+    def writes(self, gwarp, at, size, line, changed=True):
+        """Warps write ranges; they must know of the last write and of all reads, unless the bytes stay as they are."""
+        if not self.races:
+            return
+        cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
+        other = self.wrote[cells]
+        late = (self.wrote_at[cells] > self.knows[row, other]) & changed
+        self.hazard("race", late, cells, gwarp, "overwrites a store", other, "with no barrier between", line)
+        late = (self.read_at[:, cells] > self.knows[row, : self.W].T[:, None]) & changed  # warp, cell, access
+        other = late.argmax(0)
+        self.hazard("race", late.any(0), cells, gwarp, "overwrites a load", other, "with no barrier between", line)
+        self.wrote[cells], self.wrote_at[cells] = warp, self.knows[row, warp]
+        used = (self.used[cells] > 0).sum()
+        if used:
+            self.report.add("async", line, "overwrites what a product or a copy still uses", used)
+
+    # The async proxy: products and copies of boxes
+
+    def fence_async(self, m):
+        """fence.proxy.async: products and copies may read the writes that the active warps know of."""
+        if self.races:
+            warps = np.arange(self.L // 32) if m is None else np.flatnonzero(m.reshape(-1, 32).any(1))
+            self.fenced[self.row[warps]] = self.publish(warps)
+
+    def reads_async(self, gwarp, at, size, what, line):
+        """Products or copies read ranges for warps, and use them until `release`.
+
+        The writer or the reader must have fenced each write. A fence of the writer counts from when it was executed,
+        even if no barrier puts it before the read.
+        """
+        if not self.races:
+            return
+        self.reads(gwarp, at, size, line)
+        cells, row = self.cells(at, size), self.row[gwarp]
+        other, when = self.wrote[cells], self.wrote_at[cells]
+        writer = row // self.clocks * self.clocks + other
+        bad = (when > self.fenced[row, other]) & (when > self.fenced[writer, other]) & (other != self.W)
+        self.hazard("async", bad, cells, gwarp, f"has {what} read a store", other, "that nobody fenced", line)
+        self.use(at, size, 1)
+
+    def writes_async(self, cta, at, size):
+        """The copy engine of a block writes ranges; returns the time on its clock."""
+        if not self.races:
+            return 0
+        cells, row = self.cells(at, size), cta * self.clocks + self.W
+        now = self.knows[row, self.W]
+        self.wrote[cells], self.wrote_at[cells] = self.W, now
+        self.knows[row, self.W] += 1
+        return now
+
+    def use(self, at, size, by):
+        """Products and copies begin to use ranges (by = 1), or no longer do (by = -1)."""
+        if self.races:
+            np.add.at(self.used, self.cells(at, size).reshape(-1), by)
+
+    def release(self, gwarp, at, size):
+        """Products and copies have read ranges for warps until now, and no longer use them."""
+        if self.races:
+            self.use(at, size, -1)
+            self.read_at[gwarp % self.W, self.cells(at, size)] = self.knows[self.row[gwarp], gwarp % self.W]

@@ -1,0 +1,49 @@
+"""cp.async: each thread copies some bytes from global to shared memory, and waits for its copies by groups.
+
+A copy reads global memory when it begins, and arrives as late as it may: when its thread waits for its group. Until
+then its place is NaN, and nobody may write there.
+"""
+
+import numpy as np
+
+from .memory import GlobalMemory
+from .ops import S64, U32
+from .shared import Flight, SharedMemory, waited
+
+
+class Copies(GlobalMemory, SharedMemory):
+    """The copies in flight, and how many groups each lane has committed."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.copies, self.committed = [], np.zeros(self.L, S64)
+
+    def cp_async(self, m, target, target_offset, source, source_offset, size, given, line):
+        """cp.async: copy `size` bytes a lane, or fill with zeros where `given` is 0."""
+        lanes = np.arange(self.L)[self.lanes(m)]
+        at = self.smem_at(lanes, target, target_offset, size, line)
+        count = self.full(U32(size) if given is None else given)
+        if not np.isin(count[lanes], (0, size)).all():
+            raise NotImplementedError(f"line {line}: copies of other than {size} bytes, or none")
+        reading = count > 0 if m is None else (count > 0) & m
+        data = self.load_global(reading, source, source_offset, U32, size // 4, line)[:, lanes]
+        self.writes(self.gwarp[lanes], at, size, line)
+        self.use(at, size, 1)
+        self._fill(at, np.full_like(data, 0xFFFFFFFF))
+        self.copies.append(Flight(lanes, self.committed[lanes], at, line, data.T))
+
+    def cp_commit(self, m):
+        """cp.async.commit_group."""
+        self.committed += 1 if m is None else m
+
+    def cp_wait(self, m, count):
+        """cp.async.wait_group: all but the last `count` groups arrive."""
+        done, self.copies = waited(self.copies, self.committed - count, m)
+        for copy in done:
+            size = 4 * copy.data.shape[1]
+            self.use(copy.at, size, -1)
+            self.writes(self.gwarp[copy.lane], copy.at, size, copy.line)
+            self._fill(copy.at, copy.data.T)
+
+    def _fill(self, at, words):
+        self.smem.view(U32)[at // 4 + np.arange(len(words))[:, None]] = words

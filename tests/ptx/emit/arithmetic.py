@@ -1,0 +1,166 @@
+"""Arithmetic and logic: each instruction is a formula, with {} for each operand.
+
+float16 and bfloat16 are computed in float32, so their results are rounded twice.
+"""
+
+from typing import NamedTuple
+
+from ..ops import F32, F64, U16, U32, U64
+from ..parse import BITS
+from .operands import TYPES, literal
+from .registry import instruction
+
+INTEGERS, WORDS = "s16 s32 s64 u16 u32 u64", "pred b16 b32 b64"
+DOUBLED = {"s16": "s32", "s32": "s64", "u16": "u32", "u32": "u64"}
+
+
+class Format(NamedTuple):
+    """How a register's bits become the float32 or float64 that formulas compute with, and back."""
+
+    dtype: type  # of the bits
+    unpack: str = "{}"
+    pack: str = "{}"
+
+
+FLOATS = {"f32": Format(F32), "f64": Format(F64)}
+FLOATS["f32x2"] = Format(U64, "S.full({}).view(float32)", "({}).view(uint64)")
+for _half in ("f16", "bf16"):
+    FLOATS[_half] = Format(U16, f"from_{_half}({{}})", f"to_{_half}({{}})")
+    FLOATS[f"{_half}x2"] = Format(U32, f"from_{_half}(S.full({{}}).view(uint16))", f"to_{_half}({{}}).view(uint32)")
+
+_ALL = " ".join(FLOATS)
+FLOATING = {  # types, modifiers, formula
+    "add": (_ALL, "rn ftz", "{} + {}"),
+    "sub": (_ALL, "rn ftz", "{} - {}"),
+    "mul": (_ALL, "rn ftz", "{} * {}"),
+    "fma": (_ALL, "rn ftz", "fma({}, {}, {})"),
+    "neg": (_ALL, "ftz", "-{}"),
+    "abs": (_ALL, "ftz", "np.abs({})"),
+    "min": (_ALL, "NaN ftz", "smallest({}, {}, {nan})"),
+    "max": (_ALL, "NaN ftz", "largest({}, {}, {nan})"),
+    "div": ("f32 f64", "rn full approx ftz", "{} / {}"),
+    "rcp": ("f32 f64", "rn approx ftz", "1 / {}"),
+    "sqrt": ("f32 f64", "rn approx ftz", "np.sqrt({})"),
+    "ex2": ("f32", "approx ftz", "np.exp2({})"),
+    "lg2": ("f32", "approx ftz", "np.log2({})"),
+    "tanh": ("f32", "approx", "np.tanh({})"),
+}
+SIGNED = {
+    "div": "truncated_div({}, {})",
+    "rem": "truncated_rem({}, {})",
+    "min": "np.minimum({}, {})",
+    "max": "np.maximum({}, {})",
+    "min.relu": "np.maximum(np.minimum({}, {}), 0)",
+    "max.relu": "np.maximum(np.maximum({}, {}), 0)",
+    "neg": "-{}",
+    "abs": "np.abs({})",
+    "mul.hi": "mul_hi({}, {})",
+    "mad.hi": "mul_hi({}, {}) + {}",
+}
+UNSIGNED_TOO = {  # whose low bits are the same for signed and unsigned numbers
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul.lo": "{} * {}",
+    "mad.lo": "{} * {} + {}",
+}
+LOGIC = {"and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}"}
+BITS32 = {
+    "shf.l.wrap": "shf_left({}, {}, {})",
+    "shf.r.wrap": "shf_right({}, {}, {})",
+    "bfi": "bfi({}, {}, {}, {})",
+    "prmt": "prmt({}, {}, {})",
+    "lop3": "lop3({}, {}, {}, {})",
+    "popc": "popc({})",
+    "clz": "clz({})",
+    "brev": "brev({})",
+}
+
+
+def fill(formula, sources, **named):
+    """A formula with its operands."""
+    if formula.count("{}") != len(sources):
+        raise ValueError(f"{len(sources)} operands")
+    return formula.format(*sources, **named)
+
+
+def flush(e, op, source):
+    """A source with its subnormal numbers replaced by 0, if a modifier says so."""
+    if "ftz" not in op.words:
+        return source
+    e.require(op.kind in ("f32", "f32x2"))
+    return f"ftz({source})"
+
+
+def unpack(e, op, operands):
+    """Sources of floating-point operands as formulas take them."""
+    form = FLOATS[op.kind]
+    return [flush(e, op, form.unpack.format(source)) for source in e.read_all(operands, form.dtype)]
+
+
+def floating(e, op, d, *operands):
+    source = fill(FLOATING[op.name][-1], unpack(e, op, operands), nan="NaN" in op.words)
+    form = FLOATS[op.kind]
+    e.write(d, form.pack.format(flush(e, op, source)), form.dtype)
+
+
+for _name, (_types, _modifiers, _) in FLOATING.items():
+    instruction(_name, _types, _modifiers)(floating)
+
+
+@instruction("add.rn.f32 sub.rn.f32", "f16 bf16")
+def mixed(e, op, d, a, b):
+    """A sum of float32 whose first operand is of half the width."""
+    e.write(d, f"{unpack(e, op, [a])[0]} {'+' if op.name.startswith('add') else '-'} {e.read(b, F32)}", F32)
+
+
+@instruction(" ".join(SIGNED), INTEGERS)
+def signed(e, op, d, *operands):
+    e.write(d, fill(SIGNED[op.name], e.read_all(operands, TYPES[op.kind])), TYPES[op.kind])
+
+
+@instruction(" ".join(UNSIGNED_TOO), INTEGERS)
+def low_bits(e, op, d, *operands):
+    dtype = e.integer(d, op.kind)
+    e.write(d, fill(UNSIGNED_TOO[op.name], e.read_all(operands, dtype)), dtype)
+
+
+@instruction(" ".join(LOGIC), WORDS)
+def logic(e, op, d, *operands):
+    dtype = e.integer(d, op.kind)
+    e.write(d, fill(LOGIC[op.name], e.read_all(operands, dtype, vote=False)), dtype, vote=False)
+
+
+@instruction(" ".join(BITS32), "b32")
+def bits32(e, op, d, *operands):
+    e.write(d, fill(BITS32[op.name], e.read_all(operands, U32)), U32)
+
+
+@instruction("bfe", "s32 u32")
+def bfe(e, op, d, a, position, length):
+    dtype = TYPES[op.kind]
+    e.write(d, f"bfe({e.read(a, dtype)}, {e.read(position, U32)}, {e.read(length, U32)})", dtype)
+
+
+@instruction("mul.wide mad.wide", " ".join(DOUBLED))
+def wide(e, op, d, a, b, *addend):
+    """A product, and what is added to it, of twice the width of its operands."""
+    large = DOUBLED[op.kind]
+    dtype = e.integer(d, large)
+    source = f"np.multiply({', '.join(e.read_all((a, b), TYPES[op.kind]))}, dtype={TYPES[large].__name__})"
+    if dtype != TYPES[large]:
+        source += f".view({dtype.__name__})"
+    for c in addend:
+        source += f" + {e.read(c, dtype, vote=False)}"
+    e.write(d, source, dtype)
+
+
+@instruction("shl shr", "b16 b32 b64 s16 s32 s64 u16 u32 u64")
+def shift(e, op, d, x, n):
+    """By a literal within the width it is Python's shift; else what is shifted out may be all."""
+    dtype = TYPES[op.kind] if op.name == "shr" else e.integer(d, op.kind)
+    (x,), by = e.read_all([x], dtype), literal(n)
+    if by is not None and 0 <= by < BITS[op.kind]:
+        source = f"{x} {'<<' if op.name == 'shl' else '>>'} {e.constant(dtype(by))}"
+    else:
+        source = f"{op.name}({x}, {e.read(n, U32)})"
+    e.write(d, source, dtype)

@@ -1,0 +1,192 @@
+"""Writes the Python source of a basic block: reads of operands, writes of registers, masks.
+
+What each instruction becomes is written by the functions that `registry.instruction` registers.
+"""
+
+import re
+
+import numpy as np
+
+from ..ops import U32, U64
+from ..parse import BITS, Unsupported
+from .operands import TYPES, UNSIGNED, address, bits, is_float, literal, scalar
+from .registry import lookup
+
+SHARED = "global_smem"  # what Triton calls the shared memory of a block
+_SPECIAL = re.compile(r"%((n?tid|n?ctaid)\.[xyz]|laneid|cluster_(n?ctaid\.[xyz]|ctarank))$")
+
+
+class Emitter:
+    """Writes the source of one block.
+
+    Args:
+        masked: whether some lanes may be inactive. Then the variable m says which are not.
+        votes: None, or a Counter of dtypes for each register. Reads and writes vote for the dtype that they would like
+            it to be kept in; the source is then of no use.
+    """
+
+    def __init__(self, program, block, masked=False, votes=None):
+        self.program, self.block, self.masked, self.votes = program, block, masked, votes
+        self.lines, self.constants, self.temporaries, self.ended = [], {}, 0, False
+
+    def source(self):
+        """Source of `def run(S, R, m)`; it uses what is in `constants`."""
+        for instruction in self.program.blocks[self.block]:
+            self.current, self._mask = instruction, None
+            function, op = lookup(instruction.op)
+            self.require(function is not None and not self.ended)
+            try:
+                function(self, op, *instruction.args)
+            except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+                raise Unsupported(f"line {instruction.line}: {instruction.text} ({error!r})") from error
+        if not self.ended:
+            self.go(self.block + 1)
+        return "def run(S, R, m):\n" + "".join(f"    {line}\n" for line in self.lines)
+
+    def require(self, condition):
+        """An instruction of which something else holds is unsupported."""
+        if not condition:
+            raise Unsupported(f"line {self.current.line}: {self.current.text}")
+
+    # Lines
+
+    def line(self, source):
+        self.lines.append(source)
+
+    def go(self, where):
+        """Ends the block: with the number of the one that follows, or a tuple that the machine acts on."""
+        self.lines.append(f"return {where}")
+        self.ended = True
+
+    def temporary(self, source):
+        name = f"t{self.temporaries}"
+        self.temporaries += 1
+        self.lines.append(f"{name} = {source}")
+        return name
+
+    def constant(self, value):
+        """A name for a NumPy scalar."""
+        name = f"K{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def call(self, name, *arguments):
+        """Source of a call of the machine: which lanes act, the arguments, the line."""
+        return f"S.{name}({', '.join(map(str, (self.mask(), *arguments, self.current.line)))})"
+
+    # Masks
+
+    def guard(self):
+        """Source of the guard before an instruction, or None."""
+        if self.current.guard is None:
+            return None
+        register, negated = self.current.guard
+        return self.read("!" * negated + register, np.bool_)
+
+    def mask(self):
+        """Source of which lanes do an instruction: None if all do."""
+        if self._mask is None:
+            guard, self._mask = self.guard(), "m" if self.masked else "None"
+            if guard is not None:
+                self._mask = self.temporary(f"m & {guard}" if self.masked else guard)
+        return self._mask
+
+    def everyone(self):
+        """The same, for an instruction that may have no guard."""
+        self.require(self.current.guard is None)
+        return self.mask()
+
+    # Operands
+
+    def width(self, register):
+        return self.program.width[self.program.index[register]]
+
+    def home(self, register):
+        """The dtype in which a register is kept."""
+        return self.program.home[self.program.index[register]]
+
+    def integer(self, register, kind):
+        """A dtype for an instruction to which signs do not matter: the register's own, if it is an integer."""
+        home = self.home(register)
+        return UNSIGNED[BITS[kind]] if is_float(home) or bits(home) != BITS[kind] else home
+
+    def vote(self, register, dtype, weight=1):
+        i = self.program.index[register]
+        if self.votes is not None and bits(dtype) == self.program.width[i]:
+            self.votes[i][dtype] += weight
+
+    def read(self, text, dtype, vote=True):
+        """Source of an operand as an array of a dtype, or as a scalar if it is a literal.
+
+        Of a register that is wider than an integer dtype it is the lowest bits.
+        """
+        if text.startswith("!"):
+            return "~" + self.read(text[1:], dtype, vote)
+        if text in self.program.index:
+            if vote:
+                self.vote(text, dtype)
+            return self._register(text, dtype)
+        if (value := literal(text)) is not None:
+            return self.constant(scalar(value, dtype))
+        if text == SHARED:
+            kept = UNSIGNED[bits(dtype)]
+            source = f"S.smem_address({kept.__name__})"
+        elif text in self.program.params:
+            source, kept = f"S.param_address({text!r})", U64
+        else:
+            self.require(_SPECIAL.match(text))
+            source, kept = f"S.special({text!r})", U32
+        self.require(bits(dtype) == bits(kept))
+        return source if dtype == kept else f"{source}.view({dtype.__name__})"
+
+    def _register(self, text, dtype):
+        source, home, width = f"R[{self.program.index[text]}]", self.home(text), self.width(text)
+        if home == dtype:
+            return source
+        if bits(dtype) == width:
+            return f"{source}.view({dtype.__name__})"
+        self.require(1 < bits(dtype) < width and not is_float(dtype))
+        return f"{source}.view({UNSIGNED[width].__name__}).astype({dtype.__name__})"
+
+    def read_all(self, texts, dtype, vote=True):
+        """Sources of operands of which at least one is an array, so that what is computed is one."""
+        sources = [self.read(text, dtype, vote) for text in texts]
+        if all(literal(text) is not None for text in texts):
+            sources[0] = f"S.full({sources[0]})"
+        return sources
+
+    def array(self, text, dtype, vote=True):
+        """Source of an operand as an array, also if it is a literal."""
+        source = self.read(text, dtype, vote)
+        return source if literal(text) is None else f"S.full({source})"
+
+    def arrays(self, texts, dtype, vote=True):
+        """Source of a tuple of them."""
+        return "(" + "".join(f"{self.array(text, dtype, vote)}, " for text in texts) + ")"
+
+    def pointer(self, text):
+        """(source of addresses, offset) of an operand [register + offset]."""
+        base, offset = address(text)
+        return self.read(base, U32 if base == SHARED else UNSIGNED[self.width(base)]), offset
+
+    def write(self, register, source, dtype, vote=True):
+        """Writes an array of a dtype to a register, which if wider is filled with the sign or with zeros."""
+        i, width, home = self.program.index[register], self.width(register), self.home(register)
+        if bits(dtype) < width and np.dtype(dtype).kind in "iu":
+            dtype = TYPES[("s" if np.dtype(dtype).kind == "i" else "u") + str(width)]
+            source = f"({source}).astype({dtype.__name__})"
+        self.require(bits(dtype) == width)
+        if vote:
+            self.vote(register, dtype)
+        if dtype != home:
+            source = f"({source}).view({home.__name__})"
+        mask = self.mask()
+        self.lines.append(f"R[{i}] = {source if mask == 'None' else f'where({mask}, {source}, R[{i}])'}")
+
+    def write_all(self, registers, source, dtype, vote=True):
+        """Writes the arrays of a sequence, each to its register, in its own dtype if that is None; _ takes none."""
+        self.mask()  # before a register that it is of may change
+        results = self.temporary(source)
+        for i, register in enumerate(registers):
+            if register != "_":
+                self.write(register, f"{results}[{i}]", dtype or self.home(register), vote)

@@ -1,0 +1,58 @@
+"""Loads, stores and additions to memory. What orders them between blocks is not modelled."""
+
+from ..parse import BITS
+from .operands import TYPES, UNSIGNED, address, vector
+from .registry import instruction
+
+NUMBERS = "b8 b16 b32 b64 u8 u16 u32 u64 s8 s16 s32 s64 f32 f64"
+VECTORS = {"v2": 2, "v4": 4}
+
+
+def _dtype(e, op, register):
+    """What to load for a register: bits in its own dtype where that is as wide as what is loaded."""
+    return e.home(register) if e.width(register) == BITS[op.kind] else TYPES[op.kind]
+
+
+def _vector(e, op, text):
+    """The operands of a vector, as many as a modifier says."""
+    operands = vector(text)
+    e.require(len(operands) == next((VECTORS[word] for word in op.words if word in VECTORS), 1))
+    return operands
+
+
+@instruction("ld.param", NUMBERS)
+def load_param(e, op, register, operand):
+    name, offset = address(operand)
+    e.require(offset + BITS[op.kind] // 8 <= e.program.params[name].size)
+    dtype = _dtype(e, op, register)
+    source = f"S.load_param({name!r}, {offset}, {dtype.__name__}, {dtype.__name__})"
+    e.write(register, source, dtype, vote=False)
+
+
+@instruction("ld.global ld.shared", NUMBERS, " ".join(VECTORS))
+def load(e, op, registers, operand):
+    registers = _vector(e, op, registers)
+    dtype = _dtype(e, op, next(register for register in registers if register != "_"))
+    source = e.call(op.name.replace("ld.", "load_"), *e.pointer(operand), dtype.__name__, len(registers))
+    e.write_all(registers, source, dtype, vote=False)
+
+
+@instruction("st.global st.shared", NUMBERS, " ".join(VECTORS))
+def store(e, op, operand, values):
+    dtype = UNSIGNED[BITS[op.kind]]
+    values = e.arrays(_vector(e, op, values), dtype, vote=False)
+    e.line(e.call(op.name.replace("st.", "store_"), *e.pointer(operand), dtype.__name__, values))
+
+
+@instruction("red.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed add {' '.join(VECTORS)}")
+def add(e, op, operand, values):
+    e.require("add" in op.words)
+    dtype = TYPES[op.kind]
+    e.line(e.call("add_global", *e.pointer(operand), dtype.__name__, e.arrays(_vector(e, op, values), dtype)))
+
+
+@instruction("atom.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed add {' '.join(VECTORS)}")
+def atom(e, op, results, operand, values):
+    """An addition whose result nobody reads: the machine does not say what was there before."""
+    e.require(e.program.used.isdisjoint(vector(results)))
+    add(e, op, operand, values)

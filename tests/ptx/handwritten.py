@@ -1,0 +1,57 @@
+"""Kernels of a few lines of PTX, to see what the machine makes of each instruction."""
+
+import struct
+
+import numpy as np
+
+from .machine import Machine
+from .memory import Memory
+from .parse import parse
+from .program import Program
+from .report import Report
+
+# %t: the thread. %smem: the address of shared memory, %mine: of the thread's own word there. %x, %x_mine: of a tensor
+# and of the thread's own word of it, likewise y, z and out. %box: of a descriptor. %r, %f, %d, %p: for the body.
+SOURCE = """.target sm_90a
+.visible .entry kernel(
+.param .u64 x,
+.param .u64 y,
+.param .u64 z,
+.param .u64 out,
+.param .align 64 .b8 box[128]
+)
+.reqntid {threads}
+{{
+.reg .b32 %t, %t4, %smem, %mine, %r<40>, %f<40>; .reg .pred %p<8>;
+.reg .b64 %offset, %x, %y, %z, %out, %x_mine, %y_mine, %z_mine, %out_mine, %box, %d<8>;
+mov.u32 %t, %tid.x; shl.b32 %t4, %t, 2; cvt.u64.u32 %offset, %t4; mov.u64 %box, box;
+mov.u32 %smem, global_smem; add.u32 %mine, %smem, %t4;
+ld.param.u64 %x, [x]; ld.param.u64 %y, [y]; ld.param.u64 %z, [z]; ld.param.u64 %out, [out];
+add.u64 %x_mine, %x, %offset; add.u64 %y_mine, %y, %offset; add.u64 %z_mine, %z, %offset;
+add.u64 %out_mine, %out, %offset;
+{body}
+ret;
+}}
+"""
+
+
+def line_of(body, mark="// here"):
+    """The line of the whole source that has a mark in the body."""
+    return SOURCE[: SOURCE.index("{body}")].count("\n") + body[: body.index(mark)].count("\n") + 1
+
+
+def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), races=True, **tensors):
+    """The Report of a kernel that was executed on tensors, of which those in `fresh` are not initialised."""
+    memory, report = Memory(), Report()
+    for name in fresh:
+        memory.is_fresh(tensors[name])
+    memory.begin(tensors, {} if box is None else dict(box=box))
+    params = {
+        name: struct.pack("Q", tensors[name].data_ptr() if name in tensors else 0) for name in ("x", "y", "z", "out")
+    }
+    program = Program(parse(SOURCE.format(threads=threads, body=body)))
+    blocks = np.stack((np.arange(ctas), np.zeros(ctas, int), np.zeros(ctas, int)), 1)
+    machine = Machine(program, memory, params | dict(box=box), blocks, (ctas, 1, 1), smem, report, races)
+    machine.most_steps = 1000
+    machine.run()
+    return report

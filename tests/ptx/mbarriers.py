@@ -1,0 +1,107 @@
+"""mbarriers: barriers in shared memory, which count threads and bytes. Threads wait for their phases by parity.
+
+The bytes of a copy arrive as late as they may: when a thread waits for the phase, and all threads have arrived. A wait
+lasts until its phase is complete, where hardware may give up before. Nobody checks whether a thread that uses an
+mbarrier knows that it was initialised.
+"""
+
+import numpy as np
+
+from .ops import S32, S64, U32
+from .report import Fault
+from .shared import SharedMemory
+
+
+class Barrier:
+    """An mbarrier of a block: how many threads and bytes its phase still waits for.
+
+    copies: (places in `smem`, elements, line) of copies in flight. coming, known: what the threads that arrived in this
+    phase had published, and in the phase before.
+    """
+
+    def __init__(self, cta, count, clocks):
+        self.cta, self.count, self.pending, self.bytes, self.phase = cta, count, count, 0, 0
+        self.copies, self.coming, self.known = [], np.zeros(clocks, S32), np.zeros(clocks, S32)
+
+
+class Mbarriers(SharedMemory):
+    """The mbarriers of all blocks, and the lanes that sleep: (where they go on, mask, line)."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.barriers, self.sleepers = {}, []
+
+    def barrier(self, cta, address, line):
+        """The Barrier of a block at an address."""
+        if (cta, address) not in self.barriers:
+            raise Fault(f"line {line}: there is no mbarrier at {address}")
+        return self.barriers[cta, address]
+
+    def mbarrier_init(self, m, pointer, offset, count, line):
+        """mbarrier.init: `count` threads arrive in each phase."""
+        self.smem_at(self.lanes(m), self.full(pointer), offset, 8, line)
+        for lane, address, n in self.each(m, pointer, count):
+            self.barriers[int(self.cta[lane]), address + offset] = Barrier(int(self.cta[lane]), n, self.clocks)
+
+    def mbarrier_inval(self, m, pointer, offset, line):
+        """mbarrier.inval."""
+        for lane, address in self.each(m, pointer):
+            self.barrier(int(self.cta[lane]), address + offset, line)
+            del self.barriers[int(self.cta[lane]), address + offset]
+
+    def mbarrier_arrive(self, m, pointer, offset, count, expected, line):
+        """mbarrier.arrive of `count` threads, and mbarrier.expect_tx of `expected` bytes; None is 0."""
+        zero = U32(0)
+        count, expected = (zero if x is None else x for x in (count, expected))
+        for lane, address, arrive, more in self.each(m, pointer, count, expected):
+            barrier = self.barrier(int(self.cta[lane]), address + offset, line)
+            if arrive > barrier.pending:
+                raise Fault(f"line {line}: more arrive at an mbarrier than it counts")
+            barrier.bytes += more
+            barrier.pending -= arrive
+            if arrive:
+                barrier.coming = np.maximum(barrier.coming, self.publish(self.gwarp[lane]))
+            self.complete(barrier)
+
+    def complete(self, barrier):
+        """Begin the next phase if this one is complete."""
+        if barrier.pending == 0 and barrier.bytes == 0:
+            barrier.phase += 1
+            barrier.pending = barrier.count
+            barrier.coming, barrier.known = np.zeros_like(barrier.coming), barrier.coming
+            self.wake_up()
+
+    def wake_up(self):
+        """Lanes that sleep try again."""
+        for here, m, _ in self.sleepers:
+            self.enter(here, m)
+        self.sleepers = []
+
+    def deliver(self, barrier):
+        """The copies to a barrier arrive."""
+        for at, data, _ in barrier.copies:
+            self.smem.view(data.dtype)[at // data.itemsize] = data
+            barrier.coming[self.W] = self.writes_async(barrier.cta, at, data.itemsize)
+            barrier.bytes -= data.nbytes
+        barrier.copies = []
+        self.complete(barrier)
+
+    def at_try(self, m, pointer, offset, parity, result, here, then, line):
+        """mbarrier.try_wait: lanes go on if their phase is complete, and sleep if not."""
+        lanes = np.arange(self.L)[self.lanes(m)]
+        keys = np.stack([self.full(x)[lanes].astype(S64) for x in (self.cta, pointer, parity)])
+        kinds, kind = np.unique(keys, axis=1, return_inverse=True)
+        go = np.zeros(self.L, bool)
+        for i, (cta, address, waited) in enumerate(kinds.T.tolist()):
+            barrier = self.barrier(cta, address + offset, line)
+            if barrier.phase & 1 == waited and barrier.pending == 0:
+                self.deliver(barrier)
+            if barrier.phase & 1 != waited:
+                some = lanes[kind.reshape(-1) == i]
+                go[some] = True
+                self.learn(np.unique(self.gwarp[some]), barrier.known)
+        rest = ~go if m is None else m & ~go
+        self.R[result] = self.R[result] | go
+        self.enter(then, go)
+        if rest.any():
+            self.sleepers.append((here, rest, line))

@@ -1,0 +1,181 @@
+"""Global memory: the storages of tensors, at their own addresses.
+
+An access must lie in the storage of a tensor that was passed to the kernel, and all lanes of an instruction access the
+same storage. Every lane sees a store at once, so fences of global memory do nothing. Blocks run in their order in the
+grid, a few at a time. A store to where another block stored is reported, and a load from there; a store to where
+another block has loaded is not. Atomics add in the order of lanes, and do not count as stores.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+from .lanes import Lanes, disagree
+from .ops import S64, U8
+from .report import Fault
+
+POISON = 0xFF  # of each byte that is not initialised: NaN in every floating dtype
+
+
+class TensorMap(NamedTuple):
+    """A descriptor of a tensor whose boxes are copied, as the driver is given it; sizes and strides count elements."""
+
+    base: int
+    swizzle: int
+    itemsize: int
+    kind: int
+    block: tuple
+    shape: tuple
+    strides: tuple
+    padding: int
+
+
+class Allocation:
+    """The storage of one or more tensors.
+
+    written: for each byte, whether somebody wrote it; None if all of them are initialised.
+    """
+
+    def __init__(self, base, size, name, written=None):
+        self.base, self.size, self.name, self.written = base, size, name, written
+        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base)) if size else np.zeros(0, U8)
+        self.owner = None  # for each pair of bytes, 1 + the block that stored there in this launch
+
+    def view(self, dtype):
+        """The bytes as elements of a dtype."""
+        size = np.dtype(dtype).itemsize
+        return self.bytes[: self.size // size * size].view(dtype)
+
+    def unwritten(self, at, size):
+        """Which ranges [at, at + size) have a byte that nobody wrote."""
+        if self.written is None:
+            return np.zeros(at.shape, bool)
+        return ~self.written[at + np.arange(size)[:, None]].all(0)
+
+    def foreign(self, at, size, blocks):
+        """In which ranges another block has stored; a range of one byte passes, for pairs are what is recorded."""
+        if self.owner is None or size == 1:
+            return np.zeros(at.shape, bool)
+        owner = self.owner[at // 2 + np.arange(size // 2)[:, None]]
+        return ((owner != 0) & (owner != blocks + 1)).any(0)
+
+    def claim(self, at, size, blocks):
+        """Record that blocks store to ranges; returns in which another block has stored, or does at the same time."""
+        if self.owner is None:
+            self.owner = np.zeros(self.size // 2 + 1, np.int32)
+        before = self.foreign(at, size, blocks)
+        self.owner[at // 2 + np.arange(max(1, size // 2))[:, None]] = blocks + 1
+        if self.written is not None:
+            self.written[at + np.arange(size)[:, None]] = True
+        return before | self.foreign(at, size, blocks)
+
+
+NOTHING = Allocation(0, 0, "nothing")  # for an access without lanes
+
+
+class Memory:
+    """The storages that a launch may access, and which bytes of all tensors are not initialised."""
+
+    def __init__(self):
+        self.allocations, self.fresh, self.kept = [], {}, []
+
+    def is_fresh(self, tensor):
+        """Fill a new tensor that is not initialised with poison, and return it."""
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "cpu" and storage.nbytes():
+            Allocation(storage.data_ptr(), storage.nbytes(), "").bytes[:] = POISON
+            self.fresh[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
+            self.kept.append(storage)  # so that no other tensor gets its address
+        return tensor
+
+    def begin(self, tensors, described):
+        """Begin a launch, which may access tensors and descriptors of tensors: both {name of a parameter: value}.
+
+        A byte of a fresh tensor that is no poison was written by torch. A byte that torch wrote and that looks like
+        poison counts as not initialised.
+        """
+        ranges = {}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            ranges.setdefault(storage.data_ptr(), (storage.nbytes(), []))[1].append(name)
+        for name, descriptor in described.items():
+            of = TensorMap(*descriptor.what)
+            length = (sum((n - 1) * step for n, step in zip(of.shape, of.strides, strict=True)) + 1) * of.itemsize
+            for first, (size, names) in ranges.items():
+                if first <= of.base and of.base + length <= first + size:
+                    names.append(name)
+                    break
+            else:
+                ranges[of.base] = (self.fresh[of.base].size if of.base in self.fresh else length), [name]
+        self.allocations = []
+        for base, (size, names) in sorted(ranges.items()):
+            allocation, written = Allocation(base, size, " ".join(names)), self.fresh.get(base)
+            if written is not None and written.size == size:
+                written |= allocation.bytes != POISON
+                allocation.written = None if written.all() else written
+            self.allocations.append(allocation)
+
+    def find(self, low, high, line):
+        """The Allocation that holds [low, high)."""
+        for each in self.allocations:
+            if each.base <= low and high <= each.base + each.size:
+                return each
+        near = ", ".join(f"{each.name} [{each.base:#x}, {each.base + each.size:#x})" for each in self.allocations)
+        raise Fault(f"line {line}: global access [{low:#x}, {high:#x}) is in no tensor: {near}")
+
+
+class GlobalMemory(Lanes):
+    """Instructions that access global memory, n neighbouring elements a lane."""
+
+    def global_at(self, m, pointer, offset, size, line):
+        """(Allocation, byte offset of each active lane) of an access of `size` bytes a lane."""
+        address = (pointer.view(S64) + offset)[self.lanes(m)]
+        if not address.size:
+            return NOTHING, address
+        if (address & (size - 1)).any():
+            wrong = int(address[address & (size - 1) != 0][0])
+            raise Fault(f"line {line}: misaligned global access of {size} bytes at {wrong:#x}")
+        allocation = self.memory.find(int(address.min()), int(address.max()) + size, line)
+        return allocation, address - allocation.base
+
+    def complain(self, kind, bad, allocation, at, what, line):
+        """Report the ranges that are bad."""
+        if bad.any():
+            self.report.add(kind, line, f"{allocation.name} at byte {int(at[bad][0])} {what}", bad.sum())
+
+    def reads_global(self, allocation, at, size, blocks, line):
+        """Report loads by blocks of ranges that nobody wrote, or that another block stored."""
+        bad, foreign = allocation.unwritten(at, size), allocation.foreign(at, size, blocks)
+        self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
+        self.complain("race between CTAs", foreign, allocation, at, "was stored by another CTA", line)
+
+    def writes_global(self, allocation, at, size, blocks, line):
+        """Record stores by blocks, and report those to ranges of another block."""
+        foreign = allocation.claim(at, size, blocks)
+        self.complain("race between CTAs", foreign, allocation, at, "is stored by two CTAs", line)
+
+    def load_global(self, m, pointer, offset, dtype, n, line):
+        """ld.global: (n, L) elements."""
+        size = np.dtype(dtype).itemsize
+        allocation, at = self.global_at(m, pointer, offset, n * size, line)
+        self.reads_global(allocation, at, n * size, self.number[self.lanes(m)], line)
+        return self.spread(m, allocation.view(dtype)[at // size + np.arange(n)[:, None]])
+
+    def store_global(self, m, pointer, offset, dtype, values, line):
+        """st.global."""
+        lanes, n, size = self.lanes(m), len(values), np.dtype(dtype).itemsize
+        allocation, at = self.global_at(m, pointer, offset, n * size, line)
+        self.writes_global(allocation, at, n * size, self.number[lanes], line)
+        given, place, target = np.stack(values)[:, lanes], at // size + np.arange(n)[:, None], allocation.view(dtype)
+        target[place] = given
+        bad = disagree(target[place], given).any(0)
+        self.complain("lanes differ", bad, allocation, at, "is stored with different values", line)
+
+    def add_global(self, m, pointer, offset, dtype, values, line):
+        """atom.global.add and red.global.add, without a result."""
+        lanes, n, size = self.lanes(m), len(values), np.dtype(dtype).itemsize
+        allocation, at = self.global_at(m, pointer, offset, n * size, line)
+        bad = allocation.unwritten(at, n * size)
+        self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
+        np.add.at(allocation.view(dtype), at // size + np.arange(n)[:, None], np.stack(values)[:, lanes])

@@ -1,0 +1,201 @@
+"""What arithmetic instructions compute, on arrays with one element a lane; any operand may be a scalar.
+
+What differs from the hardware: ex2, lg2, tanh and their like are NumPy's and `div.full` is exact, where a GPU
+approximates; `fma` rounds twice.
+"""
+
+import numpy as np
+
+F16, F32, F64 = np.float16, np.float32, np.float64
+S8, S16, S32, S64 = np.int8, np.int16, np.int32, np.int64
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+SMALLEST = F32(2.0**-126)  # of the normal float32 numbers
+NAN16 = U16(0x7FFF)  # the only NaN that conversions to float16 and bfloat16 make
+where = np.where
+
+
+def differ(a, b):
+    """Whether the bits of lanes that store to one place stand for different numbers.
+
+    All NaN are one number: the hardware has one, NumPy has many. And lanes that compute the same sum may add in another
+    order or contract another product, so numbers may differ by rounding: 2e-5 of float32, one bit of 16-bit types.
+    """
+    result = a != b
+    if not result.any():
+        return result
+    if a.dtype.itemsize == 4:
+        x, y = a.view(F32), b.view(F32)
+        result &= ~(np.isnan(x) & np.isnan(y))
+        result &= ~((np.abs(x) > 1e-30) & (np.abs(x - y) <= 2e-5 * np.abs(x) + 1e-6))
+    elif a.dtype.itemsize == 2:
+        result &= ~(np.isnan(a.view(F16)) & np.isnan(b.view(F16)))
+        result &= ~((a & U16(0x7FFF) > U16(0x7F80)) & (b & U16(0x7FFF) > U16(0x7F80)))
+        result &= np.abs(a.astype(S32) - b) > 1
+    return result
+
+
+# Floating point
+
+
+def ftz(x):
+    """float32 with its subnormal numbers replaced by 0 of their sign."""
+    return where(np.abs(x) < SMALLEST, np.copysign(F32(0), x), x)
+
+
+def fma(a, b, c):
+    """a * b + c. The product is exact, but the sum is rounded twice: to a wider type, and then to that of a."""
+    wide = F64 if a.dtype == F32 else np.longdouble
+    return (np.multiply(a, b, dtype=wide) + c).astype(a.dtype)
+
+
+def largest(a, b, nan):
+    """The maximum: 0 is above -0, and of NaN and a number it is the number, or NaN if `nan` is set."""
+    result = (np.maximum if nan else np.fmax)(a, b)
+    zeros = (result == 0) & (a == b)
+    return where(zeros, a + b, result) if zeros.any() else result  # -0 + 0 is 0
+
+
+def smallest(a, b, nan):
+    return -largest(-a, -b, nan)
+
+
+def from_bf16(bits):
+    return (bits.astype(U32) << U32(16)).view(F32)
+
+
+def to_bf16(x):
+    """Rounds to nearest even."""
+    bits = x.view(U32)
+    rounded = (bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16)
+    return where(np.isnan(x), NAN16, rounded.astype(U16))
+
+
+def from_f16(bits):
+    return bits.view(F16).astype(F32)
+
+
+def to_f16(x):
+    """Rounds to nearest even."""
+    return where(np.isnan(x), NAN16, x.astype(F16).view(U16))
+
+
+def to_int(x, dtype):
+    """Converts what is rounded already, to the nearest integer that there is; NaN becomes 0."""
+    info = np.iinfo(dtype)
+    x = x.astype(F64)
+    inside = (x > info.min) & (x < info.max)  # float(info.max) of 64 bits is one too many
+    edge = where(x >= info.max, dtype(info.max), where(x <= info.min, dtype(info.min), dtype(0)))
+    return where(inside, where(inside, x, 0).astype(dtype), edge)
+
+
+# Integers
+
+
+def truncated_div(a, b):
+    """a / b, rounded to 0 as C does. A division by 0 gives all ones."""
+    zero = b == 0
+    safe = where(zero, b.dtype.type(1), b)
+    quotient = a // safe
+    if a.dtype.kind == "i":
+        quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0))).astype(a.dtype)
+    return where(zero, ~a.dtype.type(0), quotient)
+
+
+def truncated_rem(a, b):
+    """What `truncated_div` leaves, of the sign of a; a itself if b is 0."""
+    return a - truncated_div(a, b) * b
+
+
+def mul_hi(a, b):
+    """The upper half of a product of twice the width."""
+    bits = 8 * a.dtype.itemsize
+    if bits < 64:
+        wide = S64 if a.dtype.kind == "i" else U64
+        return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
+    ua, ub = a.astype(U64), b.astype(U64)
+    low, half = U64(0xFFFFFFFF), U64(32)
+    a0, a1, b0, b1 = ua & low, ua >> half, ub & low, ub >> half
+    middle = a1 * b0 + (a0 * b0 >> half)
+    other = a0 * b1 + (middle & low)
+    high = a1 * b1 + (middle >> half) + (other >> half)
+    if a.dtype.kind == "i":
+        high = high - where(a < 0, ub, U64(0)) - where(b < 0, ua, U64(0))
+    return high.astype(a.dtype)
+
+
+def shl(x, n):
+    """x << n; 0 where n, which is unsigned, is the width or more."""
+    bits = 8 * x.dtype.itemsize
+    return where(n < bits, x << np.minimum(n, bits - 1).astype(x.dtype), x.dtype.type(0))
+
+
+def shr(x, n):
+    """x >> n, of signed numbers filled with the sign; where n is the width or more, nothing else is left."""
+    bits = 8 * x.dtype.itemsize
+    shifted = x >> np.minimum(n, bits - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else where(n < bits, shifted, x.dtype.type(0))
+
+
+def _funnel(low, high, n):
+    return (high.astype(U64) << U64(32)) | low.astype(U64), n.astype(U64) & U64(31)
+
+
+def shf_left(low, high, n):
+    """The upper half of (high, low) << (n mod 32)."""
+    both, n = _funnel(low, high, n)
+    return ((both << n) >> U64(32)).astype(U32)
+
+
+def shf_right(low, high, n):
+    """The lower half of (high, low) >> (n mod 32)."""
+    both, n = _funnel(low, high, n)
+    return (both >> n).astype(U32)
+
+
+def bfe(x, position, length):
+    """Bits [position, position + length) of 32; if x is signed, so is the field, and above bit 31 are copies of it."""
+    wide = x.astype(S64 if x.dtype.kind == "i" else U64)
+    position = np.minimum(position & U32(255), 63).astype(wide.dtype)
+    above = (64 - np.clip(length & U32(255), 1, 64)).astype(wide.dtype)
+    return where(length & U32(255), (wide >> position) << above >> above, wide.dtype.type(0)).astype(x.dtype)
+
+
+def bfi(a, b, position, length):
+    """b, with bits [position, position + length) replaced by the lowest of a."""
+    position, length = (np.minimum(n & U32(255), 32).astype(U64) for n in (position, length))
+    mask = ((U64(1) << length) - U64(1)) << position
+    return ((b.astype(U64) & ~mask) | ((a.astype(U64) << position) & mask)).astype(U32)
+
+
+def prmt(a, b, selector):
+    """Four bytes, each chosen from the eight of (b, a) by 4 bits, of which the upper spreads its sign over it."""
+    pool = a.astype(U64) | (b.astype(U64) << U64(32))
+    result = U32(0)
+    for i in range(4):
+        pick = (selector >> U32(4 * i)) & U32(15)
+        byte = ((pool >> ((pick & U32(7)).astype(U64) * U64(8))) & U64(255)).astype(U32)
+        byte = where(pick & U32(8), where(byte & U32(128), U32(255), U32(0)), byte)
+        result = result | (byte << U32(8 * i))
+    return result
+
+
+def lop3(a, b, c, table):
+    """Any logical operation on three operands: bit 4 a + 2 b + c of the table is its result."""
+    result = a ^ a
+    for i in range(8):
+        if table >> i & 1:
+            result = result | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
+    return result
+
+
+def popc(x):
+    return np.bitwise_count(x).astype(U32)
+
+
+def clz(x):
+    """Leading zeros of 32 bits: float64 holds them, and its exponent counts the others."""
+    return (32 - np.frexp(x.astype(F64))[1]).astype(U32)
+
+
+def brev(x):
+    return np.packbits(np.unpackbits(x.view(U8), bitorder="little")).view(">u4").astype(U32)

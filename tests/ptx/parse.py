@@ -1,0 +1,143 @@
+"""PTX text as a Kernel: the parameters of its entry, its registers, and its instructions and labels in order.
+
+Debug information, pragmas and comments are dropped. What is not understood raises Unsupported.
+"""
+
+import re
+from typing import NamedTuple
+
+BITS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64, "f16": 16, "f32": 32, "f64": 64}
+BITS |= {f"{sign}{bits}": bits for sign in "us" for bits in (8, 16, 32, 64)}
+
+_NO_CODE = re.compile(r"//.*|^[ \t]*\.(loc|file|pragma)\b.*", re.MULTILINE)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)(?:\s+\.(?:ptr|global|shared|const|align\s+\d+))*\s+(\w+)(?:\[(\d+)\])?"
+)
+_THREADS = re.compile(r"\.reqntid\s+(\d+)")
+_NO_MATTER = re.compile(r"\.(maxntid|minnctapersm|maxnreg)[\s\d,]*|[\s,()]+")  # in an entry's head
+_TOKEN = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w.]+):(?!:)|(?P<statement>[^;]*);)")
+_NAME = re.compile(r"[%$\w.]+")
+_GUARD = re.compile(r"@(!?)(\S+)\s+")
+
+
+class Unsupported(NotImplementedError):
+    """PTX that the emulator does not know; the message has its line and its text."""
+
+
+class Param(NamedTuple):
+    """A parameter of an entry."""
+
+    name: str
+    size: int  # in bytes
+
+
+class Instruction(NamedTuple):
+    """An instruction, its operands still text."""
+
+    line: int
+    text: str
+    guard: tuple | None  # (register, whether it is negated)
+    op: str
+    args: tuple
+
+
+class Kernel(NamedTuple):
+    """A parsed entry."""
+
+    name: str
+    params: tuple
+    registers: dict  # {name: class, such as b32}
+    body: list  # of Instruction, and of str, which is a label
+    threads: int  # of a block
+
+
+class _Scope:
+    """A pair of braces. A name declared in an inner one gets its number, so that all names of a kernel differ."""
+
+    def __init__(self, number, outer):
+        self.number, self.outer, self.names = number, outer, set()
+
+    def unique(self, name):
+        if self.outer is None:
+            return name
+        return f"{name}__{self.number}" if name in self.names else self.outer.unique(name)
+
+
+def split(text):
+    """Operands: text split at commas outside of brackets."""
+    operands, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "[{(") - (char in "]})")
+        if char == "," and not depth:
+            operands.append(text[start:i].strip())
+            start = i + 1
+    return (*operands, text[start:].strip()) if text else ()
+
+
+def parse(ptx):
+    """The Kernel of a module with one entry."""
+    ptx = _NO_CODE.sub("", ptx)  # the lines stay
+    entry = _ENTRY.search(ptx)
+    begin = ptx.index("{", entry.end())
+    head = ptx[entry.end() : begin]
+    params = [Param(name, BITS[kind] // 8 * int(count or 1)) for kind, name, count in _PARAM.findall(head)]
+    threads = _THREADS.search(head)
+    rest = _NO_MATTER.sub("", _THREADS.sub("", _PARAM.sub("", head)))
+    if rest or threads is None:
+        raise Unsupported(f"line {_line(ptx, begin)}: {rest or 'no .reqntid'}")
+    registers, body = {}, []
+    for line, text, scope in _statements(ptx, begin):
+        _statement(line, text, scope, registers, body)
+    return Kernel(entry[1], tuple(params), registers, body, int(threads[1]))
+
+
+def _line(ptx, at):
+    return ptx.count("\n", 0, at) + 1
+
+
+def _statements(ptx, at):
+    """[(line, text, scope)] of the body that begins at a brace; the text of a label ends with a colon.
+
+    All names are declared when the caller sees the first statement: labels come behind what branches to them.
+    """
+    statements, scope, scopes, line, last = [], None, 0, _line(ptx, at), at
+    while token := _TOKEN.match(ptx, at):
+        kind, start = token.lastgroup, token.start(token.lastgroup)
+        text, at = token[kind], token.end()
+        line, last = line + ptx.count("\n", last, start), start
+        if text == "{":
+            scope, scopes = _Scope(scopes, scope), scopes + 1
+        elif text == "}":
+            scope = scope.outer
+            if scope is None:
+                return statements
+        elif kind == "label":
+            scope.names.add(text)
+            statements.append((line, text + ":", scope))
+        else:
+            text = " ".join(text.split())
+            if text.startswith(".reg"):
+                scope.names.update(split(text.split(None, 2)[2]))
+            statements.append((line, text, scope))
+    raise ValueError("the body has no end")
+
+
+def _statement(line, text, scope, registers, body):
+    """Adds what a statement declares to registers, or what it does to the body."""
+    text = _NAME.sub(lambda name: scope.unique(name[0]), text)
+    if text.endswith(":"):
+        body.append(text[:-1])
+    elif text.startswith(".reg"):
+        _, kind, names = text.split(None, 2)
+        for name in split(names):
+            prefix, many, count = name.rstrip(">").partition("<")  # %r<3> is %r0 to %r2
+            registers |= dict.fromkeys([f"{prefix}{i}" for i in range(int(count))] if many else [name], kind[1:])
+    elif text.startswith(".branchtargets"):  # the label before it is the name of the table
+        body.append(Instruction(line, text, None, ".branchtargets", (body.pop(), *split(text.partition(" ")[2]))))
+    elif text.startswith("."):
+        raise Unsupported(f"line {line}: {text}")
+    else:
+        guard = _GUARD.match(text)
+        op, _, operands = text[guard.end() if guard else 0 :].partition(" ")
+        body.append(Instruction(line, text, guard and (guard[2], guard[1] == "!"), op, split(operands)))

@@ -1,0 +1,175 @@
+"""wgmma: asynchronous products of a warpgroup, that is, of 128 lanes.
+
+A product reads its operands when it begins, and its sums arrive as late as they may: when their group is waited for.
+Until then the registers of the sums are NaN, and nobody may write its operands, in registers or in shared memory. It
+sums up in float32, where tensor cores truncate.
+"""
+
+import functools
+
+import numpy as np
+
+from .ops import F32, S64, U32, U64
+from .report import Fault
+from .shared import SMEM_BASE, Flight, waited
+from .warp import Warp, floats
+
+SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row that a swizzle permutes, by the mode in a descriptor
+
+
+def swizzled(address, span):
+    """An address with bits 4 to 6 XORed with bits 7 to 9, as many of them as a span has."""
+    return address ^ (((address >> 7) & (span // 16 - 1)) << 4)
+
+
+@functools.cache
+def layout(descriptor, rows, across, size):
+    """Byte offsets of the elements of a (rows, 32 bytes) matrix, before the swizzle.
+
+    Args:
+        across: whether neighbours in memory are neighbours along the rows (MN-major), not along k (K-major).
+    Source: PTX manual, shared memory layout of the matrices of wgmma.
+    """
+    lead, stride, span = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4, SPANS[descriptor >> 62]
+    r, k = np.indices((rows, 32 // size))
+    if across:
+        wide = span // size
+        per_row, per_k = (stride, lead) if span == 16 else (lead, stride)
+        offsets = r % wide * size + r // wide * per_row + k % 8 * span + k // 8 * per_k
+    elif span == 16:
+        offsets = r % 8 * 16 + r // 8 * stride + k * size // 16 * lead + k * size % 16
+    else:
+        offsets = r % 8 * span + r // 8 * stride + k * size
+    return offsets.reshape(-1)
+
+
+class Sums:
+    """Values of n registers that products in flight add to, and in which lanes they do."""
+
+    def __init__(self, n, lanes):
+        self.values, self.lanes = np.zeros((n, lanes), F32), np.zeros(lanes, bool)
+        self.group = np.zeros(lanes, S64)  # of the last product in each lane
+        self.operands = []  # (number of a register, its array, mask of lanes, line) of A in registers
+
+
+class Products(Warp):
+    """The products in flight: their sums, by the numbers of registers, and what they read in shared memory."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.sums, self.reading = {}, []
+        self.issued = np.zeros(self.L, S64)  # groups that each lane has committed
+        self.nan = np.full(self.L, 0xFFFFFFFF, U32).view(F32)
+        self.at_fence = list(self.R)
+
+    def wgmma_fence(self, m):
+        """wgmma.fence. If some warpgroups execute it, it counts for all."""
+        self.at_fence = list(self.R)
+
+    def wgmma_commit(self, m):
+        """wgmma.commit_group."""
+        self.issued += 1 if m is None else m
+
+    def wgmma(self, m, n, kind, d, a, a_names, b, scale, flips, line):
+        """wgmma.mma_async: begin d = scale * d + a @ b, of (64, 32 bytes) and (32 bytes, n).
+
+        Args:
+            d: numbers of registers. a: arrays of the registers of numbers a_names, or of a descriptor if that is None.
+            scale: 1 or 0. flips: whether A and B in shared memory are MN-major.
+        """
+        groups = self.converged(m, line, 128)
+        if a_names is None:
+            left, at, rows = self.operand(a[0], 64, flips[0], kind, groups, line)
+            self.begin_reading(groups[:, None] * 4 + rows // 16, at, line)
+        else:
+            left = self.fragment(a, kind, (16, 8 if kind == "tf32" else 16))
+            left = left.reshape(self.L // 128, 64, -1)[groups]
+        right, at, _ = self.operand(b, n, flips[1], kind, groups, line)
+        self.begin_reading(groups[:, None, None] * 4 + np.arange(4)[:, None], at[:, None], line)
+        product = np.matmul(left, right.swapaxes(1, 2)).reshape(len(groups), 4, 2, 8, n // 8, 4, 2)
+        product = product.transpose(4, 2, 6, 0, 1, 3, 5).reshape(n // 2, -1)  # a register: columns, rows, element
+        active = np.ones(self.L, bool) if m is None else m
+        self.check_fenced(a_names or (), active, line)
+        self.add(d, active, product, self.full(scale), line)
+        self.sums[d].operands += [(*operand, active, line) for operand in zip(a_names or (), a, strict=False)]
+
+    def operand(self, descriptor, rows, across, kind, groups, line):
+        """A matrix in shared memory: (G, rows, k) elements, (G, n) places of its pieces of 16 bytes, their rows."""
+        by_group = self.full(descriptor).view(U64).reshape(-1, 128)[groups]
+        if (by_group != by_group[:, :1]).any():
+            raise Fault(f"line {line}: lanes of a warpgroup have different descriptors")
+        start, rest = (by_group[:, :1] & U64(0x3FFF)).astype(S64) << 4, by_group[:, 0] & ~U64(0x3FFF)
+        if (rest != rest[0]).any() or int(rest[0]) >> 49 & 7:
+            raise NotImplementedError(f"line {line}: descriptors of different layouts, or a base offset")
+        size = 4 if kind == "tf32" else 2
+        offsets = layout(int(rest[0]), rows, across, size)
+        at = swizzled(start + offsets, SPANS[int(rest[0]) >> 62]) - SMEM_BASE
+        self.check_bounds(at, size, line)
+        at += (groups * 128 // self.T * self.stride)[:, None]
+        raw = self.smem.view(f"u{size}")[at // size].reshape(len(groups), rows, 32 // size)
+        pieces = np.flatnonzero(offsets % 16 == 0)
+        return floats(raw, kind), at[:, pieces], pieces // (32 // size)
+
+    def begin_reading(self, gwarp, at, line):
+        """Products read pieces of 16 bytes for warps until their group is waited for."""
+        gwarp, at = (x.reshape(-1) for x in np.broadcast_arrays(gwarp, at))
+        self.reads_async(gwarp, at, 16, "a product", line)
+        self.reading.append(Flight(gwarp * 32, self.issued[gwarp * 32], at, line))
+
+    def add(self, d, active, product, scale, line):
+        """Add a product to sums, whose registers are NaN from now on."""
+        if d not in self.sums:
+            if any(set(other) & set(d) for other in self.sums):
+                raise NotImplementedError(f"line {line}: sums overlap with others in flight")
+            self.sums[d] = Sums(len(d), self.L)
+        sums = self.sums[d]
+        fresh = active & ~sums.lanes
+        if fresh.any():
+            self.check_fenced(d, fresh, line)
+            chosen = self.lanes(None if fresh.all() else fresh)
+            sums.values[:, chosen] = np.stack([self.R[i][chosen] for i in d])
+            for i in d:
+                self.R[i] = self.nan if fresh.all() else np.where(fresh, self.nan, self.R[i])
+        lanes = self.lanes(None if active.all() else active)
+        sums.values[:, lanes] = np.where(scale[lanes], sums.values[:, lanes], F32(0)) + product
+        sums.group[lanes] = self.issued[lanes]
+        sums.lanes |= active
+
+    def check_fenced(self, names, mask, line):
+        """Report registers that have changed since the last wgmma.fence."""
+        for i in names:
+            if self.differs(i, self.at_fence[i], mask):
+                self.report.add("unfenced", line, "a register that a product uses was written after wgmma.fence")
+                return
+
+    def differs(self, i, then, mask):
+        """Whether the bits of a register are not those of an array, in some lane of a mask."""
+        now = self.R[i]
+        return now is not then and (now.view(U32)[mask] != then.view(U32)[mask]).any()
+
+    def wgmma_wait(self, m, count, line):
+        """wgmma.wait_group: all but the last `count` groups end."""
+        limit = self.issued - count
+        for d, sums in list(self.sums.items()):
+            done = sums.lanes & (sums.group < limit)
+            if m is not None:
+                done &= m
+            if done.any():
+                self.finish_sums(d, sums, done, line)
+        done, self.reading = waited(self.reading, limit, m)
+        for pieces in done:
+            self.release(pieces.lane // 32, pieces.at, 16)
+
+    def finish_sums(self, d, sums, done, line):
+        """Sums arrive in some lanes. Report if somebody wrote their registers meanwhile, or those of A."""
+        if any(self.differs(i, self.nan, done) for i in d):
+            self.report.add("async", line, "a register that a product adds to was written meanwhile")
+        for i, values in zip(d, sums.values, strict=True):
+            self.R[i] = values.copy() if done.all() else np.where(done, values, self.R[i])
+        for i, array, mask, at in sums.operands:
+            if self.differs(i, array, mask & done):
+                self.report.add("async", at, "a register that a product reads was written meanwhile")
+        sums.operands = [(i, x, mask & ~done, at) for i, x, mask, at in sums.operands if (mask & ~done).any()]
+        sums.lanes &= ~done
+        if not sums.lanes.any():
+            del self.sums[d]

@@ -1,0 +1,92 @@
+"""A parsed kernel as Python functions, one a basic block.
+
+`run(S, R, m)` does the instructions of a block for many lanes at once. S is the machine; R is the list of registers,
+each an array with one element a lane; m says which lanes are active. Where all are, a second version of the function
+does without m. It returns where to go on: the number of a block, -1 for the end, or a tuple that the machine acts on.
+"""
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from . import ops
+from .emit import TYPES, UNSIGNED, Emitter
+from .parse import BITS
+
+_ENDS = re.compile(r"(bra|brx|ret|exit|mbarrier\.try_wait)\b|bar(rier)?(\.cta)?\.(sync|arrive)\b")
+_BEGINS = "mbarrier.try_wait"  # a wait that is not over is done again
+_NAMES = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
+
+
+class Program:
+    """A kernel cut into basic blocks, each compiled when it is first asked for.
+
+    Attributes:
+        kernel: as it was parsed. params: {name: Param}. blocks: lists of instructions.
+        index, width, home: by register: its place in R, by place: its bits, the dtype in which it is kept.
+        labels: {label: number of a block}. tables: {name of a branch table: labels}.
+        used: registers that an instruction reads.
+        grain: bytes of the smallest access to shared memory.
+    """
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.params = {param.name: param for param in kernel.params}
+        self.index = {name: i for i, name in enumerate(kernel.registers)}
+        self.width = [BITS[kind] for kind in kernel.registers.values()]
+        self.blocks, self.labels, self.tables = _cut(kernel.body)
+        instructions = [instruction for block in self.blocks for instruction in block]
+        self.used = {name for each in instructions for name in re.findall(r"%[\w.$]+", _read_by(each))}
+        self.grain = min([4, *map(_shared_bytes, instructions)])
+        self.home = [UNSIGNED[width] for width in self.width]
+        self.home = self._elected()
+        self._functions = {}
+
+    def _elected(self):
+        """For each register the dtype that most of its reads and writes want, so that few are views."""
+        votes = [Counter() for _ in self.home]
+        for block in range(len(self.blocks)):
+            Emitter(self, block, votes=votes).source()
+        return [max(count, key=count.get, default=home) for count, home in zip(votes, self.home, strict=True)]
+
+    def function(self, block, masked):
+        """`run` of a block."""
+        key = block, masked
+        if key not in self._functions:
+            emitter = Emitter(self, block, masked)
+            code = compile(emitter.source(), f"<{self.kernel.name} block {block}{' masked' * masked}>", "exec")
+            space = _NAMES | emitter.constants
+            exec(code, space)
+            self._functions[key] = space["run"]
+        return self._functions[key]
+
+
+def _cut(body):
+    """(blocks, labels, tables) of a kernel's body."""
+    blocks, labels, tables = [[]], {}, {}
+    for each in body:
+        label = isinstance(each, str)
+        if blocks[-1] and (label or each.op.startswith(_BEGINS)):
+            blocks.append([])
+        if label:
+            labels[each] = len(blocks) - 1
+        elif each.op == ".branchtargets":
+            tables[each.args[0]] = each.args[1:]
+        else:
+            blocks[-1].append(each)
+            if _ENDS.match(each.op):
+                blocks.append([])
+    return [block for block in blocks if block], labels, tables  # the last may be empty
+
+
+def _read_by(instruction):
+    """The text of the operands that an instruction reads: all but the first, which may be an address to write to."""
+    first, rest = instruction.args[:1], instruction.args[1:]
+    return " ".join((*(instruction.guard or ())[:1], *(x for x in first if x.startswith("[")), *rest))
+
+
+def _shared_bytes(instruction):
+    """How many bytes an instruction loads from shared memory or stores there at once; 4 for any other."""
+    load_or_store = re.match(r"(ld|st)\..*shared.*\.[a-z]+(\d+)$", instruction.op)
+    return int(load_or_store[2]) // 8 if load_or_store else 4

@@ -1,0 +1,91 @@
+"""Shared memory: its bytes, loads and stores of threads, and asynchronous accesses."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .clocks import Clocks
+from .lanes import disagree
+from .ops import S64, U8
+from .report import Fault
+
+SMEM_BASE = 1024  # the first KB of a block's shared memory is the driver's
+
+
+class Flight(NamedTuple):
+    """Asynchronous accesses to n places of shared memory, by one instruction.
+
+    lane: which lane began each. group: how many groups that lane had committed before. data: what is written, if known.
+    """
+
+    lane: np.ndarray
+    group: np.ndarray
+    at: np.ndarray
+    line: int
+    data: np.ndarray | None = None
+
+    def part(self, chosen):
+        """Some of the accesses."""
+        return Flight(*(x[chosen] if isinstance(x, np.ndarray) else x for x in self))
+
+
+def waited(flights, limit, m):
+    """(flights that end, flights that go on) when the lanes of a mask wait for the groups below their limits."""
+    done, left = [], []
+    for flight in flights:
+        ends = flight.group < limit[flight.lane]
+        if m is not None:
+            ends &= m[flight.lane]
+        if ends.any():
+            done.append(flight.part(ends))
+        if not ends.all():
+            left.append(flight.part(~ends))
+    return done, left
+
+
+class SharedMemory(Clocks):
+    """The shared memory of all blocks, one block behind the other; it begins as poison."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.smem = np.full(self.stride * self.C, 0xFF, U8)
+
+    def smem_address(self, dtype):
+        """The address of the kernel's shared memory."""
+        return self.full(dtype(SMEM_BASE))
+
+    def smem_at(self, lanes, pointer, offset, size, line):
+        """The places in `smem` where lanes access `size` bytes each."""
+        at = (pointer.astype(S64) + (offset - SMEM_BASE))[lanes]
+        if (at & (size - 1)).any():
+            raise Fault(f"line {line}: misaligned shared access of {size} bytes")
+        self.check_bounds(at, size, line)
+        return at + self.cta[lanes] * self.stride
+
+    def check_bounds(self, at, size, line):
+        """Accesses of `size` bytes at offsets in a block's shared memory must lie inside."""
+        if at.size and (at.min() < 0 or at.max() + size > self.smem_size):
+            text = f"shared access [{at.min()}, {at.max() + size}) of {self.smem_size} bytes"
+            raise Fault(f"line {line}: {text}")
+
+    def load_shared(self, m, pointer, offset, dtype, n, line):
+        """ld.shared: (n, L) elements."""
+        lanes, size = self.lanes(m), np.dtype(dtype).itemsize
+        at = self.smem_at(lanes, pointer, offset, n * size, line)
+        self.reads(self.gwarp[lanes], at, n * size, line)
+        return self.spread(m, self.smem.view(dtype)[at // size + np.arange(n)[:, None]])
+
+    def store_shared(self, m, pointer, offset, dtype, values, line):
+        """st.shared."""
+        lanes, given = self.lanes(m), np.stack(values)
+        at = self.smem_at(lanes, pointer, offset, given.itemsize * len(given), line)
+        self.put(self.gwarp[lanes], at, given[:, lanes], line)
+
+    def put(self, gwarp, at, given, line):
+        """Warps store (n, k) elements: at each of k places n neighbours."""
+        n, size, view = len(given), given.itemsize, self.smem.view(given.dtype)
+        place = at // size + np.arange(n)[:, None]
+        self.writes(gwarp, at, n * size, line, (view[place] != given).any(0))
+        view[place] = given
+        if disagree(view[place], given).any():
+            self.report.add("lanes differ", line, "different values are stored at one place of shared memory")

@@ -1,0 +1,277 @@
+"""The machine, by kernels of a few lines: what it computes, and what it says of kernels that are wrong."""
+
+import numpy as np
+import pytest
+import torch
+
+from .handwritten import execute, line_of
+from .report import Fault
+
+COUNT = torch.arange(64, dtype=torch.int32)
+
+
+def words(n=64):
+    """A tensor of n 32-bit zeros, to store to."""
+    return torch.zeros(n, dtype=torch.int32)
+
+
+HALF = "setp.lt.u32 %p0, %t, 16; @%p0 bra over;\n{} // here\nover:"  # by the second half of a warp, and the other warp
+WARP = HALF.replace("16", "32")
+FAULTS = {
+    "a load out of bounds": ("ld.global.b32 %r0, [%x_mine+4]; // here", "in no tensor"),
+    "a store out of bounds": ("st.global.b32 [%x_mine+-4], %t; // here", "in no tensor"),
+    "a misaligned load": ("ld.global.b32 %r0, [%x_mine+2]; // here", "misaligned global access of 4 bytes"),
+    "a misaligned vector": ("ld.global.v2.b32 {%r0, %r1}, [%x_mine]; // here", "misaligned global access of 8 bytes"),
+    "a shared load out of bounds": ("ld.shared.b32 %r0, [%mine+1024]; // here", "of 1024 bytes"),
+    "a shared store out of bounds": ("st.shared.b32 [%mine+-4], %t; // here", "of 1024 bytes"),
+    "a misaligned shared load": ("ld.shared.b32 %r0, [%mine+2]; // here", "misaligned shared access of 4 bytes"),
+    "a barrier in part of a warp": (HALF.format("bar.sync 0;"), "of 32 lanes"),
+    "a shuffle in part of a warp": (HALF.format("shfl.sync.bfly.b32 %r0, %t, 1, 31, -1;"), "of 32 lanes"),
+    "a matrix in part of a warp": (HALF.format("ldmatrix.sync.aligned.m8n8.x1.b16 {%r0}, [%smem];"), "of 32 lanes"),
+    "a barrier that a warp never reaches": (WARP.format("bar.sync 0;"), "32 threads wait at barrier 0"),
+    "a barrier for fewer threads": ("bar.sync 1, 32; // here", "barrier 1 has 64 threads, of 32"),
+    "lanes that redux does not name": ("redux.sync.add.s32 %r0, %t, 15; // here", "not those that are named"),
+    "an index past a table": ("brx.idx %t, all; // here\nall: .branchtargets over, over;\nover:", "past the table"),
+    "an mbarrier that is none": ("mbarrier.arrive.shared.b64 _, [%smem], 1; // here", "no mbarrier"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_no_gpu_lets_pass_is_a_fault_of_its_line(name):
+    body, message = FAULTS[name]
+    with pytest.raises(Fault, match=message) as caught:
+        execute(body, x=words())
+    assert f"line {line_of(body)}" in str(caught.value)
+
+
+def test_a_loop_without_an_end_is_a_fault():
+    with pytest.raises(Fault, match="has not ended"):
+        execute("loop:\nbra loop;")
+
+
+STORE, LOAD, AGAIN = "st.shared.b32 [%mine], %t;", "ld.shared.b32 %r1, [%r0];", "st.shared.b32 [%mine], %r1;"
+OTHER = "xor.b32 %r0, %mine, 128;"  # the address of the same thread's word in the other of two warps
+NEIGHBOUR = "xor.b32 %r0, %mine, 4;"  # and of a thread's word in the same
+SECOND = "setp.ge.u32 %p0, %t, 32; @%p0 bra second;"
+BLOCK = "mov.u32 %r2, %ctaid.x; setp.eq.u32 %p0, %r2, 0;"
+OWN = "mul.wide.u32 %d0, %r2, 256; add.u64 %d0, %d0, %out_mine;"
+ROUNDED = "cvt.rn.f32.u32 %f0, %t; fma.rn.f32 %f0, %f0, {}, 0f3F800000; st.shared.b32 [%smem], %f0;"
+COPY = "cp.async.ca.shared.global [%mine], [%x_mine], 4; cp.async.commit_group;"
+WAIT = "cp.async.wait_group {};"
+ONE_WARP, TWO_BLOCKS, FRESH = dict(threads=32), dict(ctas=2), dict(fresh=["out"])
+# name: (body, how it is launched); what is reported, at the line that is marked
+RIGHT = {
+    "a load behind a barrier": (f"{STORE} bar.sync 0; {OTHER} {LOAD}", {}),
+    "a load of the warp's own": (f"{STORE} {NEIGHBOUR} {LOAD}", {}),
+    "a store behind a load and a barrier": (f"{STORE} bar.sync 0; {OTHER} {LOAD} bar.sync 0; {AGAIN}", {}),
+    "a store of what is there": (f"{STORE} bar.sync 0; {OTHER} {LOAD} {STORE}", {}),
+    "a load of what an arrival tells": (
+        f"{OTHER} {SECOND} {STORE} bar.arrive 1, 64; bra over;\nsecond: bar.sync 1, 64; {LOAD}\nover:",
+        {},
+    ),
+    "numbers that differ by rounding": (ROUNDED.format("0f34000000"), ONE_WARP),
+    "the same number at one place of a tensor": ("mov.u32 %r0, 7; st.global.b32 [%out], %r0;", {}),
+    "blocks that store at their own places": (f"{BLOCK} {OWN} st.global.b32 [%d0], %t;", TWO_BLOCKS),
+    "a load of what was stored": ("st.global.b32 [%out_mine], %t; ld.global.b32 %r0, [%out_mine];", FRESH),
+    "a copy behind a wait and a barrier": (f"{COPY} {WAIT.format(0)} bar.sync 0; {OTHER} {LOAD}", {}),
+}
+WRONG = {
+    "race": {
+        "a load": (f"{STORE} {OTHER}\n{LOAD} // here", {}),
+        "a store behind a load": (f"{STORE} bar.sync 0; {OTHER} {LOAD}\n{AGAIN} // here", {}),
+        "a store over another warp's": (f"{STORE} {OTHER}\nst.shared.b32 [%r0], %t; // here", {}),
+        "a load by who only arrives": (
+            f"{OTHER} {SECOND} {STORE} bar.sync 1, 64; bra over;\nsecond: bar.arrive 1, 64;\n{LOAD} // here\nover:",
+            {},
+        ),
+        "a load of a store behind an arrival": (
+            f"{OTHER} {SECOND} bar.arrive 1, 64; {STORE} bra over;\nsecond: bar.sync 1, 64;\n{LOAD} // here\nover:",
+            {},
+        ),
+        "a copy behind a wait alone": (f"{COPY} {WAIT.format(0)} {OTHER}\n{LOAD} // here", {}),
+        "a copy behind a barrier and a wait": (f"{COPY} bar.sync 0; {WAIT.format(0)} {OTHER}\n{LOAD} // here", {}),
+    },
+    "async": {
+        "a store over a copy on its way": (f"{COPY}\n{STORE} // here\n{WAIT.format(0)}", {}),
+        "the end of a block before a copy's": (f"\n{COPY} // here", {}),
+        "a wait for too few": (f"\n{COPY} // here\n{WAIT.format(1)}", {}),
+    },
+    "lanes differ": {
+        "two numbers at one place": ("st.shared.b32 [%smem], %t; // here", ONE_WARP),
+        "more than rounding": (ROUNDED.format("0f37000000") + " // here", ONE_WARP),
+        "two numbers at one place of a tensor": ("st.global.b32 [%out], %t; // here", {}),
+    },
+    "race between CTAs": {
+        "two stores": ("st.global.b32 [%out_mine], %t; // here", TWO_BLOCKS),
+        "a load of what another stored": (
+            f"{BLOCK} @%p0 st.global.b32 [%out_mine], %t;\nld.global.b32 %r1, [%out_mine]; // here",
+            TWO_BLOCKS,
+        ),
+    },
+    "uninitialised": {
+        "a load": ("ld.global.b32 %r0, [%out_mine]; // here", FRESH),
+        "an addition": ("red.global.add.u32 [%out_mine], %t; // here", FRESH),
+    },
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_reported_of_what_is_right(name):
+    body, launch = RIGHT[name]
+    assert not str(execute(body, x=COUNT, out=words(128), **launch))
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind, rows in WRONG.items() for name in rows])
+def test_a_hazard_is_reported_at_its_line(kind, name):
+    body, launch = WRONG[kind][name]
+    report = execute(body, x=COUNT + 1, out=words(128), **launch)
+    assert {kind: list(lines) for kind, lines in report.found.items()} == {kind: [line_of(body)]}
+    assert report.count(kind) >= 1 and kind in str(report)
+
+
+def test_a_kernel_is_not_watched_for_races_unless_asked():
+    body, _ = WRONG["race"]["a load"]
+    assert not str(execute(body, races=False))
+
+
+def test_what_one_warp_stores_another_loads_behind_a_barrier():
+    out = words()
+    execute(f"{STORE} bar.sync 0; {OTHER} {LOAD} st.global.b32 [%out_mine], %r1;", out=out)
+    assert out.tolist() == [i ^ 32 for i in range(64)]
+
+
+def test_lanes_that_part_meet_again():
+    out = words()
+    execute(
+        "mov.u32 %r0, %t;\nloop: add.u32 %r0, %r0, 7; setp.lt.u32 %p0, %r0, 100; @%p0 bra loop;\n"
+        "st.global.b32 [%out_mine], %r0;",
+        out=out,
+    )
+    assert out.tolist() == [next(n for n in range(i + 7, 200, 7) if n >= 100) for i in range(64)]
+
+
+def test_additions_of_all_lanes_and_blocks_count():
+    out = words(1)
+    execute("mov.u32 %r0, 1; red.global.add.u32 [%out], %r0;", ctas=3, out=out)
+    assert out.tolist() == [192]
+
+
+# How many of two copies are there, each a group, when the kernel reads them.
+@pytest.mark.parametrize("wait, there", [("", 0), (WAIT.format(2), 0), (WAIT.format(1), 1), (WAIT.format(0), 2)])
+def test_a_copy_is_there_when_its_group_was_waited_for(wait, there):
+    copies = COPY + COPY.replace("mine", "mine+256").replace("%x_mine+256", "%x_mine")
+    out = words(128)
+    load = "ld.shared.b32 {0}, [%mine+{1}]; st.global.b32 [%out_mine+{1}], {0};"
+    execute(f"{copies} {wait} {load.format('%r1', 0)} {load.format('%r2', 256)} {WAIT.format(0)}", x=COUNT, out=out)
+    assert out.view(2, 64).tolist() == [COUNT.tolist() if i < there else [-1] * 64 for i in range(2)]
+
+
+def test_a_copy_of_no_bytes_reads_nothing_and_fills_with_zeros():
+    out, some = words(), COPY.replace("4;", "4, %r2;", 1)
+    body = f"setp.lt.u32 %p0, %t, 10; selp.b32 %r2, 4, 0, %p0; {some} {WAIT.format(0)}"
+    execute(f"{body} ld.shared.b32 %r1, [%mine]; st.global.b32 [%out_mine], %r1;", x=COUNT[:10].clone() + 5, out=out)
+    assert out.tolist() == [*range(5, 15)] + [0] * 54
+
+
+# What each lane of two warps gets of %t, by NumPy.
+T = np.arange(64)
+WARPS = T.reshape(2, 32)
+LANE = T % 32
+TOGETHER = {
+    "shfl.sync.bfly.b32 %r0, %t, 5, 31, -1;": T ^ 5,
+    "shfl.sync.up.b32 %r0, %t, 3, 0, -1;": np.where(LANE < 3, T, T - 3),
+    "shfl.sync.down.b32 %r0, %t, 3, 31, -1;": np.where(LANE + 3 > 31, T, T + 3),
+    "shfl.sync.idx.b32 %r0, %t, 9, 31, -1;": T // 32 * 32 + 9,
+    "and.b32 %r1, %t, 3; shfl.sync.idx.b32 %r0, %t, %r1, 7199, -1;": T // 4 * 4 + T % 4,  # segments of 4 lanes
+    "shfl.sync.down.b32 %r1|%p0, %t, 3, 31, -1; selp.b32 %r0, 1, 0, %p0;": LANE + 3 <= 31,
+    "setp.eq.u32 %p0, %t, 40; vote.sync.any.pred %p1, %p0, -1; selp.b32 %r0, 1, 0, %p1;": T // 32,
+    "setp.ne.u32 %p0, %t, 40; vote.sync.all.pred %p1, %p0, -1; selp.b32 %r0, 1, 0, %p1;": 1 - T // 32,
+    "setp.eq.u32 %p0, %t, 40; vote.sync.ballot.b32 %r0, %p0, -1;": T // 32 << 8,
+    "redux.sync.add.s32 %r0, %t, -1;": WARPS.sum(1).repeat(32),
+    "redux.sync.max.u32 %r0, %t, -1;": WARPS.max(1).repeat(32),
+    "redux.sync.min.s32 %r0, %t, -1;": WARPS.min(1).repeat(32),
+    "redux.sync.xor.b32 %r0, %t, -1;": np.bitwise_xor.reduce(WARPS, 1).repeat(32),
+    "redux.sync.or.b32 %r0, %t, -1;": np.bitwise_or.reduce(WARPS, 1).repeat(32),
+    "redux.sync.and.b32 %r0, %t, -1;": np.bitwise_and.reduce(WARPS, 1).repeat(32),
+    "elect.sync _|%p0, -1; selp.b32 %r0, 1, 0, %p0;": LANE == 0,
+    "mov.u32 %r0, %laneid;": LANE,
+    "mov.u32 %r0, %ntid.x;": T * 0 + 64,
+}
+
+
+@pytest.mark.parametrize("body", TOGETHER)
+def test_what_lanes_of_a_warp_do_together(body):
+    out = words()
+    execute(f"{body} st.global.b32 [%out_mine], %r0;", out=out)
+    assert out.tolist() == TOGETHER[body].astype(int).tolist()
+
+
+def test_redux_among_some_lanes():
+    out = words()
+    execute(
+        "mov.u32 %r1, %t; setp.ge.u32 %p0, %t, 4; @%p0 bra over; redux.sync.add.s32 %r1, %t, 15;\n"
+        "over: st.global.b32 [%out_mine], %r1;",
+        out=out,
+    )
+    assert out.tolist() == [6] * 4 + [*range(4, 64)]
+
+
+FOUR = "{%r1, %r2, %r3, %r4}"
+ROW = "shl.b32 %r0, %t, 4; cvt.u64.u32 %d0, %r0; add.u32 %r0, %r0, %smem;"  # 16 bytes a thread
+ROW += "add.u64 %d1, %x, %d0; add.u64 %d2, %out, %d0;"
+MATRICES = {
+    "ldmatrix": f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0], {FOUR};"
+    f"ldmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 {FOUR}, [%r0]; st.global.v4.b32 [%d2], {FOUR};",
+    "stmatrix": f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; stmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 [%r0], {FOUR};"
+    f"ld.shared.v4.b32 {FOUR}, [%r0]; st.global.v4.b32 [%d2], {FOUR};",
+}
+
+
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_four_matrices_of_8_by_8(name, transposed):
+    x, out = torch.arange(256, dtype=torch.int16), torch.zeros(256, dtype=torch.int16)
+    execute(MATRICES[name].replace("TRANS", transposed), threads=32, x=x, out=out)
+    rows, lanes = (x, out) if name == "ldmatrix" else (out, x)  # a lane has two neighbours of a row, of each matrix
+    matrices = rows.view(4, 8, 8)
+    want = (matrices.transpose(1, 2) if transposed else matrices).reshape(4, 32, 2).transpose(0, 1)
+    assert torch.equal(lanes.view(32, 4, 2), want)
+
+
+def test_two_matrices_of_the_eight():
+    x, out = torch.arange(64, dtype=torch.int32), words()
+    body = f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0], {FOUR};"
+    body += "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r5, %r6}, [%r0]; st.global.b32 [%out_mine+128], %r6;"
+    execute(body, threads=32, x=torch.cat((x, x)), out=out)
+    assert out[32:].tolist() == [*range(32, 64)]
+
+
+# The registers of a lane (group g, member m) by the PTX manual: of A and C (row, column), of B (column, row).
+g, m = np.divmod(np.arange(32)[:, None], 4)
+PAIRS, FOURS, TWOS, ONES = np.arange(8), np.arange(4), np.arange(2), np.arange(4)
+OF_16 = (
+    (g + PAIRS // 2 % 2 * 8, m * 2 + PAIRS % 2 + PAIRS // 4 * 8),
+    (g + FOURS * 0, m * 2 + FOURS % 2 + FOURS // 2 * 8),
+)
+OF_32 = ((g + FOURS % 2 * 8, m + FOURS // 2 * 4), (g + TWOS * 0, m + TWOS * 4))
+SUMS = g + FOURS // 2 * 8, m * 2 + FOURS % 2
+KINDS = {
+    "m16n8k16.row.col.f32.bf16.bf16.f32": (torch.bfloat16, 16, OF_16),
+    "m16n8k16.row.col.f32.f16.f16.f32": (torch.float16, 16, OF_16),
+    "m16n8k8.row.col.f32.tf32.tf32.f32": (torch.float32, 8, OF_32),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_of_a_warp(kind):
+    dtype, k, (of_a, of_b) = KINDS[kind]
+    a, b, c = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype), torch.randn(16, 8)
+    body = f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; shr.u64 %d0, %d0, 1; add.u64 %d3, %y, %d0;"
+    body += "ld.global.v2.b32 {%r5, %r6}, [%d3]; add.u64 %d0, %d0, %d0; add.u64 %d4, %z, %d0;"
+    body += "ld.global.v4.b32 {%f0, %f1, %f2, %f3}, [%d4];"
+    body += f"mma.sync.aligned.{kind} {{%f0, %f1, %f2, %f3}}, {FOUR}, {{%r5, %r6}}, {{%f0, %f1, %f2, %f3}};"
+    out = torch.zeros(32, 4)
+    tensors = dict(x=a[of_a].contiguous(), y=b[of_b].contiguous(), z=c[SUMS].contiguous(), out=out)
+    execute(body + "st.global.v4.b32 [%d2], {%f0, %f1, %f2, %f3};", threads=32, **tensors)
+    a, b = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) if dtype is torch.float32 else x for x in (a, b))
+    torch.testing.assert_close(out, (c.double() + a.double() @ b.double().T).float()[SUMS], rtol=1e-5, atol=1e-5)

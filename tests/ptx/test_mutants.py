@@ -1,0 +1,43 @@
+"""Compiled code that is broken on purpose, in one place: what executes it sees it."""
+
+import random
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from ..sample import matrix
+from . import mutants
+
+FIRST, *REST = (
+    pytest.param(*each, id="-".join(map(str, each)).replace(" ", "_"))
+    for each in (
+        ("forward", 80, "barrier left out"),
+        ("forward", 80, "wait for copies left out"),
+        ("forward", 80, "a bit of a swizzle"),
+        ("dkdv", 80, "one copy less waited for"),
+        ("dkdv", 80, "copied unconditionally"),
+        ("dq", 80, "halves swapped"),
+        ("dq", 80, "loaded by all"),
+        ("decode", 80, "negated branch"),
+        ("dkdv", 90, "product not waited for"),
+        ("forward", 90, "proxy fence left out"),
+        ("hopper", 90, "product not waited for"),
+        ("hopper", 90, "next part of a matrix"),
+    )
+)
+
+
+@pytest.mark.parametrize("kernel, capability, name", [FIRST, *matrix(*REST)])
+def test_a_planted_mistake_is_seen(kernel, capability, name):
+    judge = mutants.Judge(kernel, capability)
+    original = judge.original()
+    (mutant,) = mutants.mutants(original, 1, random.Random(0), name)
+    assert judge.seen(original, mutant), f"line {mutant.line}: {mutant.text}"
+
+
+def test_the_original_is_not_taken_for_a_mutant():
+    judge = mutants.Judge("decode", 80)
+    original = judge.original()
+    unbroken = mutants.Mutant(mutants.MUTATIONS[0], 1, "", original + "\n// the same")
+    assert judge.seen(original, unbroken) is None

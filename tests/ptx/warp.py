@@ -1,0 +1,115 @@
+"""Instructions of a whole warp: shuffle, vote, redux, elect, and the loads, stores and products of small matrices."""
+
+import numpy as np
+
+from .ops import F16, F32, S64, U16, U32
+from .report import Fault
+from .shared import SharedMemory
+
+REDUCTIONS = dict(min=np.minimum, max=np.maximum, add=np.add, xor=np.bitwise_xor)
+REDUCTIONS |= {"or": np.bitwise_or, "and": np.bitwise_and}
+
+
+def ballot(votes):
+    """One number a warp, whose bits are (warps, 32) bools."""
+    return (votes.astype(U32) << np.arange(32, dtype=U32)).sum(1, dtype=U32)
+
+
+def floats(raw, kind):
+    """Elements of 16 or 32 bits as float32. The lower 13 bits of tf32 do not count."""
+    if kind == "bf16":
+        return (raw.astype(U32) << U32(16)).view(F32)
+    return raw.view(F16).astype(F32) if kind == "f16" else (raw & U32(0xFFFFE000)).view(F32)
+
+
+def transposed(words):
+    """Matrices (.., 8, 4) of pairs of 16 bits, transposed."""
+    return np.ascontiguousarray(np.ascontiguousarray(words).view(U16).swapaxes(-1, -2)).view(U32)
+
+
+class Warp(SharedMemory):
+    """Instructions that all lanes of a warp execute together; anything else is a Fault."""
+
+    def __init__(self, *launch):
+        super().__init__(*launch)
+        self.fragments = {}  # matrices of registers, by identity: products often use one again
+
+    def shuffle(self, m, how, x, b, c, line):
+        """shfl.sync: (what each lane gets, whether its source lies in its segment)."""
+        self.converged(m, line)
+        lane, segment, clamp = np.arange(32), c >> 8 & 31, c & 31
+        last = (lane & segment) | (clamp & ~segment)
+        b = np.broadcast_to(b, self.L).reshape(-1, 32).astype(S64) & 31
+        source = dict(bfly=lane ^ b, up=lane - b, down=lane + b, idx=(lane & segment) | (b & ~segment))[how]
+        valid = source >= last if how == "up" else source <= last
+        found = np.take_along_axis(x.reshape(-1, 32), np.where(valid, source, lane), 1)
+        return found.reshape(-1), valid.reshape(-1)
+
+    def redux(self, m, how, x, members, line):
+        """redux.sync: one result for the active lanes of a warp, which must be those that `members` names."""
+        active = np.ones((self.L // 32, 32), bool) if m is None else m.reshape(-1, 32)
+        named = np.broadcast_to(members, self.L).reshape(-1, 32)
+        if ((named != ballot(active)[:, None]) & active).any():
+            raise Fault(f"line {line}: the lanes that take part are not those that are named")
+        result = x.reshape(-1, 32).copy()
+        for values, chosen in zip(result, active, strict=True):
+            if chosen.any():
+                values[:] = REDUCTIONS[how].reduce(values[chosen], dtype=x.dtype)
+        return result.reshape(-1)
+
+    def vote(self, m, how, p):
+        """vote.sync: of the active lanes."""
+        active = np.True_ if m is None else m
+        votes = (p & active).reshape(-1, 32)
+        if how == "all":
+            votes = ~(~p & active).reshape(-1, 32)
+        return np.repeat(dict(any=votes.any(1), all=votes.all(1), ballot=ballot(votes))[how], 32)
+
+    def elect(self, m, line):
+        """elect.sync: (the lane of the warp that is elected, whether it is this one)."""
+        self.converged(m, line)
+        return np.zeros(self.L, U32), np.arange(self.L) % 32 == 0
+
+    # Matrices of 8 rows of 16 bytes
+
+    def matrix_rows(self, m, pointer, offset, count, line):
+        """(warp, place in `smem`) of each row; lane 8 * matrix + row holds its address."""
+        lanes = (self.converged(m, line)[:, None] * 32 + np.arange(8 * count)).reshape(-1)
+        return lanes // 32, self.smem_at(lanes, pointer, offset, 16, line)
+
+    def ldmatrix(self, m, pointer, offset, count, transpose, line):
+        """ldmatrix: (count, L) registers of two elements each."""
+        gwarp, at = self.matrix_rows(m, pointer, offset, count, line)
+        self.reads(gwarp, at, 16, line)
+        words = self.smem.view(U32)[at[:, None] // 4 + np.arange(4)].reshape(-1, count, 8, 4)  # warp, matrix, row
+        words = transposed(words) if transpose else words
+        return self.spread(m, words.reshape(-1, count, 32).swapaxes(0, 1).reshape(count, -1))
+
+    def stmatrix(self, m, pointer, offset, values, transpose, line):
+        """stmatrix."""
+        count = len(values)
+        gwarp, at = self.matrix_rows(m, pointer, offset, count, line)
+        words = np.stack(values)[:, self.lanes(m)].reshape(count, -1, 8, 4).swapaxes(0, 1)
+        words = transposed(words) if transpose else words
+        self.put(gwarp, at, words.reshape(-1, 4).T, line)
+
+    def fragment(self, registers, kind, shape):
+        """The matrices (warps, *shape) that registers hold: A is (16, k), B is (8, k)."""
+        key = kind, shape, *map(id, registers)
+        if key not in self.fragments:
+            raw = np.stack(registers).view(U32 if kind == "tf32" else U16)
+            halves = shape[0] // 8  # of the rows; register, half, warp, row, pair of lanes, element
+            x = floats(raw, kind).reshape(len(registers) // halves, halves, self.L // 32, 8, 4, -1)
+            found = np.ascontiguousarray(x.transpose(2, 1, 3, 0, 4, 5)).reshape(-1, *shape)
+            if len(self.fragments) > 512:
+                self.fragments.clear()
+            self.fragments[key] = registers, found  # kept, so that no other array gets its id
+        return self.fragments[key][1]
+
+    def mma(self, m, shape, kind, a, b, c, line):
+        """mma.sync: c + a @ b. It sums up in float32, where tensor cores truncate."""
+        self.converged(m, line)
+        k = int(shape.split("k")[1])
+        product = np.matmul(self.fragment(a, kind, (16, k)), self.fragment(b, kind, (8, k)).swapaxes(1, 2))
+        product = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)  # half and element first
+        return [x + y for x, y in zip(c, product, strict=True)]
