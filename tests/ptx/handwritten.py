@@ -1,4 +1,4 @@
-"""Kernels of a few lines of PTX, to see what the machine makes of each instruction."""
+"""Executes kernels of a few lines of PTX, to test the machine instruction by instruction."""
 
 import struct
 
@@ -10,8 +10,9 @@ from .parse import parse
 from .program import Program
 from .report import Report
 
-# %t: the thread. %smem: the address of shared memory, %mine: of the thread's own word there. %x, %x_mine: of a tensor
-# and of the thread's own word of it, likewise y, z and out. %box: of a descriptor. %r, %f, %d, %p: for the body.
+# What the body finds: %t, the thread. %smem, the address of shared memory; %mine, that of the thread's word there. %x,
+# the address of a tensor; %x_mine, that of the thread's word of it; so with y, z and out. %box, the address of a
+# descriptor. Registers %r, %f, %d and %p are free.
 SOURCE = """.target sm_90a
 .visible .entry kernel(
 .param .u64 x,
@@ -41,17 +42,17 @@ def line_of(body, mark="// here"):
 
 
 def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), races=True, **tensors):
-    """The Report of a kernel that was executed on tensors, of which those in `fresh` are not initialised."""
+    """Execute a kernel on tensors, of which those named in `fresh` are not initialised; returns the Report."""
     memory, report = Memory(), Report()
     for name in fresh:
         memory.is_fresh(tensors[name])
     memory.begin(tensors, {} if box is None else dict(box=box))
-    params = {
-        name: struct.pack("Q", tensors[name].data_ptr() if name in tensors else 0) for name in ("x", "y", "z", "out")
-    }
+    params = dict(box=box)
+    for name in ("x", "y", "z", "out"):
+        params[name] = struct.pack("Q", tensors[name].data_ptr() if name in tensors else 0)
     program = Program(parse(SOURCE.format(threads=threads, body=body)))
     blocks = np.stack((np.arange(ctas), np.zeros(ctas, int), np.zeros(ctas, int)), 1)
-    machine = Machine(program, memory, params | dict(box=box), blocks, (ctas, 1, 1), smem, report, races)
+    machine = Machine(program, memory, params, blocks, (ctas, 1, 1), smem, report, races)
     machine.most_steps = 1000
     machine.run()
     return report

@@ -17,9 +17,9 @@ def disagree(stored, given):
     """Which lanes gave another number than the one that is stored at last, where several store at one place.
 
     Lanes may hold copies of one value. If each has summed it up in its own order, or has contracted another product,
-    the copies differ by rounding. So two numbers are the same if they are float32 within 2e-5 (1e-6 near 0), or
-    neighbours of 16 bits. Two NaNs are the same: the hardware has one, NumPy many. A store does not tell the type of
-    its numbers, so the rule holds for integers of 16 and 32 bits too.
+    the copies differ by rounding, and it does not matter which is kept. So two numbers count as the same if they are
+    float32 within 2e-5 (1e-6 near 0), or neighbours of 16 bits. Two NaNs do too: the hardware has one, NumPy many. A
+    store does not tell the type of its numbers, so the rule holds for integers of 16 and 32 bits as well.
     """
     found = stored != given
     if not found.any():
@@ -48,10 +48,7 @@ class Lanes:
         self.program, self.memory, self.params, self.report, self.races = program, memory, params, report, races
         self.T, self.C = program.kernel.threads, len(ctas)  # threads of a block, blocks
         self.L, self.W = self.T * self.C, self.T // 32  # lanes, warps of a block
-        self.smem_size, self.stride = (
-            smem,
-            -(-max(smem, 16) // 1024) * 1024,
-        )  # bytes of a block, and from one to the next
+        self.smem_size, self.stride = smem, -(-max(smem, 1) // 1024) * 1024  # bytes of a block, and up to the next
         lane = np.arange(self.L)
         self.cta, self.gwarp = lane // self.T, lane // 32  # a lane's block, and its warp among all
         x, y, z = ctas[self.cta].T

@@ -28,8 +28,8 @@ class Arrived(NamedTuple):
 class Machine(Copies, Products, Boxes):
     """Lanes, and all instructions that they may execute; see `Lanes` for the arguments."""
 
-    def __init__(self, *launch, **options):
-        super().__init__(*launch, **options)
+    def __init__(self, *launch):
+        super().__init__(*launch)
         self.ready, self.arrived = {0: None}, []  # {block of instructions: mask of the lanes that are there}, [Arrived]
         self.most_steps = 1 << 20
 
@@ -63,14 +63,12 @@ class Machine(Copies, Products, Boxes):
         waiting += [(m, f"an mbarrier, line {line}") for _, m, line in self.sleepers]
         if waiting:
             raise Fault("deadlock: " + "; ".join(f"{m.sum()} threads wait at {what}" for m, what in waiting))
-        lines = [copy.line for copy in self.copies if copy.data.any()]  # a copy of zeros does no harm
-        lines += [line for barrier in self.barriers.values() for _, _, line in barrier.copies]
-        for line in lines:
-            self.report.add("async", line, "a block ends while a copy to shared memory goes on")
-        for flight in self.reading:
-            self.report.add("async", flight.line, "a block ends while a product runs")
-        for flight in self.stores:
-            self.report.add("async", flight.line, "a block ends while a copy reads its shared memory")
+        left = [(copy.line, "a copy to shared memory goes on") for copy in self.copies]
+        left += [(copy[-1], "a load of a box goes on") for each in self.barriers.values() for copy in each.copies]
+        left += [(pieces.line, "a product runs") for pieces in self.reading]
+        left += [(pieces.line, "a store of a box reads shared memory") for pieces in self.stores]
+        for line, what in left:
+            self.report.add("async", line, f"a block ends while {what}")
 
     def at_br(self, m, taken, target, otherwise):
         """A conditional branch."""
@@ -85,13 +83,17 @@ class Machine(Copies, Products, Boxes):
             self.enter(target, index == number if m is None else (index == number) & m)
 
     def at_bar(self, m, number, count, then, waits, line):
-        """bar.sync, or (if nobody waits) bar.arrive: the barrier of a block opens when `count` threads have come."""
+        """bar.sync, or bar.arrive if nobody waits: the barrier of a block opens when `count` threads have come.
+
+        A thread that has ended never comes, where hardware may count it.
+        """
         number = self.alike(m, number, line)
         needed = self.T if count is None else self.alike(m, count, line)
         warps = self.converged(m, line)
         if not waits:
             self.enter(then, m)
-        mask, known = np.ones(self.L, bool) if m is None else m, np.zeros((self.C, self.clocks), np.int32)
+        mask = np.ones(self.L, bool) if m is None else m
+        known = np.zeros((self.C, self.clocks), np.int32)
         np.maximum.at(known, warps // self.W, self.publish(warps))
         self.arrived.append(Arrived(number, mask, known, then if waits else -1, line))
         counts = sum(each.mask.reshape(self.C, self.T).sum(1) for each in self.arrived if each.number == number)
@@ -101,7 +103,7 @@ class Machine(Copies, Products, Boxes):
             self.open_barrier(number, (counts == needed)[self.cta])
 
     def open_barrier(self, number, lanes):
-        """A barrier opens for the lanes of some blocks, whose warps learn from each other."""
+        """A barrier opens for the lanes of some blocks. Who waited learns what all had published."""
         here = [each for each in self.arrived if each.number == number]
         self.arrived = [each for each in self.arrived if each.number != number]
         known = np.maximum.reduce([each.known for each in here])

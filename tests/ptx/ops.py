@@ -14,26 +14,6 @@ NAN16 = U16(0x7FFF)  # the only NaN that conversions to float16 and bfloat16 mak
 where = np.where
 
 
-def differ(a, b):
-    """Whether the bits of lanes that store to one place stand for different numbers.
-
-    All NaN are one number: the hardware has one, NumPy has many. And lanes that compute the same sum may add in another
-    order or contract another product, so numbers may differ by rounding: 2e-5 of float32, one bit of 16-bit types.
-    """
-    result = a != b
-    if not result.any():
-        return result
-    if a.dtype.itemsize == 4:
-        x, y = a.view(F32), b.view(F32)
-        result &= ~(np.isnan(x) & np.isnan(y))
-        result &= ~((np.abs(x) > 1e-30) & (np.abs(x - y) <= 2e-5 * np.abs(x) + 1e-6))
-    elif a.dtype.itemsize == 2:
-        result &= ~(np.isnan(a.view(F16)) & np.isnan(b.view(F16)))
-        result &= ~((a & U16(0x7FFF) > U16(0x7F80)) & (b & U16(0x7FFF) > U16(0x7F80)))
-        result &= np.abs(a.astype(S32) - b) > 1
-    return result
-
-
 # Floating point
 
 
@@ -112,15 +92,13 @@ def mul_hi(a, b):
     if bits < 64:
         wide = S64 if a.dtype.kind == "i" else U64
         return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
-    ua, ub = a.astype(U64), b.astype(U64)
     low, half = U64(0xFFFFFFFF), U64(32)
+    ua, ub = a.astype(U64), b.astype(U64)
     a0, a1, b0, b1 = ua & low, ua >> half, ub & low, ub >> half
     middle = a1 * b0 + (a0 * b0 >> half)
-    other = a0 * b1 + (middle & low)
-    high = a1 * b1 + (middle >> half) + (other >> half)
-    if a.dtype.kind == "i":
-        high = high - where(a < 0, ub, U64(0)) - where(b < 0, ua, U64(0))
-    return high.astype(a.dtype)
+    high = a1 * b1 + (middle >> half) + ((a0 * b1 + (middle & low)) >> half)
+    negative = where(a < 0, ub, U64(0)) + where(b < 0, ua, U64(0))  # what the signs are counted as too much
+    return (high - negative).astype(a.dtype)
 
 
 def shl(x, n):
@@ -137,19 +115,17 @@ def shr(x, n):
 
 
 def _funnel(low, high, n):
-    return (high.astype(U64) << U64(32)) | low.astype(U64), n.astype(U64) & U64(31)
+    return (((high.astype(U64) << U64(32)) | low.astype(U64)) >> n.astype(U64)).astype(U32)
 
 
-def shf_left(low, high, n):
+def shf_l_wrap(low, high, n):
     """The upper half of (high, low) << (n mod 32)."""
-    both, n = _funnel(low, high, n)
-    return ((both << n) >> U64(32)).astype(U32)
+    return _funnel(low, high, 32 - (n & U32(31)))
 
 
-def shf_right(low, high, n):
+def shf_r_wrap(low, high, n):
     """The lower half of (high, low) >> (n mod 32)."""
-    both, n = _funnel(low, high, n)
-    return (both >> n).astype(U32)
+    return _funnel(low, high, n & U32(31))
 
 
 def bfe(x, position, length):
@@ -199,3 +175,23 @@ def clz(x):
 
 def brev(x):
     return np.packbits(np.unpackbits(x.view(U8), bitorder="little")).view(">u4").astype(U32)
+
+
+def differ(a, b):
+    """Whether bits are those of different numbers.
+
+    The hardware has one NaN, NumPy has many. And lanes that sum up the same may do so in different order, or contract
+    another product: what they have alike is then alike but for rounding.
+    """
+    found = a != b
+    if not found.any():
+        return found
+    if a.dtype.itemsize == 4:
+        x, y = a.view(F32), b.view(F32)
+        found &= ~(np.isnan(x) & np.isnan(y))
+        found &= ~((np.abs(x) > 1e-30) & (np.abs(x - y) <= 2e-5 * np.abs(x) + 1e-6))
+    elif a.dtype.itemsize == 2:
+        found &= ~(np.isnan(a.view(F16)) & np.isnan(b.view(F16)))
+        found &= ~((a & U16(0x7FFF) > U16(0x7F80)) & (b & U16(0x7FFF) > U16(0x7F80)))
+        found &= np.abs(a.astype(S32) - b) > 1
+    return found

@@ -90,7 +90,7 @@ class Products(Warp):
         product = product.transpose(4, 2, 6, 0, 1, 3, 5).reshape(n // 2, -1)  # a register: columns, rows, element
         active = np.ones(self.L, bool) if m is None else m
         self.check_fenced(a_names or (), active, line)
-        self.add(d, active, product, self.full(scale), line)
+        self.accumulate(d, active, product, self.full(scale), line)
         self.sums[d].operands += [(*operand, active, line) for operand in zip(a_names or (), a, strict=False)]
 
     def operand(self, descriptor, rows, across, kind, groups, line):
@@ -116,7 +116,7 @@ class Products(Warp):
         self.reads_async(gwarp, at, 16, "a product", line)
         self.reading.append(Flight(gwarp * 32, self.issued[gwarp * 32], at, line))
 
-    def add(self, d, active, product, scale, line):
+    def accumulate(self, d, active, product, scale, line):
         """Add a product to sums, whose registers are NaN from now on."""
         if d not in self.sums:
             if any(set(other) & set(d) for other in self.sums):

@@ -15,7 +15,7 @@ SMEM_BASE = 1024  # the first KB of a block's shared memory is the driver's
 class Flight(NamedTuple):
     """Asynchronous accesses to n places of shared memory, by one instruction.
 
-    lane: which lane began each. group: how many groups that lane had committed before. data: what is written, if known.
+    lane: which lane began each. group: how many groups that lane had committed before. data: what a copy writes.
     """
 
     lane: np.ndarray

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from .handwritten import execute, line_of
+from .lanes import disagree
 from .report import Fault
 
 COUNT = torch.arange(64, dtype=torch.int32)
@@ -15,7 +16,8 @@ def words(n=64):
     return torch.zeros(n, dtype=torch.int32)
 
 
-HALF = "setp.lt.u32 %p0, %t, 16; @%p0 bra over;\n{} // here\nover:"  # by the second half of a warp, and the other warp
+# What half of the first warp leaves out, or all of it.
+HALF = "setp.lt.u32 %p0, %t, 16; @%p0 bra over;\n{} // here\nover:"
 WARP = HALF.replace("16", "32")
 FAULTS = {
     "a load out of bounds": ("ld.global.b32 %r0, [%x_mine+4]; // here", "in no tensor"),
@@ -59,7 +61,7 @@ ROUNDED = "cvt.rn.f32.u32 %f0, %t; fma.rn.f32 %f0, %f0, {}, 0f3F800000; st.share
 COPY = "cp.async.ca.shared.global [%mine], [%x_mine], 4; cp.async.commit_group;"
 WAIT = "cp.async.wait_group {};"
 ONE_WARP, TWO_BLOCKS, FRESH = dict(threads=32), dict(ctas=2), dict(fresh=["out"])
-# name: (body, how it is launched); what is reported, at the line that is marked
+# name: (body, how it is launched)
 RIGHT = {
     "a load behind a barrier": (f"{STORE} bar.sync 0; {OTHER} {LOAD}", {}),
     "a load of the warp's own": (f"{STORE} {NEIGHBOUR} {LOAD}", {}),
@@ -75,7 +77,7 @@ RIGHT = {
     "a load of what was stored": ("st.global.b32 [%out_mine], %t; ld.global.b32 %r0, [%out_mine];", FRESH),
     "a copy behind a wait and a barrier": (f"{COPY} {WAIT.format(0)} bar.sync 0; {OTHER} {LOAD}", {}),
 }
-WRONG = {
+WRONG = {  # what is reported: {name: (body, how it is launched)}, at the line that is marked
     "race": {
         "a load": (f"{STORE} {OTHER}\n{LOAD} // here", {}),
         "a store behind a load": (f"{STORE} bar.sync 0; {OTHER} {LOAD}\n{AGAIN} // here", {}),
@@ -127,6 +129,25 @@ def test_a_hazard_is_reported_at_its_line(kind, name):
     report = execute(body, x=COUNT + 1, out=words(128), **launch)
     assert {kind: list(lines) for kind, lines in report.found.items()} == {kind: [line_of(body)]}
     assert report.count(kind) >= 1 and kind in str(report)
+
+
+@pytest.mark.parametrize(
+    "dtype, stored, given, differ",
+    [
+        (np.float16, 1, 1 + 2**-10, False),
+        (np.float16, 1, 1 + 2**-9, True),
+        (np.float32, 1, 1 + 1e-5, False),
+        (np.float32, 1, 1 + 1e-4, True),
+        (np.float32, 1, -1, True),
+        (np.float32, np.nan, -np.nan, False),
+        (np.float32, np.nan, 1, True),
+        (np.uint32, 3, 4, True),
+        (np.uint64, 3, 4, True),
+    ],
+)
+def test_numbers_are_the_same_but_for_rounding(dtype, stored, given, differ):
+    raw = f"u{np.dtype(dtype).itemsize}"
+    assert disagree(*(np.array([x], dtype).view(raw) for x in (stored, given))) == [differ]
 
 
 def test_a_kernel_is_not_watched_for_races_unless_asked():

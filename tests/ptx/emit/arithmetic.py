@@ -10,14 +10,14 @@ from ..parse import BITS
 from .operands import TYPES, literal
 from .registry import instruction
 
-INTEGERS, WORDS = "s16 s32 s64 u16 u32 u64", "pred b16 b32 b64"
+INTEGERS = "s16 s32 s64 u16 u32 u64"
 DOUBLED = {"s16": "s32", "s32": "s64", "u16": "u32", "u32": "u64"}
 
 
 class Format(NamedTuple):
-    """How a register's bits become the float32 or float64 that formulas compute with, and back."""
+    """How formulas get float32 or float64 from the bits of a register, and what becomes of their result."""
 
-    dtype: type  # of the bits
+    dtype: type  # of the register's bits
     unpack: str = "{}"
     pack: str = "{}"
 
@@ -51,29 +51,17 @@ SIGNED = {
     "min": "np.minimum({}, {})",
     "max": "np.maximum({}, {})",
     "min.relu": "np.maximum(np.minimum({}, {}), 0)",
-    "max.relu": "np.maximum(np.maximum({}, {}), 0)",
     "neg": "-{}",
     "abs": "np.abs({})",
     "mul.hi": "mul_hi({}, {})",
-    "mad.hi": "mul_hi({}, {}) + {}",
 }
-UNSIGNED_TOO = {  # whose low bits are the same for signed and unsigned numbers
+SIGNLESS = {  # whose result has the same bits for signed and unsigned numbers
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul.lo": "{} * {}",
     "mad.lo": "{} * {} + {}",
 }
 LOGIC = {"and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}"}
-BITS32 = {
-    "shf.l.wrap": "shf_left({}, {}, {})",
-    "shf.r.wrap": "shf_right({}, {}, {})",
-    "bfi": "bfi({}, {}, {}, {})",
-    "prmt": "prmt({}, {}, {})",
-    "lop3": "lop3({}, {}, {}, {})",
-    "popc": "popc({})",
-    "clz": "clz({})",
-    "brev": "brev({})",
-}
 
 
 def fill(formula, sources, **named):
@@ -98,9 +86,11 @@ def unpack(e, op, operands):
 
 
 def floating(e, op, d, *operands):
-    source = fill(FLOATING[op.name][-1], unpack(e, op, operands), nan="NaN" in op.words)
-    form = FLOATS[op.kind]
-    e.write(d, form.pack.format(flush(e, op, source)), form.dtype)
+    form, formula, nan = FLOATS[op.kind], FLOATING[op.name][-1], "NaN" in op.words
+    a, *rest = unpack(e, op, operands)
+    if op.name in ("min", "max") and len(rest) == 2:
+        a = fill(formula, (a, rest.pop(0)), nan=nan)
+    e.write(d, form.pack.format(flush(e, op, fill(formula, (a, *rest), nan=nan))), form.dtype)
 
 
 for _name, (_types, _modifiers, _) in FLOATING.items():
@@ -118,27 +108,19 @@ def signed(e, op, d, *operands):
     e.write(d, fill(SIGNED[op.name], e.read_all(operands, TYPES[op.kind])), TYPES[op.kind])
 
 
-@instruction(" ".join(UNSIGNED_TOO), INTEGERS)
-def low_bits(e, op, d, *operands):
+@instruction(" ".join(SIGNLESS), INTEGERS)
+@instruction(" ".join(LOGIC), "pred b16 b32 b64")
+def signless(e, op, d, *operands):
     dtype = e.integer(d, op.kind)
-    e.write(d, fill(UNSIGNED_TOO[op.name], e.read_all(operands, dtype)), dtype)
+    e.write(d, fill((SIGNLESS | LOGIC)[op.name], e.read_all(operands, dtype)), dtype)
 
 
-@instruction(" ".join(LOGIC), WORDS)
-def logic(e, op, d, *operands):
-    dtype = e.integer(d, op.kind)
-    e.write(d, fill(LOGIC[op.name], e.read_all(operands, dtype, vote=False)), dtype, vote=False)
-
-
-@instruction(" ".join(BITS32), "b32")
-def bits32(e, op, d, *operands):
-    e.write(d, fill(BITS32[op.name], e.read_all(operands, U32)), U32)
-
-
+@instruction("bfi brev clz lop3 popc prmt shf.l.wrap shf.r.wrap", "b32")
 @instruction("bfe", "s32 u32")
-def bfe(e, op, d, a, position, length):
-    dtype = TYPES[op.kind]
-    e.write(d, f"bfe({e.read(a, dtype)}, {e.read(position, U32)}, {e.read(length, U32)})", dtype)
+def field(e, op, d, a, *operands):
+    """Calls the function in ops of the same name."""
+    sources = e.array(a, TYPES[op.kind]), *(e.read(x, U32) for x in operands)
+    e.write(d, f"{op.name.replace('.', '_')}({', '.join(sources)})", TYPES[op.kind])
 
 
 @instruction("mul.wide mad.wide", " ".join(DOUBLED))
@@ -156,7 +138,7 @@ def wide(e, op, d, a, b, *addend):
 
 @instruction("shl shr", "b16 b32 b64 s16 s32 s64 u16 u32 u64")
 def shift(e, op, d, x, n):
-    """By a literal within the width it is Python's shift; else what is shifted out may be all."""
+    """Shifts by a literal below the width as Python does, and by anything else as PTX does."""
     dtype = TYPES[op.kind] if op.name == "shr" else e.integer(d, op.kind)
     (x,), by = e.read_all([x], dtype), literal(n)
     if by is not None and 0 <= by < BITS[op.kind]:

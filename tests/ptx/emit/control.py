@@ -32,9 +32,8 @@ def brx(e, op, index, table):
 def bar(e, op, number, count=None):
     """Threads meet at a barrier of a number; those that only arrive go on."""
     e.everyone()
-    count = None if count is None else e.read(count, U32)
-    wait = op.name.endswith("sync")
-    e.go(f"('bar', {e.read(number, U32)}, {count}, {e.block + 1}, {wait}, {e.current.line})")
+    number, count = e.read(number, U32), count and e.read(count, U32)
+    e.go(f"('bar', {number}, {count}, {e.block + 1}, {op.name.endswith('sync')}, {e.current.line})")
 
 
 @instruction("bar.warp.sync")

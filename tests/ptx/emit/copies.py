@@ -1,4 +1,4 @@
-"""Copies that go on by themselves, the barriers in shared memory that know of them, and fences before them."""
+"""Asynchronous copies, barriers in shared memory, and the groups and fences of copies and products."""
 
 import re
 
@@ -7,6 +7,16 @@ from .operands import literal
 from .registry import instruction
 
 SHARED = "shared shared::cta"
+GROUPS = {  # the method of the machine
+    "cp.async.commit_group": "cp_commit",
+    "cp.async.wait_group": "cp_wait",
+    "cp.async.bulk.commit_group": "bulk_commit",
+    "cp.async.bulk.wait_group.read": "bulk_wait",
+    "wgmma.fence.sync.aligned": "wgmma_fence",
+    "wgmma.commit_group.sync.aligned": "wgmma_commit",
+    "fence.proxy.async": "fence_async",
+    "fence.proxy.async.shared::cta": "fence_async",
+}
 _BOX = re.compile(r"\[\s*([%\w]+)\s*,\s*\{([^}]*)\}\s*\]$")
 
 
@@ -18,23 +28,13 @@ def _names(pattern):
 @instruction("cp.async.ca.shared.global cp.async.cg.shared.global")
 def cp_async(e, op, target, source, size, count=None):
     """Copies a few bytes; zeros stand for those beyond `count`."""
-    count = None if count is None else e.read(count, U32)
-    e.line(e.call("cp_async", *e.pointer(target), *e.pointer(source), literal(size), count))
+    e.line(e.call("cp_async", *e.pointer(target), *e.pointer(source), literal(size), count and e.read(count, U32)))
 
 
-@instruction("cp.async.commit_group cp.async.bulk.commit_group")
-def commit(e, op):
-    e.line(f"S.{_prefix(op)}_commit({e.everyone()})")
-
-
-@instruction("cp.async.wait_group cp.async.bulk.wait_group", modifiers="read")
-def wait(e, op, count):
-    """Waits for all groups of copies but the newest."""
-    e.line(f"S.{_prefix(op)}_wait({e.everyone()}, {literal(count)})")
-
-
-def _prefix(op):
-    return "bulk" if "bulk" in op.name else "cp"
+@instruction(" ".join(GROUPS))
+def group(e, op, *count):
+    """Ends a group of copies or products, waits until only `count` groups run, or is a fence before them."""
+    e.line(f"S.{GROUPS[op.name]}({', '.join((e.everyone(), *count))})")
 
 
 def _box(e, text):
@@ -57,12 +57,6 @@ def bulk_out(e, op, box, source):
     e.line(e.call("bulk_out", "reduce" in op.name, *_box(e, box), *e.pointer(source)))
 
 
-@instruction("fence.proxy.async", modifiers=SHARED)
-def fence(e, op):
-    """What was written to shared memory is there for products and copies."""
-    e.line(f"S.fence_async({e.everyone()})")
-
-
 @instruction("mbarrier.init mbarrier.inval", "b64", SHARED)
 def mbarrier(e, op, barrier, *count):
     """Makes a barrier that counts to a number, or ends one."""
@@ -74,14 +68,7 @@ def arrive(e, op, state, barrier, number="1"):
     """Arrives so many times, or once and says how many more bytes are to come; nobody may read the state."""
     e.require(state not in e.program.used)
     count, size = ("1", number) if "expect_tx" in op.name else (number, None)
-    size = None if size is None else e.read(size, U32)
-    e.line(e.call("mbarrier_arrive", *e.pointer(barrier), e.read(count, U32), size))
-
-
-@instruction("mbarrier.expect_tx.relaxed.cta", "b64", SHARED)
-def expect(e, op, barrier, size):
-    """Says how many more bytes are to come."""
-    e.line(e.call("mbarrier_arrive", *e.pointer(barrier), None, e.read(size, U32)))
+    e.line(e.call("mbarrier_arrive", *e.pointer(barrier), e.read(count, U32), size and e.read(size, U32)))
 
 
 @instruction("mbarrier.try_wait.parity", "b64", SHARED)

@@ -44,7 +44,7 @@ class Emitter:
         return "def run(S, R, m):\n" + "".join(f"    {line}\n" for line in self.lines)
 
     def require(self, condition):
-        """An instruction of which something else holds is unsupported."""
+        """Refuses the instruction if a condition does not hold."""
         if not condition:
             raise Unsupported(f"line {self.current.line}: {self.current.text}")
 
@@ -92,7 +92,7 @@ class Emitter:
         return self._mask
 
     def everyone(self):
-        """The same, for an instruction that may have no guard."""
+        """The same, of an instruction that may have no guard."""
         self.require(self.current.guard is None)
         return self.mask()
 
@@ -118,7 +118,7 @@ class Emitter:
     def read(self, text, dtype, vote=True):
         """Source of an operand as an array of a dtype, or as a scalar if it is a literal.
 
-        Of a register that is wider than an integer dtype it is the lowest bits.
+        An integer dtype takes the lowest bits of a register that is wider.
         """
         if text.startswith("!"):
             return "~" + self.read(text[1:], dtype, vote)
@@ -170,7 +170,7 @@ class Emitter:
         return self.read(base, U32 if base == SHARED else UNSIGNED[self.width(base)]), offset
 
     def write(self, register, source, dtype, vote=True):
-        """Writes an array of a dtype to a register, which if wider is filled with the sign or with zeros."""
+        """Writes an array of a dtype to a register; an integer fills a wider register with its sign or with zeros."""
         i, width, home = self.program.index[register], self.width(register), self.home(register)
         if bits(dtype) < width and np.dtype(dtype).kind in "iu":
             dtype = TYPES[("s" if np.dtype(dtype).kind == "i" else "u") + str(width)]
@@ -184,8 +184,8 @@ class Emitter:
         self.lines.append(f"R[{i}] = {source if mask == 'None' else f'where({mask}, {source}, R[{i}])'}")
 
     def write_all(self, registers, source, dtype, vote=True):
-        """Writes the arrays of a sequence, each to its register, in its own dtype if that is None; _ takes none."""
-        self.mask()  # before a register that it is of may change
+        """Writes each array of a sequence to its register, but for _; a dtype of None is the register's own."""
+        self.mask()  # which may depend on one of the registers, so before they change
         results = self.temporary(source)
         for i, register in enumerate(registers):
             if register != "_":

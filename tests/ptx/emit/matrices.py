@@ -39,10 +39,10 @@ def mma(e, op, d, a, b, c):
 
 @instruction("wgmma.mma_async.sync.aligned", "bf16 f16 tf32", f"f32 bf16 f16 tf32 {SHAPES}")
 def wgmma(e, op, d, a, b, scale, scale_a, scale_b, *transposed):
-    """Begins a product of a warpgroup: a b, and what d was if `scale` is set.
+    """Begins a product of a warpgroup: d = a b, plus d if `scale` is set.
 
-    b is a descriptor of shared memory, and so is a if it is not registers. Each descriptor of 16-bit numbers comes with
-    whether the matrix is transposed.
+    b is a descriptor of shared memory; a is another, or registers. `transposed` has a flag for each descriptor of
+    16-bit numbers.
     """
     e.require(op.words[1:] == ("f32", op.kind) and literal(scale_a) == literal(scale_b) == 1)
     e.require(len(transposed) <= 2)
@@ -60,13 +60,8 @@ def wgmma(e, op, d, a, b, scale, scale_a, scale_b, *transposed):
     e.line(e.call("wgmma", rows, repr(op.kind), sums, left, names, right, scale, transposed))
 
 
-@instruction("wgmma.fence.sync.aligned wgmma.commit_group.sync.aligned")
-def wgmma_group(e, op):
-    e.line(f"S.wgmma_{'fence' if 'fence' in op.name else 'commit'}({e.everyone()})")
-
-
 @instruction("wgmma.wait_group.sync.aligned")
 def wgmma_wait(e, op, count):
-    """Waits for all groups of products but the newest."""
+    """Waits until only `count` groups of products run."""
     e.everyone()
     e.line(e.call("wgmma_wait", literal(count)))

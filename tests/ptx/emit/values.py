@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..ops import F32, F64, U32, U64
+from ..ops import F32, U32, U64
 from .arithmetic import FLOATS, unpack
 from .operands import TYPES, UNSIGNED, bits, is_float, vector
 from .registry import instruction
@@ -53,23 +53,18 @@ def cvta(e, op, d, a):
 
 @instruction("cvt", NUMBERS, f"rn {NUMBERS} {' '.join(ROUNDINGS)}")
 def cvt(e, op, d, a):
-    """Converts a number; what goes to float16 or bfloat16 goes by way of float32."""
+    """Converts a number. On its way to float16 or bfloat16 it is rounded to float32 first."""
     *words, to = op.words
     rounding = next((ROUNDINGS[word] for word in words if word in ROUNDINGS), "{}")
-    if op.kind in FLOATS:
-        (x,) = unpack(e, op, [a])
-        x = rounding.format(x)
-        e.require(to in FLOATS or rounding != "{}")
-    else:
-        (x,) = e.read_all([a], TYPES[op.kind])
+    (x,) = unpack(e, op, [a]) if op.kind in FLOATS else e.read_all([a], TYPES[op.kind])
+    x = rounding.format(x)
     if to in FLOATS:
-        form, dtype = FLOATS[to], F64 if to == "f64" else F32
-        computed = {"f64": F64}.get(op.kind, F32) if op.kind in FLOATS else None
-        e.write(d, form.pack.format(x if dtype == computed else f"{x}.astype({dtype.__name__})"), form.dtype)
-    elif op.kind in FLOATS:
-        e.write(d, f"to_int({x}, {TYPES[to].__name__})", TYPES[to])
-    else:
-        e.write(d, x if to == op.kind else f"{x}.astype({TYPES[to].__name__})", TYPES[to])
+        x = f"{x}.astype({'float64' if to == 'f64' else 'float32'}, copy=False)"
+        return e.write(d, FLOATS[to].pack.format(x), FLOATS[to].dtype)
+    if op.kind in FLOATS:
+        e.require(rounding != "{}")
+        return e.write(d, f"to_int({x}, {TYPES[to].__name__})", TYPES[to])
+    e.write(d, f"{x}.astype({TYPES[to].__name__}, copy=False)", TYPES[to])
 
 
 @instruction("cvt.rn.bf16x2 cvt.rn.f16x2", "f32")

@@ -1,0 +1,371 @@
+"""What sm_90 adds to the machine: products of a warpgroup, mbarriers and copies of boxes, by small kernels."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from .handwritten import execute, line_of
+from .report import Fault
+from .shared import SMEM_BASE
+
+FOUR = "{%r1, %r2, %r3, %r4}"
+ROW = "shl.b32 %r0, %t, 4; cvt.u64.u32 %d0, %r0; add.u32 %r0, %r0, %smem;"  # 16 bytes a thread
+ROW += "add.u64 %d1, %x, %d0; add.u64 %d2, %out, %d0;"
+
+
+def permuted(row, byte, span):
+    """Where a byte of a row of `span` bytes lies: the 16 bytes that it is of change places, by lines of 128 bytes."""
+    return row * span + (byte // 16 ^ row * span // 128 % (span // 16)) * 16 + byte % 16
+
+
+# Products: 64 rows of A and 64 columns of B, each 32 bytes of k; each matrix has 8 KB of shared memory.
+
+MODES = {16: 0, 128: 1, 64: 2, 32: 3}
+COLUMNS, MATRIX = 64, 8192
+
+
+def matrix(x, base, span, across):
+    """(bytes of shared memory, descriptor) of a matrix (64, k), of which k (or across the rows) is contiguous."""
+    size = x.itemsize
+    r, k = np.indices(x.shape)
+    if span == 16:
+        lead, stride, first = 1024, 128, 0
+        place = (k % 8 * 16 + r % 8 * size) if across else (r % 8 * 16 + k * size % 16)
+        place += r // 8 * stride + k * size // 16 * lead
+    elif across:
+        lead, stride, first = 16 * span, 8 * span, 0
+        wide = span // size
+        place = permuted(k % 8, r % wide * size, span) + r // wide * lead + k // 8 * stride
+    else:
+        lead, stride, first = 16, 8 * span, span - 32  # the last part of each row
+        place = permuted(r % 8, first + k * size, span) + r // 8 * stride
+    raw = np.zeros(MATRIX, np.uint8)
+    raw[place[..., None] + np.arange(size)] = x.contiguous().view(torch.uint8).numpy().reshape(*x.shape, size)
+    return raw, (SMEM_BASE + base + first) >> 4 | lead >> 4 << 16 | stride >> 4 << 32 | MODES[span] << 62
+
+
+SUMS = "{" + ", ".join(f"%f{i}" for i in range(32)) + "}"
+STAGE = "".join(
+    f"ld.global.v4.b32 {FOUR}, [%d1+{i}]; st.shared.v4.b32 [%r0+{i}], {FOUR};" for i in range(0, 2 * MATRIX, 2048)
+)
+PRODUCT = f"""{ROW} {STAGE} ld.global.b32 %r20, [%y_mine]; ld.global.b32 %r21, [%y_mine+512];
+ld.global.b32 %r22, [%y_mine+1024]; ld.global.b32 %r23, [%y_mine+1536]; mov.u64 %d3, A; mov.u64 %d4, B;
+fence.proxy.async.shared::cta;
+bar.sync 0;
+{"".join(f"mov.b32 %f{i}, 0f3F800000;" for i in range(32))}
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n64kK {SUMS}, LEFT, %d4, 1, 1, 1FLIPS; // product
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+mul.wide.u32 %d0, %t, 128; add.u64 %d2, %out, %d0;
+{"".join(f"st.global.v4.b32 [%d2+{4 * i}], {{%f{i}, %f{i + 1}, %f{i + 2}, %f{i + 3}}};" for i in range(0, 32, 4))}"""
+KINDS = {torch.bfloat16: "16.f32.bf16.bf16", torch.float16: "16.f32.f16.f16", torch.float32: "8.f32.tf32.tf32"}
+# The registers of a thread of the warpgroup, by the PTX manual: of A (row, k), and of the sums (row, column).
+warp, g, m = np.arange(128)[:, None] // 32 * 16, np.arange(128)[:, None] // 4 % 8, np.arange(128)[:, None] % 4
+i, n = np.arange(8), np.arange(32)
+OF_A = {
+    2: (warp + g + i // 2 % 2 * 8, m * 2 + i % 2 + i // 4 * 8),
+    4: (warp + g + i[:4] % 2 * 8, m + i[:4] // 2 * 4),
+}
+OF_SUMS = warp + g + n // 2 % 2 * 8, m * 2 + n % 2 + n // 4 * 8
+
+
+def product(dtype=torch.bfloat16, span=128, left="registers", across=False, change=lambda body: body):
+    """(Report, what was computed, what is right) of 1 + a @ b, by a kernel that may be changed."""
+    k = 32 // dtype.itemsize
+    a, b = torch.randn(64, k).to(dtype), torch.randn(COLUMNS, k).to(dtype)
+    if dtype is torch.float32:
+        a, b = ((x.view(torch.int32) & ~0x1FFF).view(dtype) for x in (a, b))
+    of_a, at_a = matrix(a, 0, span, left == "across")
+    of_b, at_b = matrix(b, MATRIX, span, across)
+    flips = "" if k == 8 else f", {int(across)}" if left == "registers" else f", {int(left == 'across')}, {int(across)}"
+    body = PRODUCT.replace("A;", f"{at_a};").replace("B;", f"{at_b};").replace("FLIPS", flips)
+    body = body.replace("kK", f"k{KINDS[dtype]}")
+    body = body.replace("LEFT", "{%r20, %r21, %r22, %r23}" if left == "registers" else "%d3")
+    registers = a[OF_A[dtype.itemsize]].contiguous().view(torch.int32).T.contiguous()
+    out, x = torch.zeros(128, 32), torch.from_numpy(np.concatenate((of_a, of_b)))
+    report = execute(change(body), threads=128, smem=2 * MATRIX, x=x, y=registers, out=out)
+    return report, out, (1 + a.double() @ b.double().T).float()[OF_SUMS]
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["B along k", "B across"])
+@pytest.mark.parametrize("left", ["registers", "shared", "across"])
+@pytest.mark.parametrize("span", MODES)
+def test_a_product_of_a_warpgroup(span, left, across):
+    report, out, want = product(span=span, left=left, across=across)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert not str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "tf32"])
+@pytest.mark.parametrize("left", ["registers", "shared"])
+def test_a_product_of_another_type(dtype, left):
+    report, out, want = product(dtype, left=left)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert not str(report)
+
+
+def test_sums_that_do_not_count():
+    _, out, want = product(change=lambda body: body.replace("%d4, 1, 1, 1", "%d4, 0, 1, 1"))
+    torch.testing.assert_close(out, want - 1, rtol=1e-5, atol=1e-5)
+
+
+COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
+FIRST = "setp.eq.u32 %p0, %t, 0; @%p0"
+HAZARDS = {  # name: (what is reported, what is replaced in the kernel, by what); at the line that is marked
+    "no proxy fence": ("async", "fence.proxy.async.shared::cta;", "", "// product"),
+    "no barrier": ("race", "bar.sync 0;", "", "// product"),
+    "no wait": ("async", WAIT, "", "// product"),
+    "a wait for too few": ("async", WAIT, "wgmma.wait_group.sync.aligned 1;", "// product"),
+    "B written before the wait": ("async", WAIT, f"{FIRST} st.shared.b32 [%smem+8288], %t; // here\n{WAIT}", "// here"),
+    "A written before the wait": ("async", WAIT, f"mov.b32 %r20, %t; {WAIT}", "// product"),
+    "a sum written before the wait": ("async", WAIT, f"mov.b32 %f3, %t; {WAIT} // here\n", "// here"),
+    "B written by who has not seen the others wait": (
+        "race",
+        WAIT,
+        f"bar.sync 0;\n{WAIT} {FIRST} st.shared.b32 [%smem+8288], %t; // here\n",
+        "// here",
+    ),
+    "no wgmma.fence": ("unfenced", "wgmma.fence.sync.aligned;", "", "// product"),
+}
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_a_hazard_of_a_product_is_reported(name):
+    kind, old, new, mark = HAZARDS[name]
+    bodies = []
+
+    def change(body):
+        assert old in body
+        bodies.append(body.replace(old, new))
+        return bodies[0]
+
+    report, *_ = product(change=change)
+    assert line_of(bodies[0], mark) in report.found[kind]
+
+
+@pytest.mark.parametrize("wait, right", [(WAIT, True), (WAIT.replace("0", "1"), False), ("", False)])
+def test_sums_are_there_when_they_were_waited_for(wait, right):
+    _, out, want = product(change=lambda body: body.replace(WAIT, wait))
+    assert torch.allclose(out, want, rtol=1e-5, atol=1e-5) if right else out.isnan().all()
+
+
+PRODUCT_FAULTS = {
+    "part of a warpgroup": ("wgmma.mma", "setp.ge.u32 %p0, %t, 64; @%p0 bra over;\nwgmma.mma", "of 128 lanes"),
+    "lanes that differ": ("wgmma.fence", "cvt.u64.u32 %d4, %t; wgmma.fence", "different descriptors"),
+    "a matrix out of bounds": ("wgmma.fence", "mov.u64 %d4, 1073741824; wgmma.fence", "shared access"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCT_FAULTS)
+def test_what_no_warpgroup_can_multiply_is_a_fault(name):
+    old, new, message = PRODUCT_FAULTS[name]
+    with pytest.raises(Fault, match=message):
+        product(change=lambda body: body.replace(old, new) + "\nover:")
+
+
+# mbarriers: warp 0 stores a word a lane, and again when warp 1 has loaded it.
+
+INIT = "setp.eq.u32 %p0, %t, 0; @%p0 mbarrier.init.shared::cta.b64 [%smem], {0}; "
+INIT += "@%p0 mbarrier.init.shared::cta.b64 [%smem+8], {0}; bar.sync 0;"
+FULL, EMPTY = "mbarrier.arrive.shared::cta.b64 _, [%smem];", "mbarrier.arrive.shared::cta.b64 _, [%smem+8];"
+TRY = "{0}:\nmbarrier.try_wait.parity.shared::cta.b64 %p1, [%smem{1}], {2};\n@!%p1 bra {0};"
+HANDED_OVER = f"""{INIT.format(32)} and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r1, %r1, %smem;
+setp.ge.u32 %p2, %t, 32; @%p2 bra second;
+st.shared.b32 [%r1+64], %t; {FULL}
+{TRY.format("emptied", "+8", 0)}
+add.u32 %r2, %t, 100; st.shared.b32 [%r1+64], %r2; {FULL} bra over;
+second:
+{TRY.format("filled", "", 0)}
+ld.shared.b32 %r3, [%r1+64]; st.global.b32 [%out_mine+-128], %r3; {EMPTY}
+{TRY.format("again", "", 1)}
+ld.shared.b32 %r4, [%r1+64]; st.global.b32 [%out_mine], %r4;
+over:"""
+
+
+def handed_over(old="", new=""):
+    """(Report, words that the second warp loaded) of the kernel, changed."""
+    assert old in HANDED_OVER
+    out = torch.zeros(64, dtype=torch.int32)
+    return execute(HANDED_OVER.replace(old, new) if old else HANDED_OVER, out=out), out
+
+
+def test_phases_of_an_mbarrier_hand_over():
+    report, out = handed_over()
+    assert not str(report) and out.tolist() == [*range(32), *range(100, 132)]
+
+
+HANDOVERS = {  # name: (what is replaced, by what, what is said)
+    "no wait for what was emptied": (TRY.format("emptied", "+8", 0), "", "deadlock: 32 .* an mbarrier"),
+    "emptied in the other phase": (", [%smem+8], 0;", ", [%smem+8], 1;", "deadlock: 32 .* an mbarrier"),
+    "filled in the other phase": (", [%smem], 0;", ", [%smem], 1;", "deadlock: 32 .*; 32 .* an mbarrier"),
+    "filled again, in the other phase": (", [%smem], 1;", ", [%smem], 0;", "deadlock: 32 .* an mbarrier"),
+    "no wait for what was filled again": (TRY.format("again", "", 1), "", "race"),
+    "nobody says that it is empty": (f"{EMPTY}\n", "\n", "deadlock: 32 .* an mbarrier"),
+    "one thread too few": (INIT.format(32), INIT.format(33), "deadlock: 32 .*; 32 .* an mbarrier"),
+    "one thread too many": (f"{FULL} bra", f"{FULL.replace(';', ', 33;')} bra", "more arrive"),
+    "no barrier is made": (INIT.format(32), "", "no mbarrier"),
+    "no barrier is there": (", [%smem], 0;", ", [%smem+16], 0;", "no mbarrier"),
+    "no barrier any more": ("second:", "second: mbarrier.inval.shared::cta.b64 [%smem];", "no mbarrier"),
+}
+
+
+@pytest.mark.parametrize("name", HANDOVERS)
+def test_a_handover_that_is_wrong_is_a_fault_or_a_race(name):
+    old, new, message = HANDOVERS[name]
+    try:
+        said = str(handed_over(old, new)[0])
+    except Fault as fault:
+        said = str(fault)
+    assert re.search(message, said)
+
+
+# Boxes of 1 KB of a tensor, whose rows are longer than what the descriptor tells.
+
+SPANS = {0: 128, 1: 32, 2: 64, 3: 128}
+HEIGHT, WIDTH, PITCH, UINT16, FLOAT32 = 40, 72, 80, 1, 7
+CORNERS = (0, 0), (3, 8), (-5, -16), (30, 40), (90, 0)  # row, column
+IN = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
+BOX_IN = f"""{INIT.format(1)} {ROW} mov.b32 %r5, COLUMN; mov.b32 %r6, LINE;
+@%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%smem], 1024;
+@%p0 {IN} [%smem+1024], [%box, {{%r5, %r6}}], [%smem]; // copy
+{TRY.format("filled", "", 0)}
+ld.shared.v4.b32 {FOUR}, [%r0+1024]; // load
+st.global.v4.b32 [%d2], {FOUR};"""
+BOX_OUT = f"""{ROW} mov.b32 %r5, COLUMN; mov.b32 %r6, LINE; setp.eq.u32 %p0, %t, 0;
+ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0+1024], {FOUR};
+fence.proxy.async.shared::cta;
+bar.sync 0;
+@%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%box, {{%r5, %r6}}], [%smem+1024]; // copy
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 0;
+bar.sync 0;
+st.shared.v4.b32 [%r0+1024], {{%t, %t, %t, %t}}; // store"""
+
+
+def tensor_map(x, swizzle, kind=UINT16):
+    """A descriptor of boxes of 1 KB, of the tensor but for the ends of its rows."""
+    span, size = SPANS[swizzle], x.itemsize
+    block = 1024 // span, span // size
+    return SimpleNamespace(what=(x.data_ptr(), swizzle, size, kind, block, (HEIGHT, WIDTH), (PITCH, 1), 0))
+
+
+def lines(box, corner, size=2):
+    """For the elements of a box: where they are in 1 KB of shared memory, row and column, and whether these exist."""
+    r, c = np.indices(box.what[4])
+    span = SPANS[box.what[1]]
+    place = permuted(r, c * size, span) if box.what[1] else r * span + c * size
+    row, column = r + corner[0], c + corner[1]
+    return place // size, row, column, (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
+
+
+def at(body, corner, change=("", "")):
+    """The kernel for a box at a row and a column, changed."""
+    assert change[0] in body
+    return body.replace("LINE", str(corner[0])).replace("COLUMN", str(corner[1])).replace(*change)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("swizzle", SPANS)
+def test_a_box_is_loaded(swizzle, corner):
+    x = torch.arange(1, HEIGHT * PITCH + 1, dtype=torch.int16).view(HEIGHT, PITCH)
+    box, out = tensor_map(x, swizzle), torch.zeros(512, dtype=torch.int16)
+    report = execute(at(BOX_IN, corner), smem=2048, x=x, out=out, box=box)
+    place, row, column, inside = lines(box, corner)
+    assert (out.numpy()[place] == np.where(inside, x.numpy()[row * inside, column * inside], 0)).all()
+    assert not str(report)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("swizzle", SPANS)
+def test_a_box_is_stored(swizzle, corner):
+    x, out = torch.arange(1, 513, dtype=torch.int16), torch.zeros(HEIGHT, PITCH, dtype=torch.int16)
+    box = tensor_map(out, swizzle)
+    report = execute(at(BOX_OUT, corner), smem=2048, x=x, out=out, box=box)
+    place, row, column, inside = lines(box, corner)
+    want = np.zeros((HEIGHT, PITCH), np.int16)
+    want[row[inside], column[inside]] = x.numpy()[place[inside]]
+    assert (out.numpy() == want).all()
+    assert not str(report)
+
+
+def test_boxes_are_added():
+    x, out = torch.randn(256), torch.ones(HEIGHT, PITCH)
+    box, corner = tensor_map(out, 3, FLOAT32), (30, 56)
+    add = BOX_OUT.replace(
+        "cp.async.bulk.tensor.2d.global.shared::cta", "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add"
+    )
+    report = execute(at(add, corner), ctas=2, smem=2048, x=x, out=out, box=box)
+    place, row, column, inside = lines(box, corner, 4)
+    want = np.ones((HEIGHT, PITCH), np.float32)
+    want[row[inside], column[inside]] += 2 * x.numpy()[place[inside]]
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-5)
+    assert not str(report)
+
+
+SEVENS = "mov.b32 %r7, 7; st.shared.v4.b32 [%r0+1024], {%r7, %r7, %r7, %r7}; bar.sync 0;"
+
+
+def test_a_box_that_nobody_waited_for_is_poison():
+    x, out = torch.ones(HEIGHT, PITCH, dtype=torch.int16), torch.zeros(512, dtype=torch.int16)
+    body = at(BOX_IN, (0, 0), (TRY.format("filled", "", 0), "")).replace("mov.b32 %r5", f"{SEVENS} mov.b32 %r5")
+    execute(body, smem=2048, x=x, out=out, box=tensor_map(x, 3))
+    assert (out == -1).all()
+
+
+AGAIN = f"@%p0 {IN} [%smem+1024], [%box, {{%r5, %r6}}], [%smem]; // here"
+BOX_HAZARDS = {  # name: (the kernel, what is replaced, by what, what is reported, where)
+    "no wait for a load": (BOX_IN, TRY.format("filled", "", 0), "", "race", "// load"),
+    "nobody waits for a load": (BOX_IN, TRY.format("filled", "", 0), "", "async", "// copy"),
+    "a load over what is read": (BOX_IN, "// load", f"\n{AGAIN}", "race", "// here"),
+    "no proxy fence": (BOX_OUT, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
+    "no barrier": (BOX_OUT, "fence.proxy.async.shared::cta;\nbar.sync 0;", "", "race", "// copy"),
+    "no wait for a store": (BOX_OUT, "cp.async.bulk.wait_group.read 0;", "", "async", "// store"),
+    "a wait for too few": (BOX_OUT, "wait_group.read 0;", "wait_group.read 1;", "async", "// store"),
+    "a store that is not committed": (BOX_OUT, "cp.async.bulk.commit_group;", "", "async", "// copy"),
+    "no barrier behind the wait": (
+        BOX_OUT,
+        "wait_group.read 0;\nbar.sync 0;",
+        "wait_group.read 0;",
+        "race",
+        "// store",
+    ),
+    "two blocks store one box": (BOX_OUT, "", "", "race between CTAs", "// copy"),
+}
+
+
+@pytest.mark.parametrize("name", BOX_HAZARDS)
+def test_a_hazard_of_a_box_is_reported(name):
+    kernel, old, new, kind, mark = BOX_HAZARDS[name]
+    x = torch.arange(HEIGHT * PITCH, dtype=torch.int16).view(HEIGHT, PITCH)
+    out = torch.zeros(HEIGHT, PITCH, dtype=torch.int16)
+    body = at(kernel, (0, 0), (old, new))
+    box = tensor_map(x if kernel is BOX_IN else out, 3)
+    report = execute(body, smem=2048, ctas=1 + ("blocks" in name), x=x, out=out, box=box)
+    assert line_of(body, mark) in report.found[kind]
+
+
+BOX_FAULTS = {
+    "more bytes than come": (", 1024;", ", 1040;", {}, "deadlock"),
+    "fewer bytes than come": (", 1024;", ", 1008;", {}, "deadlock"),
+    "a barrier at which all arrive": ("@%p0 mbarrier.arrive", "mbarrier.arrive", {}, "more arrive"),
+    "a box that is not aligned": ("[%smem+1024]", "[%smem+1040]", {}, "no multiple of 128"),
+    "a box out of bounds": ("[%smem+1024]", "[%smem+1152]", {}, "shared access"),
+    "a tensor that is not aligned": ("", "", dict(base=8), "no such descriptor"),
+    "a row that is not aligned": ("", "", dict(strides=(PITCH + 1, 1)), "no such descriptor"),
+    "a box wider than its swizzle": ("", "", dict(block=(4, 128)), "no such box"),
+}
+
+
+@pytest.mark.parametrize("name", BOX_FAULTS)
+def test_a_box_that_cannot_be_copied_is_a_fault(name):
+    old, new, fields, message = BOX_FAULTS[name]
+    x, out = torch.zeros(HEIGHT, PITCH, dtype=torch.int16), torch.zeros(512, dtype=torch.int16)
+    base, swizzle, size, kind, block, shape, strides, padding = tensor_map(x, 3).what
+    what = base + fields.get("base", 0), swizzle, size, kind, fields.get("block", block), shape
+    box = SimpleNamespace(what=(*what, fields.get("strides", strides), padding))
+    with pytest.raises(Fault, match=message):
+        execute(at(BOX_IN, (0, 0), (old, new)), smem=2048, x=x, out=out, box=box)

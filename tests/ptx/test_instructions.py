@@ -1,0 +1,440 @@
+"""Instructions by the results that the PTX manual gives them, the text that the parser reads, and what both refuse."""
+
+import numpy as np
+import pytest
+import torch
+
+from .handwritten import execute, line_of
+from .parse import BITS, Unsupported, parse
+
+NAN, INF = float("nan"), float("inf")
+TINY = 2.0**-140  # a subnormal float32
+M = 2**32 - 1
+LANES = 32
+
+# Each lane has 32 bytes of operands at %in, and 8 bytes for a result at %to.
+PROLOGUE = """.reg .b16 %h<9>; .reg .b64 %in, %to;
+mad.wide.u32 %in, %t, 32, %x; mad.wide.u32 %to, %t, 8, %out;
+"""
+
+
+def results(body, operands=()):
+    """(32, 8) bytes that the lanes store at %to, given the bytes of the operands of some lanes."""
+    x, out = torch.zeros(LANES, 32, dtype=torch.uint8), torch.zeros(LANES, 8, dtype=torch.uint8)
+    for row, values in zip(x, operands, strict=False):
+        row[: len(values)] = torch.tensor(list(values), dtype=torch.uint8)
+    execute(PROLOGUE + body, threads=LANES, x=x, out=out)
+    return out.numpy()
+
+
+def dtype_of(kind):
+    """The NumPy dtype of a PTX type; b stands for unsigned numbers, pred for 0 and 1."""
+    return np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(max(BITS[kind], 8) // 8))
+
+
+def register(kind, number):
+    return {1: "%p", 16: "%h", 32: "%r", 64: "%d"}[BITS[kind]] + str(number)
+
+
+def compute(text, rows):
+    """What an instruction makes of rows of operands, for a text such as "s64 = mul.wide.s32 s32 -3".
+
+    That is the type of the result, the instruction, and for each operand its type, or a literal.
+    """
+    kind, _, op, *operands = text.split()
+    kinds = [x for x in operands if x in BITS]
+    names = [register(x, i + 1) if x in BITS else x for i, x in enumerate(operands)]
+    lines, loaded = [], [name for name in names if name.startswith("%")]
+    for i, (name, x) in enumerate(zip(loaded, kinds, strict=True)):
+        lines.append(f"ld.global.b{BITS[x]} {name}, [%in+{8 * i}];")
+    result = register(kind, 0)
+    lines.append(f"{op} {', '.join((result, *names))};")
+    if kind == "pred":
+        lines.append("selp.b16 %h0, 1, 0, %p0;")
+        result = "%h0"
+    lines.append(f"st.global.b{max(BITS[kind], 8)} [%to], {result};")
+    bytes_of = [[np.array(y).astype(dtype_of(x)).tobytes() for y, x in zip(row, kinds, strict=True)] for row in rows]
+    stored = results("\n".join(lines), [b"".join(y.ljust(8, b"\0") for y in row) for row in bytes_of])
+    return stored[: len(rows)].view(dtype_of(kind))[:, 0]
+
+
+INTEGERS = {
+    "s32 = div.s32 s32 s32": {(7, 2): 3, (-7, 2): -3, (7, -2): -3, (-7, -2): 3, (-6, 3): -2, (-1, 5): 0},
+    "s32 = rem.s32 s32 s32": {(7, 2): 1, (-7, 2): -1, (7, -2): 1, (-7, -2): -1, (-6, 3): 0, (-1, 5): -1},
+    "u32 = div.u32 u32 u32": {(M, 2): 2**31 - 1, (7, M): 0, (7, 0): M},
+    "u32 = rem.u32 u32 u32": {(M, 10): 5, (7, 0): 7},
+    "s64 = div.s64 s64 s64": {(-(2**40) - 1, 2): -(2**39)},
+    "s32 = add.s32 s32 s32": {(2**31 - 1, 1): -(2**31), (-1, 1): 0},
+    "s32 = sub.s32 5 s32": {(7,): -2},
+    "u16 = sub.s16 u16 u16": {(0, 1): 65535},
+    "s32 = mul.lo.s32 s32 s32": {(-3, 5): -15, (2**30, 4): 0},
+    "s32 = mul.hi.s32 s32 s32": {(-1, 1): -1, (2**31 - 1, 2**31 - 1): 2**30 - 1, (-(2**31), 4): -2},
+    "u32 = mul.hi.u32 u32 u32": {(M, M): M - 1, (2**31, 2): 1},
+    "s16 = mul.hi.s16 s16 s16": {(-1, 1): -1, (2**14, 8): 2},
+    "u64 = mul.hi.u64 u64 u64": {(2**64 - 1, 2**64 - 1): 2**64 - 2, (2**40, 2**40): 2**16},
+    "s64 = mul.hi.s64 s64 s64": {(-1, 1): -1, (-(2**40), 2**40): -(2**16)},
+    "s64 = mul.wide.s32 s32 s32": {(-2, 2**31 - 1): -(2**32) + 2},
+    "u64 = mul.wide.u32 u32 u32": {(M, M): M * M},
+    "s32 = mul.wide.s16 s16 -3": {(-7,): 21},
+    "s64 = mad.wide.s32 s32 s32 s64": {(-1, 5, 2**40): 2**40 - 5},
+    "s32 = mad.lo.s32 s32 s32 s32": {(-2, 3, 1): -5},
+    "s32 = min.s32 s32 s32": {(-1, 1): -1},
+    "u32 = min.u32 u32 u32": {(M, 1): 1},
+    "s32 = min.relu.s32 s32 s32": {(-1, 1): 0, (3, 2): 2},
+    "s64 = max.s64 s64 0": {(-(2**40),): 0, (2**40,): 2**40},
+    "s32 = abs.s32 s32": {(-5,): 5, (5,): 5},
+    "s32 = neg.s32 s32": {(-5,): 5, (-(2**31),): -(2**31)},
+    "b32 = and.b32 b32 b32": {(12, 10): 8},
+    "b64 = or.b64 b64 b64": {(2**40, 1): 2**40 + 1},
+    "b16 = xor.b16 b16 -1": {(1,): 0xFFFE},
+    "b32 = not.b32 b32": {(1,): M - 1},
+    "b32 = shl.b32 b32 b32": {(1, 31): 2**31, (1, 32): 0, (1, 255): 0, (3, 31): 2**31},
+    "b64 = shl.b64 b64 33": {(3,): 3 * 2**33},
+    "b32 = shl.b32 b32 32": {(3,): 0},
+    "b16 = shl.b16 b16 b32": {(1, 15): 2**15, (1, 16): 0},
+    "u32 = shr.u32 u32 b32": {(M, 31): 1, (M, 32): 0, (M, M): 0},
+    "s32 = shr.s32 s32 b32": {(-8, 1): -4, (-8, 31): -1, (-8, 32): -1, (8, 99): 0},
+    "s32 = shr.s32 s32 40": {(-8,): -1},
+    "s64 = shr.s64 s64 2": {(-9,): -3},
+    "b32 = shf.l.wrap.b32 b32 b32 b32": {(0x80000000, 1, 1): 3, (7, 9, 32): 9, (7, 9, 0): 9},
+    "b32 = shf.r.wrap.b32 b32 b32 b32": {(2, 1, 1): 0x80000001, (7, 9, 32): 7, (7, 9, 0): 7},
+    "u32 = bfe.u32 u32 b32 b32": {(0xABCD, 4, 8): 0xBC, (M, 28, 9): 15, (M, 32, 4): 0, (M, 0, 0): 0, (5, 0, 99): 5},
+    "s32 = bfe.s32 s32 b32 b32": {(0x0F0, 4, 4): -1, (0x070, 4, 4): 7, (-8, 30, 9): -1, (-8, 40, 2): -1, (-8, 0, 0): 0},
+    "b32 = bfi.b32 b32 b32 b32 b32": {(0xF, M - 255, 4, 3): M - 255 + 0x70, (M, 0, 30, 9): 3 << 30, (M, 7, 32, 1): 7},
+    "b32 = prmt.b32 b32 b32 b32": {(0x33221100, 0x77665544, 0x7410): 0x77441100, (0x80, 0x7F, 0x44C8): 0x7F7F00FF},
+    "b32 = lop3.b32 b32 b32 b32 0xCA": {(0xF0, 0xAA, 0x55): 0xA5},  # a ? b : c
+    "b32 = lop3.b32 b32 b32 b32 0": {(M, M, M): 0},
+    "u32 = popc.b32 b32": {(0,): 0, (M,): 32, (0x80000001,): 2},
+    "u32 = clz.b32 b32": {(0,): 32, (1,): 31, (M,): 0, (0x7FFFFFFF,): 1, (0xFFFFFF,): 8},
+    "u32 = brev.b32 b32": {(1,): 0x80000000, (0xF0000002,): 0x4000000F},
+}
+
+FLOATS = {
+    "f32 = add.f32 f32 f32": {(1.0, 2.0**-24): 1.0, (INF, -INF): NAN, (-0.0, -0.0): -0.0, (TINY, TINY): 2 * TINY},
+    "f32 = add.rn.ftz.f32 f32 f32": {(TINY, TINY): 0.0, (-TINY, -TINY): -0.0, (TINY, 1.0): 1.0},
+    "f32 = mul.f32 f32 0f40000000": {(3.0,): 6.0},
+    "f64 = sub.f64 f64 f64": {(1.0, 2.0**-53): 1.0 - 2.0**-53},
+    "f32 = sub.rn.f32.bf16 b16 f32": {(0x3F80, 0.25): 0.75},
+    "f32 = fma.rn.f32 f32 f32 f32": {(1 + 2.0**-12, 1 + 2.0**-12, -1.0): 2.0**-11 + 2.0**-24, (TINY, 1.0, 0.0): TINY},
+    "f32 = fma.rn.ftz.f32 f32 f32 f32": {
+        (TINY, 2.0**100, 0.0): 0.0,  # operands count as 0 too
+        (2.0**-100, 2.0**-40, 0.0): 0.0,
+        (-(2.0**-100), 2.0**-40, -0.0): -0.0,
+        (2.0**-100, 2.0**-26, 0.0): 2.0**-126,
+        (TINY, 1.0, 3.0): 3.0,
+    },
+    "f32 = max.f32 f32 f32": {(NAN, 1.0): 1.0, (1.0, NAN): 1.0, (NAN, NAN): NAN, (-0.0, 0.0): 0.0},
+    "f32 = min.f32 f32 f32": {(NAN, 1.0): 1.0, (0.0, -0.0): -0.0, (-INF, 1.0): -INF},
+    "f32 = max.f32 f32 f32 f32": {(1.0, 3.0, 2.0): 3.0, (NAN, NAN, -1.0): -1.0, (1.0, NAN, 2.0): 2.0},
+    "f32 = max.f32 f32 0f80000000": {(0.0,): 0.0},
+    "f32 = min.f32 f32 0f00000000": {(-0.0,): -0.0},
+    "f32 = max.NaN.f32 f32 f32": {(NAN, 1.0): NAN, (1.0, 2.0): 2.0},
+    "f32 = min.NaN.f32 f32 f32": {(1.0, NAN): NAN, (1.0, 2.0): 1.0},
+    "f64 = max.f64 f64 0dBFF0000000000000": {(-3.0,): -1.0, (NAN,): -1.0},
+    "f32 = neg.f32 f32": {(0.0,): -0.0, (2.0,): -2.0},
+    "f32 = abs.f32 f32": {(-2.0,): 2.0, (-INF,): INF},
+    "f32 = div.full.f32 f32 f32": {(1.0, 4.0): 0.25, (1.0, 0.0): INF, (0.0, 0.0): NAN},
+    "f32 = rcp.approx.ftz.f32 f32": {(4.0,): 0.25, (-0.0,): -INF, (TINY,): INF},
+    "f32 = sqrt.rn.f32 f32": {(9.0,): 3.0, (-1.0,): NAN},
+    "f32 = ex2.approx.f32 f32": {(3.0,): 8.0, (-INF,): 0.0, (-140.0,): TINY, (200.0,): INF},
+    "f32 = ex2.approx.ftz.f32 f32": {(-140.0,): 0.0, (-126.0,): 2.0**-126, (TINY,): 1.0},
+    "f32 = lg2.approx.ftz.f32 f32": {(8.0,): 3.0, (0.0,): -INF, (TINY,): -INF, (-1.0,): NAN},
+    "f32 = tanh.approx.f32 f32": {(0.0,): 0.0, (INF,): 1.0},
+    "b16 = fma.rn.bf16 b16 b16 b16": {(0x3F81, 0x3F81, 0x0000): 0x3F82},  # (1 + 2**-7) ** 2
+    "b32 = add.f16x2 b32 b32": {(0x3C004000, 0x3C003C00): 0x40004200},  # (1, 2) + (1, 1)
+    "b64 = mul.rn.f32x2 b64 b64": {(0x3F80000040000000, 0x4000000040400000): 0x4000000040C00000},  # (1, 2) * (2, 3)
+}
+
+CONVERSIONS = {
+    "s32 = cvt.rni.s32.f32 f32": {(2.5,): 2, (3.5,): 4, (-2.5,): -2, (3e9,): 2**31 - 1, (-3e9,): -(2**31), (NAN,): 0},
+    "s32 = cvt.rzi.s32.f32 f32": {(2.9,): 2, (-2.9,): -2},
+    "s32 = cvt.rmi.s32.f32 f32": {(2.9,): 2, (-2.1,): -3},
+    "s32 = cvt.rpi.s32.f32 f32": {(2.1,): 3, (-2.9,): -2},
+    "u32 = cvt.rzi.u32.f32 f32": {(-1.5,): 0, (5e9,): M, (INF,): M, (2.0**31,): 2**31},
+    "u64 = cvt.rzi.u64.f32 f32": {(2.0**64,): 2**64 - 1, (2.0**63,): 2**63},
+    "s64 = cvt.rzi.s64.f64 f64": {(2.0**63,): 2**63 - 1, (-(2.0**63),): -(2**63), (2.0**53 - 1,): 2**53 - 1},
+    "s32 = cvt.rni.s32.f16 b16": {(0x4100,): 2, (0xC300,): -4},  # 2.5, -3.5
+    "f32 = cvt.rni.f32.f32 f32": {(-0.5,): -0.0, (1.5,): 2.0},
+    "f32 = cvt.rn.f32.s32 s32": {(2**24 + 1,): 2.0**24, (2**24 + 3,): 2.0**24 + 4, (-1,): -1.0},
+    "f32 = cvt.rn.f32.u32 u32": {(M,): 2.0**32},
+    "f32 = cvt.rn.f32.f64 f64": {(1 + 2.0**-24,): 1.0, (1e300,): INF},
+    "f64 = cvt.f64.f32 f32": {(1.5,): 1.5},
+    "b16 = cvt.rn.bf16.f32 f32": {
+        (1.0,): 0x3F80,
+        (1 + 2.0**-8,): 0x3F80,  # halfway, to even
+        (1 + 3 * 2.0**-8,): 0x3F82,
+        (1 + 2.0**-8 + 2.0**-20,): 0x3F81,
+        (3.4e38,): 0x7F80,  # the largest bfloat16 is nearly 3.39e38
+        (-INF,): 0xFF80,
+        (NAN,): 0x7FFF,
+        (TINY,): 0,
+    },
+    "b16 = cvt.rn.f16.f32 f32": {
+        (1 + 2.0**-11,): 0x3C00,
+        (1 + 3 * 2.0**-11,): 0x3C02,
+        (65519.0,): 0x7BFF,
+        (65520.0,): 0x7C00,
+        (2.0**-24,): 1,
+        (2.0**-25,): 0,
+        (NAN,): 0x7FFF,
+    },
+    "b32 = cvt.rn.bf16x2.f32 f32 f32": {(1.0, 2.0): 0x3F804000},  # the first is the upper half
+    "b32 = cvt.rn.f16x2.f32 f32 f32": {(1.0, 2.0): 0x3C004000},
+    "f32 = cvt.f32.bf16 b16": {(0xC000,): -2.0, (0x0001,): 2.0**-133, (0x7F81,): NAN},
+    "f32 = cvt.f32.f16 b16": {(0xC000,): -2.0, (0x0001,): 2.0**-24, (0x7C00,): INF},
+    "s64 = cvt.s64.s32 s32": {(-1,): -1},
+    "u64 = cvt.u64.u32 u32": {(M,): M},
+    "u32 = cvt.u32.u64 u64": {(2**40 + 5,): 5},
+    "u16 = cvt.u16.u32 u32": {(0x12345,): 0x2345},
+    "s32 = cvt.s8.s32 s32": {(200,): -56},  # the register is wider, and filled with the sign
+    "s32 = cvt.s32.s8 b32": {(0x17F,): 127, (0x180,): -128},
+    "b32 = mov.b32 0f3F800000": {(): 0x3F800000},
+    "b64 = mov.b64 -1": {(): 2**64 - 1},
+}
+
+ORDERED = dict(eq=(0, 0, 1, 0), ne=(1, 1, 0, 0), lt=(1, 0, 0, 0), le=(1, 0, 1, 0), gt=(0, 1, 0, 0), ge=(0, 1, 1, 0))
+UNORDERED = {f"{name}u": (*results[:3], 1) for name, results in ORDERED.items()}
+PAIRS = (1.0, 2.0), (2.0, 1.0), (2.0, 2.0), (NAN, 1.0)
+COMPARISONS = {
+    f"pred = setp.{name}.f32 f32 f32": dict(zip(PAIRS, results, strict=True))
+    for name, results in (ORDERED | UNORDERED | dict(num=(1, 1, 1, 0), nan=(0, 0, 0, 1))).items()
+}
+COMPARISONS |= {
+    "pred = setp.lt.s32 s32 s32": {(-1, 1): 1, (1, 1): 0},
+    "pred = setp.lt.u32 u32 u32": {(-1, 1): 0, (1, 2): 1},
+    "pred = setp.lo.u32 u32 u32": {(-1, 1): 0, (1, 2): 1},
+    "pred = setp.hs.u64 u64 u64": {(-1, 1): 1, (1, 2): 0},
+    "pred = setp.ne.b16 b16 0": {(0,): 0, (9,): 1},
+    "pred = setp.eq.ftz.f32 f32 0f00000000": {(TINY,): 1, (1.0,): 0},
+    "pred = setp.gt.bf16 b16 b16": {(0x4000, 0x3F80): 1, (0xC000, 0x3F80): 0, (0x7FFF, 0): 0},
+    "pred = setp.ne.f16 b16 b16": {(0x4000, 0x3C00): 1, (0x8000, 0): 0, (0x7FFF, 0): 0},
+}
+
+
+def alike(x, y):
+    """The same number, NaN or zero of a sign."""
+    if isinstance(y, float):
+        return (np.isnan(x) and np.isnan(y)) or (x == y and np.signbit(x) == np.signbit(y))
+    return int(x) == y
+
+
+TABLE = INTEGERS | FLOATS | CONVERSIONS | COMPARISONS
+
+
+@pytest.mark.parametrize("text", TABLE)
+def test_an_instruction_has_the_results_of_its_row(text):
+    rows = TABLE[text]
+    results = zip(rows.items(), compute(text, rows), strict=True)
+    assert not [(row, x, y) for (row, y), x in results if not alike(x, y)]
+
+
+# More than one instruction. %t is the lane, and %r0 is stored.
+
+RANGE = list(range(LANES))
+BODIES = {
+    "from another lane of 8": ("shfl.sync.down.b32 %r0, %t, 1, 0x181f, -1;", [min(i + 1, i | 7) for i in RANGE]),
+    "up, and whether from a lane": (
+        "shfl.sync.up.b32 %r1|%p1, %t, 3, 0, -1; selp.b32 %r0, %r1, 99, %p1;",
+        [99] * 3 + RANGE[:-3],
+    ),
+    "both results of a comparison": (
+        "setp.lt.u32 %p1|%p2, %t, 3; selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2; or.b32 %r0, %r1, %r2;",
+        [1] * 3 + [2] * 29,
+    ),
+    "a comparison and a predicate": (
+        """setp.lt.u32 %p1, %t, 8; setp.gt.and.u32 %p2, %t, 4, %p1; setp.gt.or.u32 %p3, %t, 30, !%p1;
+        selp.b32 %r1, 1, 0, %p2; selp.b32 %r2, 2, 0, %p3; or.b32 %r0, %r1, %r2;""",
+        [0] * 5 + [1] * 3 + [2] * 24,
+    ),
+    "a comparison of halves": (
+        """setp.eq.bf16x2 %p1|%p2, 0x3F800000, 0x3F803F80; selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2;
+        or.b32 %r0, %r1, %r2;""",
+        [2] * 32,
+    ),
+    "parts of a register": ("mov.b32 %r1, 0x10002; mov.b32 {%h1, %h2}, %r1; mov.b32 %r0, {%h2, %h1};", [0x20001] * 32),
+    "a choice": ("setp.lt.u32 %p1, %t, 3; selp.b32 %r0, %t, -1, %p1;", [0, 1, 2] + [M] * 29),
+    "predicates": (
+        """setp.lt.u32 %p1, %t, 3; not.pred %p2, %p1; mov.pred %p3, -1; and.pred %p4, %p2, %p3;
+        selp.b32 %r0, 1, 0, %p4;""",
+        [0] * 3 + [1] * 29,
+    ),
+    "only where the guard holds": (
+        "mov.b32 %r0, 5; setp.lt.u32 %p1, %t, 3; @%p1 mov.b32 %r0, 6;",
+        [6] * 3 + [5] * 29,
+    ),
+    "a guard that its own instruction changes": (
+        """setp.lt.u32 %p1, %t, 3; mov.pred %p2, -1; @!%p1 setp.lt.u32 %p1|%p2, %t, 99;
+        selp.b32 %r1, 1, 0, %p1; selp.b32 %r0, %r1, 2, %p2; add.s32 %r0, %r0, %r1;""",
+        [2] * 3 + [3] * 29,
+    ),
+    "a branch that joins": (
+        """setp.lt.u32 %p1, %t, 3;
+        @%p1 bra LOW;
+        add.s32 %r1, %t, 100;
+        bra.uni JOIN;
+        LOW: mov.b32 %r1, 7;
+        JOIN: add.s32 %r0, %r1, 1;""",
+        [8] * 3 + [i + 101 for i in RANGE[3:]],
+    ),
+    "a loop that lanes leave at different times": (
+        """mov.b32 %r0, 0; mov.b32 %r1, 0;
+        LOOP: add.s32 %r0, %r0, %r1;
+        add.s32 %r1, %r1, 1;
+        setp.le.u32 %p1, %r1, %t;
+        @%p1 bra LOOP;""",
+        [i * (i + 1) // 2 for i in RANGE],
+    ),
+    "a table of branches": (
+        """TABLE: .branchtargets ZERO, ONE, TWO;
+        min.u32 %r1, %t, 2;
+        mov.b32 %r0, 50;
+        brx.idx %r1, TABLE;
+        ONE: add.s32 %r0, %r0, 1;
+        TWO: add.s32 %r0, %r0, 2;
+        ZERO: add.s32 %r0, %r0, 4;""",
+        [54, 57] + [56] * 30,
+    ),
+    "some have ended": ("setp.lt.u32 %p1, %t, 3; @%p1 ret; mov.b32 %r0, 1;", [0] * 3 + [1] * 29),
+    "the highest byte of an address": ("ld.param.u8 %r0, [out+7];", [0] * 32),
+    "bytes with a sign and without": (
+        """mov.b32 %r1, 0x80; st.global.b8 [%in], %r1; ld.global.s8 %r2, [%in]; ld.global.u8 %r3, [%in];
+        add.s32 %r0, %r2, %r3;""",
+        [0] * 32,
+    ),
+    "vectors": (
+        """st.global.v2.b32 [%in+8], {%t, 4}; ld.global.v2.b32 {_, %r1}, [%in+8]; ld.global.b32 %r2, [%in+8];
+        add.s32 %r0, %r1, %r2;""",
+        [i + 4 for i in RANGE],
+    ),
+    "additions to one place": (
+        """red.global.add.u32 [%x], %t; atom.global.gpu.relaxed.add.u32 %r1, [%x], 1; ld.global.b32 %r0, [%x];""",
+        [496 + 32] * 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_instructions_leave_what_they_should(name):
+    body, expected = BODIES[name]
+    stored = results(f"mov.b32 %r0, 0;\n{body}\nst.global.b32 [%to], %r0;")
+    assert stored.view(np.uint32)[:, 0].tolist() == expected
+
+
+def test_a_guarded_store_writes_where_the_guard_holds():
+    stored = results("setp.lt.u32 %p1, %t, 3; @%p1 st.global.b64 [%to], -1;")
+    assert (stored[:3] == 255).all() and (stored[3:] == 0).all()
+
+
+UNKNOWN = (
+    "frobnicate.b32 %r1, %r2;",
+    "add.sat.s32 %r1, %r2, %r3;",
+    "add.cc.u32 %r1, %r2, %r3;",
+    "addc.u32 %r1, %r2, %r3;",
+    "add.rz.f32 %r1, %r2, %r3;",
+    "add.f32 %r1, %r2;",
+    "fma.rn.sat.f32 %r1, %r2, %r3, %r4;",
+    "fma.rn.ftz.f16 %h1, %h2, %h3, %h4;",
+    "div.rn.f16 %h1, %h2, %h3;",
+    "mul.s32 %r1, %r2, %r3;",
+    "mul.wide.s64 %d1, %d2, %d3;",
+    "bfe.u64 %d1, %d2, %r1, %r2;",
+    "popc.b64 %r1, %d1;",
+    "prmt.b32.f4e %r1, %r2, %r3, %r4;",
+    "cvt.sat.s8.s32 %r1, %r2;",
+    "cvt.rz.f16.f32 %h1, %r1;",
+    "cvt.s32.f32 %r1, %r2;",
+    "cvt.rn.relu.bf16x2.f32 %r1, %r2, %r3;",
+    "setp.foo.s32 %p1, %r1, %r2;",
+    "setp.ltu.s32 %p1, %r1, %r2;",
+    "sin.approx.f32 %r1, %r2;",
+    "mov.u32 %r1, %clock;",
+    "mov.b32 %r1, %unheard;",
+    "ld.local.b32 %r1, [%r2];",
+    "ld.global.v2.b32 %r1, [%in];",
+    "ld.global.v3.b32 {%r1, %r2, %r3}, [%in];",
+    "ld.param.b64 %d1, [x+4];",
+    "atom.global.gpu.relaxed.add.u32 %r1, [%in], 1; mov.b32 %r2, %r1;",
+    "atom.global.gpu.relaxed.max.u32 %r1, [%in], 1;",
+    "shfl.sync.idx.b32 %r1, %r2, 0, 31, 255;",
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r1}, {%r2}, {%r3}, {%r4};",
+    "cp.async.wait_all;",
+    "@%p1 bar.sync 0;",
+    "bra NOWHERE;",
+    ".local .b8 stack[16];",
+)
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_what_is_unknown_is_refused_with_its_text_and_line(text):
+    body = f"{PROLOGUE}{text} // here"
+    with pytest.raises(Unsupported) as refusal:
+        execute(body)
+    assert str(refusal.value).startswith(f"line {line_of(body)}: {text.split(';')[0]}")
+
+
+SCOPES = """
+.target sm_90a
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry _scopes$1(  // a comment; with a semicolon
+	.param .u64 .ptr .global .align 1 p_0,
+	.param .align 64 .b8 p_1[128],
+	.param .f32 p_2
+)
+.reqntid 128
+.maxnreg 168
+{
+	.reg .pred %p<3>;
+	.reg .b32 %r<2>, x;
+	.loc	1 3 0                          // scopes.py:3:0
+$L__one:
+	{ .reg .pred P;
+	again: mbarrier.try_wait.parity.shared::cta.b64 P, [%r0], 0;
+	@!P bra.uni again;
+	@%p1 bra done; }
+	{
+	.reg .b32 x, y;
+	again:
+	mov.b32 x,
+		%r1; { .reg .b64 y; mov.b64 y, {x, %r1}; } mov.b32 y, x;
+	bra again;
+	}
+	mov.b32 x, %r1;
+	.pragma "nounroll";
+done: ret;
+}
+	.section .debug_info { }
+"""
+
+
+def test_parsing_keeps_parameters_registers_and_lines():
+    kernel = parse(SCOPES)
+    assert (kernel.name, kernel.threads) == ("_scopes$1", 128)
+    assert kernel.params == (("p_0", 8), ("p_1", 128), ("p_2", 4))
+    names = ["%p0", "%p1", "%p2", "%r0", "%r1", "x", "P__1", "x__2", "y__2", "y__3"]
+    assert kernel.registers == dict(zip(names, ["pred"] * 3 + ["b32"] * 3 + ["pred", "b32", "b32", "b64"], strict=True))
+    assert [each.line for each in kernel.body if not isinstance(each, str)] == [17, 18, 19, 23, 24, 24, 25, 27, 29]
+
+
+def test_names_in_braces_are_others_than_those_outside():
+    body = [each if isinstance(each, str) else (each.guard, each.op, *each.args) for each in parse(SCOPES).body]
+    assert body == [
+        "$L__one",
+        "again__1",
+        (None, "mbarrier.try_wait.parity.shared::cta.b64", "P__1", "[%r0]", "0"),
+        (("P__1", True), "bra.uni", "again__1"),
+        (("%p1", False), "bra", "done"),
+        "again__2",
+        (None, "mov.b32", "x__2", "%r1"),
+        (None, "mov.b64", "y__3", "{x__2, %r1}"),
+        (None, "mov.b32", "y__2", "x__2"),
+        (None, "bra", "again__2"),
+        (None, "mov.b32", "x", "%r1"),
+        "done",
+        (None, "ret"),
+    ]
+
+
+@pytest.mark.parametrize("head, line", [(".maxnreg 5", 3), (".reqntid 32\n.noreturn", 4)])
+def test_a_kernel_must_say_how_many_threads_it_has_and_nothing_unknown(head, line):
+    with pytest.raises(Unsupported, match=f"line {line}"):
+        parse(f".entry f()\n{head}\n{{ ret; }}")
