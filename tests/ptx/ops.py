@@ -175,23 +175,3 @@ def clz(x):
 
 def brev(x):
     return np.packbits(np.unpackbits(x.view(U8), bitorder="little")).view(">u4").astype(U32)
-
-
-def differ(a, b):
-    """Whether bits are those of different numbers.
-
-    The hardware has one NaN, NumPy has many. And lanes that sum up the same may do so in different order, or contract
-    another product: what they have alike is then alike but for rounding.
-    """
-    found = a != b
-    if not found.any():
-        return found
-    if a.dtype.itemsize == 4:
-        x, y = a.view(F32), b.view(F32)
-        found &= ~(np.isnan(x) & np.isnan(y))
-        found &= ~((np.abs(x) > 1e-30) & (np.abs(x - y) <= 2e-5 * np.abs(x) + 1e-6))
-    elif a.dtype.itemsize == 2:
-        found &= ~(np.isnan(a.view(F16)) & np.isnan(b.view(F16)))
-        found &= ~((a & U16(0x7FFF) > U16(0x7F80)) & (b & U16(0x7FFF) > U16(0x7F80)))
-        found &= np.abs(a.astype(S32) - b) > 1
-    return found
