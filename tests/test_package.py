@@ -24,7 +24,7 @@ ROOMS = {
     "cpu": {"call", "naive", "private"},
     "operators": {"call", "cpu", "launch", "naive", "private"},
     "backends": {"call", "cpu", "launch", "naive", "operators", "private"},
-    "replay": {"backends", "call", "cpu", "kernels", "launch", "operators", "private"},
+    "replay": {"backends", "call", "cpu", "kernels", "launch", "naive", "operators", "private"},
     "api": {"backends", "call", "operators", "replay"},
     "reference": {"api", "call", "naive"},
     "plot": {"call"},

@@ -185,7 +185,6 @@ class Emitter:
 
     def write_all(self, registers, source, dtype, vote=True):
         """Writes each array of a sequence to its register, but for _; a dtype of None is the register's own."""
-        self.mask()  # which may depend on one of the registers, so before they change
         results = self.temporary(source)
         for i, register in enumerate(registers):
             if register != "_":
