@@ -198,7 +198,7 @@ def _is_one(call: Call) -> bool:
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
         return True
-    if scores * call.query.element_size() > _most(call):
+    if scores * wide(call).itemsize > _most(call):
         return False
     # Of few rows each sees nearly all keys that one of them sees.
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
@@ -231,9 +231,9 @@ def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
 
 
 def at_once(call: Call) -> dict[str, Any] | None:
-    """What `formula` takes besides query, key and value, where it is all of `run`; None where there is more to do."""
+    """What `formula` takes besides query, key and value in the dtype of `wide`, where it is all of `run`; or None."""
     more = call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask, call.seed
-    if any(x is not None for x in (*more, call.cu_seqlens_q)) or call.query.dtype != _wide(call):
+    if any(x is not None for x in (*more, call.cu_seqlens_q)):
         return None
     if not (sized(call) and readable(call) and _is_one(call)):
         return None
@@ -265,7 +265,8 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     return _joined([_joined([_of_part(part, need_lse, again) for part in row], 1) for row in all_parts], 0)
 
 
-def _wide(call: Call) -> torch.dtype:
+def wide(call: Call) -> torch.dtype:
+    """The dtype that a call is computed in."""
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
@@ -297,7 +298,7 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """`run` of a call that is not packed; it may be padded."""
-    made = prepared(call, _wide(call))
+    made = prepared(call, wide(call))
     out, lse = _blocks(made, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
     weights = _all(made, False, True)[2].to(call.query.dtype).contiguous() if need_weights else None
@@ -312,10 +313,10 @@ def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 def _whole(call: Call, first: int, last: int) -> tuple:
     """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
     if call.cu_seqlens_q is None:
-        part = uncut(prepared(call, _wide(call)))
+        part = uncut(prepared(call, wide(call)))
         return _block(part, part.blocks[0]._replace(first=first, last=last), True, True)
     made, rows = padded(call)
-    return packed(rows, *_all(prepared(made, _wide(call)), True, True))
+    return packed(rows, *_all(prepared(made, wide(call)), True, True))
 
 
 def _rows_again(call: Call) -> Iterator[tuple[int, int]]:

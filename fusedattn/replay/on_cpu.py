@@ -40,7 +40,7 @@ class OnCpu:
         self.causal = None if more else flash.at_once(call)
         # Autograd would refuse what is made here in inference mode.
         by_formula = run is formula.run and not any(self.wanted) and not torch.is_inference_mode_enabled()
-        self.options = formula.at_once(call) if by_formula else None
+        self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
         self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None
 
@@ -48,7 +48,8 @@ class OnCpu:
         """What `attention` returns of a call with this signature."""
         query, key, value = tensors[:3]
         if self.options is not None:
-            out = formula.formula(query, key, value, **self.options)[0]
+            wide = query.to(self.wide), key.to(self.wide), value.to(self.wide)
+            out = formula.formula(*wide, **self.options)[0].to(query.dtype)
         elif self.causal is None:
             out, lse, weights = self.run(call_of(tensors, self.numbers), *self.wanted)
             return results(4, out, lse, weights)
