@@ -27,6 +27,8 @@ SLOWING = {
     "TensorGuards": torch._C._dynamo.guards,
     "_empty_strided_cpu": torch._C._dynamo.guards,
     "_empty_strided_cuda": torch._C._dynamo.guards,
+    "_current_autograd_node": torch._C,
+    "_top_saved_tensors_default_hooks": torch._C._autograd,
 }
 ASKED = {"_current_level"}  # at each call, not at import; torch's compiler needs it
 

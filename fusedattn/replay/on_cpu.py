@@ -1,18 +1,26 @@
 """Runs a call like an earlier one by "cpu" or "naive": nothing was recorded, and nothing is checked again."""
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call, in_memory, rank4, results, rows, watched
-from ..call.layout import arrange
+from ..call.form import DIFFERENTIABLE, Call, rank4, results, rows, watched
+from ..call.layout import arrange, dense
 from ..cpu import flash
 from ..cpu.parts import Rectangle
 from ..naive import formula
 from ..operators import attention
-from ..private import TensorGuards, flash_attention_for_cpu, flash_attention_for_cpu_backward
+from ..private import (
+    TensorGuards,
+    current_node,
+    flash_attention_for_cpu,
+    flash_attention_for_cpu_backward,
+    saved_by,
+    saved_tensors_hooks,
+)
 
 
 def call_of(tensors: tuple, numbers: tuple) -> Call:
@@ -33,9 +41,10 @@ class OnCpu:
         self.run = run
         self.wanted, self.numbers = numbers[-4:-2], call[_TENSORS:]
         save = numbers[-1] and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
-        self.save, self.scale, self.as_is = save, call.scale, call.query.is_contiguous()
-        self.facts: dict[int, list] = {}  # of what is saved: five tensors, or seven
-        self.guards: dict[int, Any] = {}  # that compare it, and a gradient of the output, in C++
+        self.save, self.scale = save, call.scale
+        self.strides = dense(call.query, call.query.shape).stride()  # of the output
+        self.facts: dict[int, list] = {}  # of what our own node saves: five tensors, or seven
+        self.guards: dict[int, Any] = {}  # that compare it in C++
         more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
         self.causal = None if more else flash.at_once(call)
         # Autograd would refuse what is made here in inference mode.
@@ -54,38 +63,72 @@ class OnCpu:
             out, lse, weights = self.run(call_of(tensors, self.numbers), *self.wanted)
             return results(4, out, lse, weights)
         elif self.save:
-            return _at_once(self, query, key, value)
+            centre = flash.centre(value.detach())
+            if centre is not None or current_node is None or saved_tensors_hooks(False) is not None:
+                return _at_once(self, centre, query, key, value)
+            options = dict(attn_mask=self.mask, scale=self.scale)
+            out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, **options)
+            out.grad_fn.register_prehook(self.before_backward)  # PyTorch's own node: one in Python takes 50 us more
         else:
             out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, attn_mask=None, scale=self.scale)
-        return out if self.as_is else arrange(out, query)
+        return self.arranged(out, query)
 
-    def may_differentiate(self, grad_out: Tensor, saved: tuple) -> bool:
+    def arranged(self, out: Tensor, query: Tensor) -> Tensor:
+        """The output in the order of dimensions of query, which is how the kernel writes most."""
+        return out if out.stride() == self.strides else arrange(out, query)
+
+    def differentiate(self, tensors: tuple, grad_out: Tensor, need: list[bool]) -> tuple:
+        """Gradients by the operator, whose own derivative and vmap are right."""
+        query, key, value, out, lse, kept = tensors
+        fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), self.numbers)
+        stats = attention.cpu.stats(flash.Result(out, lse, kept))
+        incoming = grad_out, None, None, out, out.new_empty(0), stats
+        return attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])[:3]
+
+    def before_backward(self, grads: tuple) -> tuple | None:
+        """Where something watches the backward or differentiates it, replaces the node's gradients by the operator's."""
+        grad_out, *others = grads
+        if grad_out is None or not (torch.is_grad_enabled() or watched()):
+            return None
+        assert current_node is not None
+        node, thread = current_node(), get_ident()
+        saved, need = saved_by(node), [edge is not None for edge, _ in node.next_functions[:3]]
+        gradients = self.differentiate((*saved, saved[3]), grad_out, need)
+
+        def after_backward(instead: tuple, _) -> tuple | None:
+            if get_ident() != thread:
+                return None
+            handle.remove()
+            pairs = zip(instead, gradients, strict=False)
+            return tuple([None if before is None else grad for before, grad in pairs]) + instead[3:]
+
+        handle = node.register_hook(after_backward)
+        return torch.zeros_like(saved[3]), *others  # the kernel computes what is not used
+
+    def may_differentiate(self, saved: tuple) -> bool:
         """Whether the kernel may take these as they are. Raises if one came back with another shape or dtype."""
         count = len(saved)
         guards = self.guards.get(count)
-        if guards is not None and guards.check(grad_out, *saved):
+        if guards is not None and guards.check(*saved):
             return True
         before, after = self.facts[count], _facts(saved)
         attention.check_saved([x[:2] for x in before], [x[:2] for x in after])
-        if before != after or not in_memory((grad_out,)) or not flash.in_rows(grad_out):
+        if before != after:
             return False
-        tensors = grad_out, *saved
-        if TensorGuards is not None and len(set(map(id, tensors))) == len(tensors):
-            self.guards[count] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if TensorGuards is not None and len(set(map(id, saved))) == count:
+            self.guards[count] = TensorGuards(*saved, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         return True
 
 
 class _AtOnce(torch.autograd.Function):
-    """A call that is one call of PyTorch's kernel, by its OnCpu."""
+    """A call that is one call of PyTorch's kernel, by its OnCpu; where hooks take what is saved, or there is a centre."""
 
     @staticmethod
-    def forward(ctx, known: OnCpu, query: Tensor, key: Tensor, value: Tensor):
-        centre = flash.centre(value)
+    def forward(ctx, known: OnCpu, centre: Tensor | None, query: Tensor, key: Tensor, value: Tensor):
         centred = value if centre is None else value - centre
         options = dict(attn_mask=known.mask, scale=known.scale)
         kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, **options)
-        out = kept if centre is None else kept + flash.to_heads(centre, query.shape[1])
-        out = out if known.as_is else arrange(out, query)
+        out = known.arranged(kept if centre is None else kept + flash.to_heads(centre, query.shape[1]), query)
         ctx.known = known
         saved = query, key, value, out, lse, *(() if centre is None else (centre, kept))
         ctx.save_for_backward(*saved)
@@ -97,21 +140,17 @@ class _AtOnce(torch.autograd.Function):
     def backward(ctx, grad_out):
         query, key, value, out, lse, *more = saved = ctx.saved_tensors  # a checkpoint gives them once
         centre, kept = more or (None, out)
-        known, need = ctx.known, ctx.needs_input_grad[1:]
-        grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-        if not known.may_differentiate(grad_out, saved) or torch.is_grad_enabled() or watched():
-            fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), known.numbers)
-            stats = attention.cpu.stats(flash.Result(out, lse, kept))
-            incoming = grad_out, None, None, out, out.new_empty(0), stats
-            grads = attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])
+        known, need = ctx.known, ctx.needs_input_grad[2:]
+        if not known.may_differentiate(saved) or torch.is_grad_enabled() or watched():
+            grads = known.differentiate((query, key, value, out, lse, kept), grad_out, need)
         else:
             centred = value if centre is None else value - centre
             tensors = grad_out, query, key, centred, kept, lse
             options = dict(attn_mask=known.mask, scale=known.scale)
             grads = flash_attention_for_cpu_backward(*tensors, 0.0, known.causal, **options)
         if all(need):
-            return None, *grads[:3]
-        return None, *(grad if needed else None for grad, needed in zip(grads, need, strict=False))
+            return None, None, *grads
+        return None, None, *(grad if needed else None for grad, needed in zip(grads, need, strict=True))
 
 
 def _facts(tensors) -> list:

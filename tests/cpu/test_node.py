@@ -1,0 +1,179 @@
+"""Calls that are one call of PyTorch's kernel: its own node differentiates them, but where the operator must."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedattn as fa
+
+from ..inside import same
+
+NAIVE = dict(backend="naive")
+
+
+def draw(dtype=torch.float64):
+    return [torch.randn(1, 2, 90, 16, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def attend(leaves, **options):
+    out = fa.attention(*leaves, causal=True, **options)
+    assert ("ScaledDotProduct" in out.grad_fn.name()) != bool(options)
+    return out
+
+
+HOSTILE = {
+    "of one number": lambda x: x[:, :, :1, :1].expand_as(x),
+    "of one row": lambda x: x[:, :, :1].expand_as(x),
+    "columns apart": lambda x: x.mT.contiguous().mT,
+    "rows that overlap": lambda x: x.reshape(-1).as_strided(x.shape, (1000, 400, 1, 1)),
+    "negated": lambda x: torch._neg_view(x),
+    "of nothing": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("before", ["plain", "the same"])
+def test_any_gradient_of_the_output(name, before):
+    leaves = draw()
+    plain = torch.randn(1, 2, 90, 16, dtype=torch.float64)
+    hostile = HOSTILE[name](plain)
+    for incoming in (plain if before == "plain" else hostile, hostile, plain):
+        want = torch.autograd.grad(attend(leaves, **NAIVE), leaves, incoming.clone())
+        same(torch.autograd.grad(attend(leaves), leaves, incoming), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("again", [False, True])
+def test_some_gradients(wanted, again):
+    """Asked for of all inputs that have one, or of inputs that alone have one; and once more of them."""
+    for alone in (False, True):
+        leaves = draw()
+        for number, leaf in enumerate(leaves):
+            leaf.requires_grad_(not alone or number in wanted)
+        some = [leaves[number] for number in wanted]
+        found = []
+        for options in ({}, {}, NAIVE):
+            grads = torch.autograd.grad(attend(leaves, **options).square().sum(), some, create_graph=again)
+            if again:
+                grads = torch.autograd.grad(sum(grad.square().sum() for grad in grads), some)
+            found.append(grads)
+        same(found[0], found[2], atol=1e-8)
+        same(found[1], found[2], atol=1e-8)
+
+
+def test_a_graph_that_is_kept_or_not():
+    leaves = draw()
+    attend(leaves).sum().backward()
+    out, want = attend(leaves), [leaf.grad.clone() for leaf in leaves]
+    for more in (dict(retain_graph=True), dict(create_graph=True), dict(retain_graph=True), {}):
+        same(torch.autograd.grad(out.sum(), leaves, **more), want, atol=1e-10)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.sum(), leaves)
+    out = attend(leaves)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True, retain_graph=False)
+    naive = torch.autograd.grad(attend(leaves, **NAIVE).square().sum(), leaves, create_graph=True)
+    same(first, naive, atol=1e-9)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.square().sum(), leaves)
+
+
+def test_an_input_that_was_written_to_is_refused():
+    leaves = draw()
+    inputs = [leaf.clone() for leaf in leaves]
+    out = attend(inputs)
+    inputs[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_many_gradients_at_once():
+    leaves = draw()
+    incoming = torch.randn(3, 1, 2, 90, 16, dtype=torch.float64)
+    for _ in range(3):
+        grads = torch.autograd.grad(attend(leaves), leaves, incoming, is_grads_batched=True)
+        for number, one in enumerate(incoming):
+            want = torch.autograd.grad(attend(leaves, **NAIVE), leaves, one)
+            same([grad[number] for grad in grads], want, atol=1e-10)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_a_backward_sees_the_operator():
+    leaves = draw()
+    want = torch.autograd.grad(attend(leaves).sum(), leaves)
+    out, seen = attend(leaves), _Seen()
+    with seen:
+        got = torch.autograd.grad(out.sum(), leaves)
+    assert "fusedattn.backward.default" in seen.names
+    assert all(map(torch.equal, got, want))
+
+
+def test_two_threads_differentiate_one_graph():
+    leaves = draw()
+    out = attend(leaves)
+    want = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    found, ready = [], threading.Barrier(2)
+
+    def work(create_graph):
+        ready.wait()
+        for _ in range(20):
+            found.append(torch.autograd.grad(out.sum(), leaves, retain_graph=True, create_graph=create_graph))
+
+    threads = [threading.Thread(target=work, args=(create,)) for create in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    for grads in found:
+        same(grads, want, atol=1e-10)
+
+
+def test_hooks_of_the_user():
+    leaves, came = draw(), []
+    out = attend(leaves)
+    out.register_hook(lambda grad: came.append(grad) or grad * 2)
+    out.grad_fn.register_hook(lambda grads, _: came.append(grads))
+    for _ in range(2):
+        came.clear()
+        got = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        want = torch.autograd.grad(attend(leaves, **NAIVE).sum() * 2, leaves)
+        same(got, want, atol=1e-10)
+        assert len(came) == 2 and torch.equal(came[0], torch.ones_like(out))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)])
+def test_the_order_of_dimensions(order, gaps):
+    """As where heads are split from rows of features, of queries alone or of queries, keys and values."""
+    sizes = 2, 4, 90, 16
+
+    def placed(wider):
+        memory = torch.randn([sizes[axis] for axis in order[:3]] + [wider * sizes[3]], dtype=torch.float64)
+        return memory[..., : sizes[3]].permute([order.index(axis) for axis in range(4)])
+
+    leaves = [placed(3 if gaps else 1).requires_grad_() for _ in range(3)]
+    for _ in range(2):
+        out = fa.attention(*leaves, causal=True)
+        assert out.stride() == placed(1).stride()
+    want = torch.autograd.grad(attend(leaves, **NAIVE).square().sum(), leaves)
+    same(torch.autograd.grad(out.square().sum(), leaves), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("common", [0.0, 4.0])
+def test_values_of_bfloat16_with_something_in_common_take_our_own(common):
+    leaves = [(x.detach() + common).bfloat16().requires_grad_() for x in draw()]
+    for _ in range(2):
+        out = fa.attention(*leaves)
+        assert ("ScaledDotProduct" in out.grad_fn.name()) == (common == 0.0)
+
