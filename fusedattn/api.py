@@ -67,11 +67,13 @@ def attention(
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    arguments = Arguments(query, key, value, *options, dropout_p, seed)
+    arguments = (
+        query, key, value, mask, bias, key_mask, query_mask,
+        causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
+    )  # fmt: skip
     if isinstance(query, Tensor) and query.is_nested:
         more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
-        return jagged.attend(attention_varlen, arguments, **more)
+        return jagged.attend(attention_varlen, Arguments(*arguments), **more)
     return cache.attend(arguments, return_lse, return_weights, backend)
 
 

@@ -29,7 +29,7 @@ from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention
-from ..private import TensorGuards, any_autocast, can_replay, has_storage
+from ..private import TensorGuards, any_autocast, can_replay, forward_level, has_storage
 from .on_cpu import OnCpu, call_of
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
@@ -73,8 +73,12 @@ def forget() -> None:
     _recent.clear()
 
 
-def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
-    """What `attention` returns: a replay of a call like this one, or else checked, by the backend that takes it."""
+def attend(arguments: tuple, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
+    """What `attention` returns: a replay of a call like this one, or else checked, by the backend that takes it.
+
+    Args:
+        arguments: the fields of an Arguments.
+    """
     query, key, value, mask, bias, key_mask, query_mask, *options, slopes, sinks, dropout_p, seed = arguments
     tensors: tuple[Any, ...] = (query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, None)
     if type(mask) is Plan and key_mask is None and query_mask is None:
@@ -85,7 +89,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     if replay is not None:
         return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    call = checked(arguments, named is not None)
+    call = checked(Arguments(*arguments), named is not None)
     chosen = backends.choose(call, return_weights, named)
     replay = learn(tensors, numbers, call, chosen)
     if replay is not None:
@@ -134,8 +138,6 @@ def _precision(tensor: Tensor) -> str | None:
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
     """(the tensors that are there, a Signature but for its facts); None for a call without a signature."""
-    if watched():
-        return None
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
     present: tuple = (query, key, value)
     there = None
@@ -143,15 +145,24 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
         present, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(map(type, tensors))
         if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
             return None
-    if not _usual(numbers) or not _ordinary(present):
+    if not _usual(numbers) or type(query) not in _CLASSES:
         return None
-    named = numbers[-2]
-    precision = None if named not in _KERNELS and present[0].is_cpu else _precision(present[0])  # of kernels alone
+    precision = None if numbers[-2] not in _KERNELS and query.is_cpu else _precision(query)  # of kernels alone
     return present, (numbers, precision, asked.deterministic, there)
 
 
+def _is_compiled() -> bool:
+    """Whether something must see a call that guards cannot know of: of all else that `watched` names, they do."""
+    return is_compiling() or forward_level() >= 0
+
+
+def _may_repeat(present: tuple) -> bool:
+    """Whether what is computed with tensors depends on their facts, and on what guards know of, alone."""
+    return _ordinary(present) and not any_autocast() and all(has_storage(x) and not x.is_neg() for x in present)
+
+
 def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
-    if any_autocast() or not all(has_storage(x) and not x.is_neg() for x in present) or not _aligned(present):
+    if not _may_repeat(present) or not _aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return Signature(*most, tuple(facts))
@@ -160,7 +171,8 @@ def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None
 def _remember(present: tuple, most: tuple, replay: Any) -> None:
     if TensorGuards is None or len(set(map(id, present))) < len(present):
         return  # guards want each tensor to be another
-    # Guards compare what dispatches too: autocast, and what wraps or negates a tensor, make it another.
+    # Guards compare what dispatches too: autocast, a transform, a mode, and what wraps or negates a tensor make it
+    # another.
     guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
@@ -171,7 +183,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     Args:
         tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
     """
-    if is_compiling() or not _known:
+    if _is_compiled() or not _known:
         return None
     split = _split(tensors, numbers)
     if split is None:
@@ -180,7 +192,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     for guards, replay in _recent.get(most, ()):
         if guards.check(*present):
             return replay if replay.backend == "cpu" or _aligned(present) else None
-    signature = _signature(present, most)
+    signature = None if watched() else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
     if replay is not None:
         _remember(present, most, replay)
@@ -197,7 +209,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     on_cpu = by_formula or chosen.run is attention.run_on_cpu
     if not (on_cpu or chosen.run in RECORDED):
         return None
-    split = _split(tensors, numbers) if can_replay else None
+    split = _split(tensors, numbers) if can_replay and not watched() else None
     if split is None or call.query is not tensors[0]:
         return None
     present, most = split
@@ -233,18 +245,16 @@ def _facts_of_any(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
 
     The first of numbers are those of a Signature.
     """
-    if watched():
-        return None
     present = {id(x): x for x in tensors if x is not None}  # guards want each tensor to be another
-    if not _usual(numbers[:_USUAL]) or not _ordinary(unique := tuple(present.values())):
+    if not _usual(numbers[:_USUAL]):
         return None
     number_of = dict(zip(present, range(len(present)), strict=True))
-    return unique, (numbers, asked.deterministic, tuple([number_of.get(id(x)) for x in tensors]))
+    return tuple(present.values()), (numbers, asked.deterministic, tuple([number_of.get(id(x)) for x in tensors]))
 
 
 def recall(tensors: tuple, numbers: tuple) -> Any:
     """What was remembered of a call that is like this one, or None."""
-    if is_compiling() or not _recent:
+    if _is_compiled() or not _recent:
         return None
     facts = _facts_of_any(tensors, numbers)
     if facts is not None:
@@ -256,8 +266,8 @@ def recall(tensors: tuple, numbers: tuple) -> Any:
 
 def remember(tensors: tuple, numbers: tuple, known: Any) -> None:
     """Have `recall` find something of calls like this one."""
-    facts = _facts_of_any(tensors, numbers)
-    if facts is not None and not any_autocast() and all(has_storage(x) and not x.is_neg() for x in facts[0]):
+    facts = None if watched() else _facts_of_any(tensors, numbers)
+    if facts is not None and _may_repeat(facts[0]):
         if len(_recent) >= MAX_KEPT:
             forget()
         _remember(*facts, known)
