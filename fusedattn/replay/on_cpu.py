@@ -86,7 +86,7 @@ class OnCpu:
         return attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])[:3]
 
     def before_backward(self, grads: tuple) -> tuple | None:
-        """Where something watches the backward or differentiates it, replaces the node's gradients by the operator's."""
+        """Where something watches or differentiates the backward, replaces the node's gradients by the operator's."""
         grad_out, *others = grads
         if grad_out is None or not (torch.is_grad_enabled() or watched()):
             return None
@@ -121,7 +121,7 @@ class OnCpu:
 
 
 class _AtOnce(torch.autograd.Function):
-    """A call that is one call of PyTorch's kernel, by its OnCpu; where hooks take what is saved, or there is a centre."""
+    """A call that is one call of PyTorch's kernel, where hooks take what is saved or values are centred."""
 
     @staticmethod
     def forward(ctx, known: OnCpu, centre: Tensor | None, query: Tensor, key: Tensor, value: Tensor):
