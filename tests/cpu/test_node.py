@@ -176,4 +176,3 @@ def test_values_of_bfloat16_with_something_in_common_take_our_own(common):
     for _ in range(2):
         out = fa.attention(*leaves)
         assert ("ScaledDotProduct" in out.grad_fn.name()) == (common == 0.0)
-
