@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import gradient, masks as masking, scores, span, tiles, walk
+from .vocabulary import copies, gradient, masks as masking, scores, span, tiles, walk
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "left", "right", "batches"])
@@ -52,6 +52,7 @@ def dbias(
         row = gradient.down(gradient.load(Rows, plane, rows, own_rows))
         shown = masking.shown(masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(score, band, plane, r, c, CHECK=True)
+        copies.fence()
         x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)

@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout as dropping, gradient, masks as masking, scores, span, tiles, walk
+from .vocabulary import copies, dropout as dropping, gradient, masks as masking, scores, span, tiles, walk
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def _walk_rows(
         row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
         shown = masking.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
+        copies.fence()
         x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK)
         if grads.v is not None:

@@ -6,7 +6,18 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a b
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout as dropping, gradient, masks as masking, row_sums, scores, softmax, span, tiles, walk
+from .vocabulary import (
+    copies,
+    dropout as dropping,
+    gradient,
+    masks as masking,
+    row_sums,
+    scores,
+    softmax,
+    span,
+    tiles,
+    walk,
+)
 
 
 @triton.jit
@@ -30,6 +41,7 @@ def _walk_keys(
         k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
         shown = masking.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
+        copies.fence()
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         known = gradient.down(row)
         p, dcap = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, dropout, CHECK)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import dropout as dropping, masks as masking, scores, softmax, tiles
+from . import copies, dropout as dropping, masks as masking, scores, softmax, tiles
 
 
 @triton.jit
@@ -20,6 +20,7 @@ def attend(
     k_tile = tiles.load(k, k_rows, exists, D)  # [keys, D]
     shown = masking.shown(masks, band, plane, r, c, CHECK)
     bias = scores.bias(score, band, plane, r, c, CHECK)
+    copies.fence()
     x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)  # [rows, keys]
     s, dcap = scores.apply(score, x, bias, band, plane, r, c)
     if CHECK:
