@@ -107,7 +107,7 @@ def faults(row, report, committed=None, known=None):
         yield f"{'does not add' if row.tile.bulk else 'adds'} dq by the copy engine"
     if report.serialized and row.variant not in ALL:
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
-    yield from map(str, report.overwritten)
+    yield from map(str, report.overtaken)
     if on_hopper:
         length = (committed or {}).get(str(row).rstrip())
         yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.loops))

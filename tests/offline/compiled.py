@@ -108,7 +108,7 @@ class Report(NamedTuple):
     """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop.
 
     What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
-    numbers of registers that warps go on with; copied, names of tensor copies; overwritten, as `hazards` has it.
+    numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds.
     """
 
     registers: int
@@ -122,7 +122,7 @@ class Report(NamedTuple):
     loops: tuple = ()
     asked: frozenset = frozenset()
     copied: frozenset = frozenset()
-    overwritten: tuple = ()
+    overtaken: tuple = ()
 
     def __str__(self):
         counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
@@ -252,7 +252,8 @@ def compile_row(row, read=False, heads=None):
     seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
     ptx = compiled.asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
-    sass = disassemble(compiled.asm["cubin"]) if plain or read or row.kernel == "hopper" else ""
+    read = plain or read or "wgmma.mma_async" in ptx  # what may overtake is looked at in all
+    sass = disassemble(compiled.asm["cubin"]) if read else ""
     loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(
@@ -268,7 +269,7 @@ def compile_row(row, read=False, heads=None):
         loops=loops,
         asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
         copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
-        overwritten=hazards.overwritten(sass),
+        overtaken=(*hazards.overwritten(sass), *hazards.unfenced(sass)),
     )
 
 

@@ -1,7 +1,8 @@
 """What may go wrong while matrices multiply asynchronously: the compiler's own mistakes, and what nobody waits for.
 
 A wgmma reads its left operand from registers for as long as it runs, and ptxas before 13.3 may write to them before the
-wait that ends it: triton-lang/triton#9433.
+wait that ends it: triton-lang/triton#9433. What it reads must be written before the fence that comes before it: Triton
+3.6 and 3.7 move left operands behind that fence (mended by triton-lang/triton#9530), and ptxas before it again.
 """
 
 import re
@@ -104,6 +105,50 @@ def overwritten(sass):
             merged = state if starts[follower] is None else _merged(starts[follower], state)
             if merged != starts[follower]:
                 starts[follower] = merged
+                left.append(follower)
+    return tuple(found.values())
+
+
+class Unfenced(NamedTuple):
+    """A product, a register that it reads, and that it was written after the fence before the product."""
+
+    product: str
+    register: int
+
+    def __str__(self):
+        return f"'{self.product}' reads R{self.register}, which was written after the fence before it"
+
+
+def _read(product):
+    """The registers that a product reads: its left operand, if that is there, and its sums."""
+    left, sums = _LEFT.search(product), re.search(r"HGMMA\S* R\d+, .*gdesc\S*, (R\d+|!UPT|RZ)", product)
+    registers = list(range(int(left[1]), int(left[1]) + _LEFT_REGISTERS)) if left else []
+    if sums and sums[1][1:].isdigit():
+        first = int(sums[1][1:])
+        registers += range(first, first + _width(operation(product)))
+    return registers
+
+
+def unfenced(sass):
+    """Each Unfenced of a kernel, over all ways through it. PTX ISA, "wgmma.fence"."""
+    code = flow.blocks(sass)
+    starts, left, found = [None] * len(code), list(range(min(1, len(code)))), {}
+    starts[:1] = [frozenset()] * len(left)
+    while left:
+        n = left.pop()
+        state = set(starts[n])  # what was written since the last fence
+        for instruction in code[n].code:
+            name = operation(instruction)
+            if name == "WARPGROUP.ARRIVE" and not instruction.startswith("@"):
+                state.clear()
+            elif name.startswith("HGMMA"):
+                found |= {(instruction, r): Unfenced(instruction, r) for r in _read(instruction) if r in state}
+            else:
+                state.update(written(instruction))
+        for follower in code[n].after:
+            merged = state if starts[follower] is None else starts[follower] | state
+            if merged != starts[follower]:
+                starts[follower] = frozenset(merged)
                 left.append(follower)
     return tuple(found.values())
 

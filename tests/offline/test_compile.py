@@ -125,7 +125,7 @@ ON_HOPPER = GOOD._replace(
         (dict(loops=((*STEP[:3], EXP2, *STEP[-2:]), STEP)), "6 instructions in loop 0, not within 5% of 39"),
         (dict(loops=((*STEP, "NOP"), STEP)), None),  # within 5%
         (dict(loops=((*STEP, "NOP", "NOP"), STEP)), "41 instructions in loop 0"),
-        (dict(overwritten=(hazards.Overwritten("MOV R152, R2", 152, PV),)), "'MOV R152, R2' writes R152"),
+        (dict(overtaken=(hazards.Overwritten("MOV R152, R2", 152, PV),)), "'MOV R152, R2' writes R152"),
     ],
 )
 def test_what_is_wrong_with_the_kernel_for_hopper_is_said(change, said):

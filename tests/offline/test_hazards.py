@@ -130,6 +130,32 @@ def test_registers_that_a_product_may_still_read_are_not_written(lines, expected
     assert {each.register for each in found} <= set(range(152, 156))
 
 
+ARRIVE = "WARPGROUP.ARRIVE"
+
+
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        ([WRITE, ARRIVE, PV, LEAVE_NONE], 0),
+        ([ARRIVE, WRITE, PV, LEAVE_NONE], 1),
+        ([ARRIVE, PV, LEAVE_NONE, WRITE, PV, LEAVE_NONE], 1),  # the fence before the first is not one for the second
+        ([ARRIVE, PV, LEAVE_NONE, WRITE, ARRIVE, PV, LEAVE_NONE], 0),
+        ([ARRIVE, "LDS.128 R149, [R2]", PV, LEAVE_NONE], 1),  # the last of four
+        ([ARRIVE, "FADD R88, R2, R3", PV, LEAVE_NONE], 1),  # its sums
+        ([ARRIVE, PV, PV, LEAVE_NONE], 0),  # products of the same sums are in order
+        ([ARRIVE, "@P0 " + WRITE, PV], 1),
+        ([WRITE, "@P0 " + ARRIVE, PV], 1),
+        ([ARRIVE, "@P0 BRA AFTER", WRITE, "AFTER: NOP", PV], 1),  # on one of two ways
+        (["LOOP: NOP", PV, LEAVE_NONE, WRITE, "@P0 BRA LOOP"], 1),  # in the next step
+        (["LOOP: NOP", ARRIVE, PV, LEAVE_NONE, WRITE, "@P0 BRA LOOP"], 0),
+    ],
+)
+def test_what_a_product_reads_is_written_before_its_fence(lines, expected):
+    found = hazards.unfenced(written(*lines, "EXIT"))
+    assert len(found) == expected
+    assert all("was written after the fence" in str(each) for each in found)
+
+
 EXP2 = "MUFU.EX2 R24, R24"
 
 
