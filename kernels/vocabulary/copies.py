@@ -1,7 +1,5 @@
 """Has asynchronous products see what asynchronous copies wrote to shared memory, where the compiler does not."""
 
-import re
-
 import triton
 import triton.language as tl
 from triton import knobs
@@ -9,8 +7,8 @@ from triton.language.target_info import cuda_capability_geq
 
 # Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing; 3.7.1 puts it behind, as here:
 # triton-lang/triton#9610, #10537.
-_VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
-UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
+_MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
+UNFENCED = tl.constexpr((int(_MAJOR), int(_MINOR), int(_PATCH[0])) < (3, 7, 1) and not knobs.runtime.interpret)
 
 
 @triton.jit
