@@ -11,13 +11,13 @@ import torch
 import fusedattn as fa
 from fusedattn import reference
 from fusedattn.launch import hopper, run, tiles
-from fusedattn.testing.compare import compare, in_float64, with_gradients
+from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sequences
 from ..caches import Cached
-from .cases import BF16
 from .device import Device, gpu
+from .tf32 import eager_by_tf32
 
 MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
 # What LLVM moves behind a `wgmma.fence`, ptxas moves before it again: `tests/offline/hazards.py` reads what it made.
@@ -99,13 +99,9 @@ def _attention(entry, capability, options):
         for _ in range(entry.times):
             device.launches.clear()
             got = with_gradients(attend, tensors, given, case.grads)
-    if entry.tf32:  # products may be as wrong as those of bfloat16 by eager PyTorch
-        rough = {name: x.to(BF16) for name, x in tensors.items()}
-        eager = with_gradients(reference.eager, rough, given, case.grads)
-        oracle = with_gradients(reference.attention, in_float64(tensors), given, case.grads)
-        return Outcome(verdicts(got, {name: x.float() for name, x in eager.items()}, oracle), device)
     if lengths is None:
-        return Outcome(compare(got, tensors, given, case.grads), device)
+        with eager_by_tf32() if entry.tf32 else contextlib.nullcontext():
+            return Outcome(compare(got, tensors, given, case.grads), device)
     apply = functools.partial(sequences.by_sequence, rows=lengths[0], keys=lengths[1])
     return Outcome(compare(got, tensors, given, case.grads, apply, lengths), device)
 
