@@ -99,11 +99,12 @@ class Device:
 
     Args:
         races: whether accesses to shared memory are held to what barriers put in order. max_lanes: how many threads
-            are executed at once.
+            are executed at once. tensor_core: the TensorCore that sums up products; by default sums are rounded.
     """
 
-    def __init__(self, races=True, max_lanes=LANES):
+    def __init__(self, races=True, max_lanes=LANES, tensor_core=None):
         self.memory, self.launches, self.races, self.max_lanes = Memory(), [], races, max_lanes
+        self.tensor_core = tensor_core
         self.edit = None  # of (name of a kernel, its PTX): what is executed instead
         self.most_steps = 1 << 20
 
@@ -123,7 +124,7 @@ class Device:
         together = max(1, self.max_lanes // code.kernel.threads)
         for first in range(0, total, together):
             some, shared = blocks[first : first + together], kernel.metadata.shared
-            machine = Machine(code, self.memory, params, some, grid, shared, report, self.races)
+            machine = Machine(code, self.memory, params, some, grid, shared, report, self.races, self.tensor_core)
             machine.most_steps = self.most_steps
             machine.run()
         self.launches.append(Launch(kernel, grid, time.monotonic() - began, report))

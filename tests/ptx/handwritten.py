@@ -41,7 +41,7 @@ def line_of(body, mark="// here"):
     return SOURCE[: SOURCE.index("{body}")].count("\n") + body[: body.index(mark)].count("\n") + 1
 
 
-def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), races=True, **tensors):
+def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), races=True, tensor_core=None, **tensors):
     """Execute a kernel on tensors, of which those named in `fresh` are not initialised; returns the Report."""
     memory, report = Memory(), Report()
     for name in fresh:
@@ -52,7 +52,7 @@ def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), races=True,
         params[name] = struct.pack("Q", tensors[name].data_ptr() if name in tensors else 0)
     program = Program(parse(SOURCE.format(threads=threads, body=body)))
     blocks = np.stack((np.arange(ctas), np.zeros(ctas, int), np.zeros(ctas, int)), 1)
-    machine = Machine(program, memory, params, blocks, (ctas, 1, 1), smem, report, races)
+    machine = Machine(program, memory, params, blocks, (ctas, 1, 1), smem, report, races, tensor_core)
     machine.most_steps = 1000
     machine.run()
     return report

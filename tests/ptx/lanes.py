@@ -42,10 +42,12 @@ class Lanes:
         program: the Program to execute. memory: the Memory. params: {name: bytes, or a descriptor}.
         ctas: (C, 3) places of the blocks in the grid. grid: its size along x, y and z.
         smem: bytes of shared memory of a block. report: the Report. races: whether to watch shared memory.
+        tensor_core: the TensorCore that sums up products; by default sums are rounded.
     """
 
-    def __init__(self, program, memory, params, ctas, grid, smem, report, races=True):
+    def __init__(self, program, memory, params, ctas, grid, smem, report, races=True, tensor_core=None):
         self.program, self.memory, self.params, self.report, self.races = program, memory, params, report, races
+        self.tensor_core = tensor_core
         self.T, self.C = program.kernel.threads, len(ctas)  # threads of a block, blocks
         self.L, self.W = self.T * self.C, self.T // 32  # lanes, warps of a block
         self.smem_size, self.stride = smem, -(-max(smem, 1) // 1024) * 1024  # bytes of a block, and up to the next

@@ -1,8 +1,7 @@
 """wgmma: asynchronous products of a warpgroup, that is, of 128 lanes.
 
 A product reads its operands when it begins, and its sums arrive as late as they may: when their group is waited for.
-Until then the registers of the sums are NaN, and nobody may write its operands, in registers or in shared memory. It
-sums up in float32, where tensor cores truncate.
+Until then the registers of the sums are NaN, and nobody may write its operands, in registers or in shared memory.
 """
 
 import functools
@@ -86,11 +85,9 @@ class Products(Warp):
             left = left.reshape(self.L // 128, 64, -1)[groups]
         right, at, _ = self.operand(b, n, flips[1], kind, groups, line)
         self.begin_reading(groups[:, None, None] * 4 + np.arange(4)[:, None], at[:, None], line)
-        product = np.matmul(left, right.swapaxes(1, 2)).reshape(len(groups), 4, 2, 8, n // 8, 4, 2)
-        product = product.transpose(4, 2, 6, 0, 1, 3, 5).reshape(n // 2, -1)  # a register: columns, rows, element
         active = np.ones(self.L, bool) if m is None else m
         self.check_fenced(a_names or (), active, line)
-        self.accumulate(d, active, product, self.full(scale), line)
+        self.accumulate(d, active, (left, right, kind), self.full(scale), line)
         self.sums[d].operands += [(*operand, active, line) for operand in zip(a_names or (), a, strict=False)]
 
     def operand(self, descriptor, rows, across, kind, groups, line):
@@ -116,8 +113,8 @@ class Products(Warp):
         self.reads_async(gwarp, at, 16, "a product", line)
         self.reading.append(Flight(gwarp * 32, self.issued[gwarp * 32], at, line))
 
-    def accumulate(self, d, active, product, scale, line):
-        """Add a product to sums, whose registers are NaN from now on."""
+    def accumulate(self, d, active, factors, scale, line):
+        """Add the product of two factors of a kind to sums, whose registers are NaN from now on."""
         if d not in self.sums:
             if any(set(other) & set(d) for other in self.sums):
                 raise NotImplementedError(f"line {line}: sums overlap with others in flight")
@@ -131,7 +128,7 @@ class Products(Warp):
             for i in d:
                 self.R[i] = self.nan if fresh.all() else np.where(fresh, self.nan, self.R[i])
         lanes = self.lanes(None if active.all() else active)
-        sums.values[:, lanes] = np.where(scale[lanes], sums.values[:, lanes], F32(0)) + product
+        sums.values[:, lanes] = self.plus(np.where(scale[lanes], sums.values[:, lanes], F32(0)), *factors)
         sums.group[lanes] = self.issued[lanes]
         sums.lanes |= active
 

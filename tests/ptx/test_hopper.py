@@ -73,10 +73,18 @@ OF_A = {
 OF_SUMS = warp + g + n // 2 % 2 * 8, m * 2 + n % 2 + n // 4 * 8
 
 
-def product(dtype=torch.bfloat16, span=128, left="registers", across=False, change=lambda body: body):
+def product(
+    dtype=torch.bfloat16,
+    span=128,
+    left="registers",
+    across=False,
+    change=lambda body: body,
+    draw=torch.randn,
+    **options,
+):
     """(Report, what was computed, what is right) of 1 + a @ b, by a kernel that may be changed."""
     k = 32 // dtype.itemsize
-    a, b = torch.randn(64, k).to(dtype), torch.randn(COLUMNS, k).to(dtype)
+    a, b = draw(64, k).to(dtype), draw(COLUMNS, k).to(dtype)
     if dtype is torch.float32:
         a, b = ((x.view(torch.int32) & ~0x1FFF).view(dtype) for x in (a, b))
     of_a, at_a = matrix(a, 0, span, left == "across")
@@ -87,7 +95,7 @@ def product(dtype=torch.bfloat16, span=128, left="registers", across=False, chan
     body = body.replace("LEFT", "{%r20, %r21, %r22, %r23}" if left == "registers" else "%d3")
     registers = a[OF_A[dtype.itemsize]].contiguous().view(torch.int32).T.contiguous()
     out, x = torch.zeros(128, 32), torch.from_numpy(np.concatenate((of_a, of_b)))
-    report = execute(change(body), threads=128, smem=2 * MATRIX, x=x, y=registers, out=out)
+    report = execute(change(body), threads=128, smem=2 * MATRIX, x=x, y=registers, out=out, **options)
     return report, out, (1 + a.double() @ b.double().T).float()[OF_SUMS]
 
 

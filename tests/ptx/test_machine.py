@@ -7,6 +7,7 @@ import torch
 from .handwritten import execute, line_of
 from .lanes import disagree
 from .report import Fault
+from .tensor_cores import MEASURED
 
 COUNT = torch.arange(64, dtype=torch.int32)
 
@@ -283,16 +284,24 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_product_of_a_warp(kind):
-    dtype, k, (of_a, of_b) = KINDS[kind]
-    a, b, c = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype), torch.randn(16, 8)
+def product_of_a_warp(kind, a, b, c, **options):
+    """c + a @ b transposed, as the lanes have it in their registers."""
+    _, _, (of_a, of_b) = KINDS[kind]
     body = f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; shr.u64 %d0, %d0, 1; add.u64 %d3, %y, %d0;"
     body += "ld.global.v2.b32 {%r5, %r6}, [%d3]; add.u64 %d0, %d0, %d0; add.u64 %d4, %z, %d0;"
     body += "ld.global.v4.b32 {%f0, %f1, %f2, %f3}, [%d4];"
     body += f"mma.sync.aligned.{kind} {{%f0, %f1, %f2, %f3}}, {FOUR}, {{%r5, %r6}}, {{%f0, %f1, %f2, %f3}};"
     out = torch.zeros(32, 4)
     tensors = dict(x=a[of_a].contiguous(), y=b[of_b].contiguous(), z=c[SUMS].contiguous(), out=out)
-    execute(body + "st.global.v4.b32 [%d2], {%f0, %f1, %f2, %f3};", threads=32, **tensors)
+    execute(body + "st.global.v4.b32 [%d2], {%f0, %f1, %f2, %f3};", threads=32, **tensors, **options)
+    return out
+
+
+@pytest.mark.parametrize("tensor_core", [None, MEASURED[80]], ids=["rounded", "cut off"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_of_a_warp(kind, tensor_core):
+    dtype, k, _ = KINDS[kind]
+    a, b, c = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype), torch.randn(16, 8)
+    out = product_of_a_warp(kind, a, b, c, tensor_core=tensor_core)
     a, b = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) if dtype is torch.float32 else x for x in (a, b))
     torch.testing.assert_close(out, (c.double() + a.double() @ b.double().T).float()[SUMS], rtol=1e-5, atol=1e-5)

@@ -27,6 +27,20 @@ def transposed(words):
     return np.ascontiguousarray(np.ascontiguousarray(words).view(U16).swapaxes(-1, -2)).view(U32)
 
 
+def registers(sums):
+    """The registers (n / 2, lanes) that hold the sums (B, rows, n) of warps with 16 rows each."""
+    n = sums.shape[2]
+    by_warp = sums.reshape(-1, 2, 8, n // 8, 4, 2)  # warp, half, row, columns, pair of columns, element
+    return by_warp.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, -1)
+
+
+def matrices(sums, rows):
+    """The sums (B, rows, n) that registers (n / 2, lanes) hold."""
+    n = 2 * len(sums)
+    by_register = sums.reshape(n // 8, 2, 2, -1, 8, 4)
+    return by_register.transpose(3, 1, 4, 0, 5, 2).reshape(-1, rows, n)
+
+
 class Warp(SharedMemory):
     """Instructions that all lanes of a warp execute together; anything else is a Fault."""
 
@@ -107,9 +121,13 @@ class Warp(SharedMemory):
         return self.fragments[key][1]
 
     def mma(self, m, shape, kind, a, b, c, line):
-        """mma.sync: c + a @ b. It sums up in float32, where tensor cores truncate."""
+        """mma.sync: c + a @ b."""
         self.converged(m, line)
         k = int(shape.split("k")[1])
-        product = np.matmul(self.fragment(a, kind, (16, k)), self.fragment(b, kind, (8, k)).swapaxes(1, 2))
-        product = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)  # half and element first
-        return [x + y for x, y in zip(c, product, strict=True)]
+        return list(self.plus(np.stack(c), self.fragment(a, kind, (16, k)), self.fragment(b, kind, (8, k)), kind))
+
+    def plus(self, sums, left, right, kind):
+        """Registers of sums, plus the products of matrices (B, rows, k) and (B, n, k)."""
+        if self.tensor_core is None:
+            return sums + registers(np.matmul(left, right.swapaxes(1, 2)))
+        return registers(self.tensor_core.plus(matrices(sums, left.shape[1]), left, right, kind))
