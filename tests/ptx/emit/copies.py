@@ -11,7 +11,8 @@ GROUPS = {  # the method of the machine
     "cp.async.commit_group": "cp_commit",
     "cp.async.wait_group": "cp_wait",
     "cp.async.bulk.commit_group": "bulk_commit",
-    "cp.async.bulk.wait_group.read": "bulk_wait",
+    "cp.async.bulk.wait_group": "bulk_wait",
+    "cp.async.bulk.wait_group.read": "bulk_wait",  # which need not wait for what is written
     "wgmma.fence.sync.aligned": "wgmma_fence",
     "wgmma.commit_group.sync.aligned": "wgmma_commit",
     "fence.proxy.async": "fence_async",

@@ -132,7 +132,8 @@ class Emitter:
             kept = UNSIGNED[bits(dtype)]
             source = f"S.smem_address({kept.__name__})"
         elif text in self.program.params:
-            source, kept = f"S.param_address({text!r})", U64
+            kept = UNSIGNED[bits(dtype)]
+            source = f"S.param_address({text!r}, {kept.__name__})"
         else:
             self.require(_SPECIAL.match(text))
             source, kept = f"S.special({text!r})", U32

@@ -29,19 +29,19 @@ def load_param(e, op, register, operand):
     e.write(register, source, dtype, vote=False)
 
 
-@instruction("ld.global ld.shared", NUMBERS, " ".join(VECTORS))
+@instruction("ld.global ld.shared ld.shared::cta", NUMBERS, " ".join(VECTORS))
 def load(e, op, registers, operand):
     registers = _vector(e, op, registers)
     dtype = _dtype(e, op, next(register for register in registers if register != "_"))
-    source = e.call(op.name.replace("ld.", "load_"), *e.pointer(operand), dtype.__name__, len(registers))
+    source = e.call(op.name.removesuffix("::cta").replace("ld.", "load_"), *e.pointer(operand), dtype.__name__, len(registers))
     e.write_all(registers, source, dtype, vote=False)
 
 
-@instruction("st.global st.shared", NUMBERS, " ".join(VECTORS))
+@instruction("st.global st.shared st.shared::cta", NUMBERS, " ".join(VECTORS))
 def store(e, op, operand, values):
     dtype = UNSIGNED[BITS[op.kind]]
     values = e.arrays(_vector(e, op, values), dtype, vote=False)
-    e.line(e.call(op.name.replace("st.", "store_"), *e.pointer(operand), dtype.__name__, values))
+    e.line(e.call(op.name.removesuffix("::cta").replace("st.", "store_"), *e.pointer(operand), dtype.__name__, values))
 
 
 @instruction("red.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed add {' '.join(VECTORS)}")
