@@ -51,6 +51,7 @@ SIGNED = {
     "min": "np.minimum({}, {})",
     "max": "np.maximum({}, {})",
     "min.relu": "np.maximum(np.minimum({}, {}), 0)",
+    "max.relu": "np.maximum(np.maximum({}, {}), 0)",
     "neg": "-{}",
     "abs": "np.abs({})",
     "mul.hi": "mul_hi({}, {})",
