@@ -44,14 +44,15 @@ class Outcome(NamedTuple):
         return found
 
 
-def _far(tensor):
-    """A tensor whose heads lie more than 2**31 elements apart, in memory that is not there until it is touched."""
+def _far(tensor, axis, apart):
+    """A tensor whose heads (axis 1) or rows (2) lie far apart, in memory that is not there until it is touched."""
     batch, heads, rows, columns = tensor.shape
-    apart = 2**31 + 64
-    size = (batch * heads * apart + rows * columns) * tensor.itemsize
+    head, row = (apart, columns) if axis == 1 else (columns, apart)
+    plane = tensor.shape[axis] * apart
+    size = (batch * plane + heads * rows * columns) * tensor.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     whole = torch.frombuffer(memory, dtype=tensor.dtype)
-    return whole.as_strided(tensor.shape, (heads * apart, apart, columns, 1)).copy_(tensor)
+    return whole.as_strided(tensor.shape, (plane, head, row, 1)).copy_(tensor)
 
 
 @contextlib.contextmanager
@@ -92,8 +93,8 @@ def _attention(entry, capability, options):
             if name in ("query", "out", "lse"):
                 for b, n in enumerate(lengths[0]):
                     x[b, :, n:] = 0
-    if entry.far:
-        tensors = {name: _far(x) if x.dim() == 4 else x for name, x in tensors.items()}
+    if entry.far is not None:
+        tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
     with gpu(capability, **options) as device, _rounding(entry.tf32), two_passes:
         for _ in range(entry.times):

@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     two_passes: bool = False
     lengths: tuple | None = None  # (rows, keys) of packed sequences
     times: int = 1  # how often it is called: the third time it is a repeated one
-    far: bool = False  # heads lie more than 2**31 elements apart
+    far: tuple | None = None  # (axis, how many elements apart its neighbours lie)
     tf32: bool = False  # float32 is multiplied by tensor cores, which round it
 
     @property
@@ -49,6 +49,8 @@ def _dense(*rows):
 EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="own", bias="heads", alibi="own")
 EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
 SHORT = dict(Sq=70, Sk=100)
+FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
+FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
 
 _PLAIN = _dense(
@@ -75,7 +77,9 @@ _PLAIN = _dense(
     ("heads 3:3 fp16 D80", dict(dtype=FP16, Hq=3, Hkv=3, D=80)),
     ("strided", dict(strided=True)),
     ("expanded", dict(expanded=True, B=2)),
-    ("far apart", dict(far=True)),
+    ("far apart", FAR),
+    ("heads far apart", FAR_HEADS | SHORT),
+    ("rows far apart", FAR_ROWS),
     ("plain, a repeated call", dict(times=3)),
 )
 _BANDS = _dense(
@@ -111,7 +115,7 @@ _OPTIONS = _dense(
     ("negative scale", dict(scale=-0.4)),
     ("scale 0", dict(scale=0.0)),
     ("peaked", dict(spread=4.0)),
-    ("far apart, two passes, masks", dict(key_mask="own", mask="pairs", far=True, **TWO)),
+    ("far apart, two passes, masks", dict(key_mask="own", mask="pairs", **FAR, **TWO)),
     ("masks, a repeated call", dict(mask="pairs", key_mask="own", B=2, times=3)),
     ("everything", EVERYTHING),
     ("everything D128 fp16", EVERYTHING | dict(dtype=FP16, **WIDE)),
@@ -139,7 +143,7 @@ _ON_HOPPER = _dense(
             ("window", dict(window=(40, 20), Sq=300, Sk=300)),
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
             ("one row", dict(Sq=1, Sk=300)),
-            ("far apart", dict(causal=True, far=True)),
+            ("far apart", dict(causal=True, **FAR)),
         )
     )
 )
