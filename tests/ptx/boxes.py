@@ -72,7 +72,7 @@ class Boxes(GlobalMemory, Mbarriers):
             self.writes(self.gwarp[owner], pieces, 16, line)
             self.smem[at[:, None] + np.arange(of.itemsize)] = 0xFF
             address = int(self.full(barrier)[lane]) + barrier_offset
-            self.barrier(int(self.cta[lane]), address, line).copies.append((at, data, line))
+            self.barrier(self.gwarp[lane], address, line, fenced=True).copies.append((at, data, line))
             self.wake_up()
 
     def bulk_out(self, m, add, descriptor, coordinates, pointer, offset, line):

@@ -117,6 +117,24 @@ class Clocks(Lanes):
         self.knows[row, self.W] += 1
         return now
 
+    # What is no byte
+
+    def now(self, gwarp):
+        """(a warp's number in its block, the time on its clock)."""
+        warp = int(gwarp) % self.W
+        return warp, int(self.knows[self.row[gwarp], warp]) if self.races else 0
+
+    def finds(self, gwarp, other, when, what, line, fenced=False):
+        """Warps use what another of their block has made; they must know of it, and maybe one of both must have fenced."""
+        if not self.races:
+            return
+        row = self.row[gwarp]
+        maker = row // self.clocks * self.clocks + other
+        if (when > self.knows[row, other]).any():
+            self.report.add("race", line, f"{what} that warp {other} has made, with no barrier between")
+        if fenced and ((when > self.fenced[row, other]) & (when > self.fenced[maker, other])).any():
+            self.report.add("async", line, f"{what} that warp {other} has made, and nobody has fenced")
+
     def use(self, at, size, by):
         """Products and copies begin to use ranges (by = 1), or no longer do (by = -1)."""
         if self.races:

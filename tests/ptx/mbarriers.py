@@ -1,8 +1,8 @@
 """mbarriers: barriers in shared memory, which count threads and bytes. Threads wait for their phases by parity.
 
 The bytes of a copy arrive as late as they may: when a thread waits for the phase, and all threads have arrived. A wait
-lasts until its phase is complete, where hardware may give up before. Nobody checks whether a thread that uses an
-mbarrier knows that it was initialised.
+lasts until its phase is complete, where hardware may give up before. Who uses an mbarrier must know that it was
+initialised, and a copy that somebody has fenced that.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ class Barrier:
     """An mbarrier of a block: how many threads and bytes its phase still waits for.
 
     copies: (places in `smem`, elements, line) of copies in flight. coming, known: what the threads that arrived in this
-    phase had published, and in the phase before.
+    phase had published, and in the phase before. made: which warp has initialised it, and when.
     """
 
-    def __init__(self, cta, count, clocks):
-        self.cta, self.count, self.pending, self.bytes, self.phase = cta, count, count, 0, 0
+    def __init__(self, cta, count, clocks, made):
+        self.cta, self.count, self.pending, self.bytes, self.phase, self.made = cta, count, count, 0, 0, made
         self.copies, self.coming, self.known = [], np.zeros(clocks, S32), np.zeros(clocks, S32)
 
 
@@ -31,22 +31,26 @@ class Mbarriers(SharedMemory):
         super().__init__(*launch)
         self.barriers, self.sleepers = {}, []
 
-    def barrier(self, cta, address, line):
-        """The Barrier of a block at an address."""
+    def barrier(self, gwarp, address, line, fenced=False):
+        """The Barrier at an address in the block of some warps, which use it; a copy needs that somebody has fenced."""
+        cta = int(np.min(gwarp)) // self.W
         if (cta, address) not in self.barriers:
             raise Fault(f"line {line}: there is no mbarrier at {address}")
-        return self.barriers[cta, address]
+        found = self.barriers[cta, address]
+        self.finds(gwarp, *found.made, "uses an mbarrier", line, fenced)
+        return found
 
     def mbarrier_init(self, m, pointer, offset, count, line):
         """mbarrier.init: `count` threads arrive in each phase."""
         self.smem_at(self.lanes(m), self.full(pointer), offset, 8, line)
         for lane, address, n in self.each(m, pointer, count):
-            self.barriers[int(self.cta[lane]), address + offset] = Barrier(int(self.cta[lane]), n, self.clocks)
+            cta, made = int(self.cta[lane]), self.now(self.gwarp[lane])
+            self.barriers[cta, address + offset] = Barrier(cta, n, self.clocks, made)
 
     def mbarrier_inval(self, m, pointer, offset, line):
         """mbarrier.inval."""
         for lane, address in self.each(m, pointer):
-            self.barrier(int(self.cta[lane]), address + offset, line)
+            self.barrier(self.gwarp[lane], address + offset, line)
             del self.barriers[int(self.cta[lane]), address + offset]
 
     def mbarrier_arrive(self, m, pointer, offset, count, expected, line):
@@ -54,7 +58,7 @@ class Mbarriers(SharedMemory):
         zero = U32(0)
         count, expected = (zero if x is None else x for x in (count, expected))
         for lane, address, arrive, more in self.each(m, pointer, count, expected):
-            barrier = self.barrier(int(self.cta[lane]), address + offset, line)
+            barrier = self.barrier(self.gwarp[lane], address + offset, line)
             if arrive > barrier.pending:
                 raise Fault(f"line {line}: more arrive at an mbarrier than it counts")
             barrier.bytes += more
@@ -92,14 +96,15 @@ class Mbarriers(SharedMemory):
         keys = np.stack([self.full(x)[lanes].astype(S64) for x in (self.cta, pointer, parity)])
         kinds, kind = np.unique(keys, axis=1, return_inverse=True)
         go = np.zeros(self.L, bool)
-        for i, (cta, address, waited) in enumerate(kinds.T.tolist()):
-            barrier = self.barrier(cta, address + offset, line)
+        for i, (_, address, waited) in enumerate(kinds.T.tolist()):
+            some = lanes[kind.reshape(-1) == i]
+            warps = np.unique(self.gwarp[some])
+            barrier = self.barrier(warps, address + offset, line)
             if barrier.phase & 1 == waited and barrier.pending == 0:
                 self.deliver(barrier)
             if barrier.phase & 1 != waited:
-                some = lanes[kind.reshape(-1) == i]
                 go[some] = True
-                self.learn(np.unique(self.gwarp[some]), barrier.known)
+                self.learn(warps, barrier.known)
         rest = ~go if m is None else m & ~go
         self.R[result] = self.R[result] | go
         self.enter(then, go)

@@ -178,7 +178,7 @@ def test_what_no_warpgroup_can_multiply_is_a_fault(name):
 # mbarriers: warp 0 stores a word a lane, and again when warp 1 has loaded it.
 
 INIT = "setp.eq.u32 %p0, %t, 0; @%p0 mbarrier.init.shared::cta.b64 [%smem], {0}; "
-INIT += "@%p0 mbarrier.init.shared::cta.b64 [%smem+8], {0}; bar.sync 0;"
+INIT += "@%p0 mbarrier.init.shared::cta.b64 [%smem+8], {0}; fence.proxy.async.shared::cta; bar.sync 0;"
 FULL, EMPTY = "mbarrier.arrive.shared::cta.b64 _, [%smem];", "mbarrier.arrive.shared::cta.b64 _, [%smem+8];"
 TRY = "{0}:\nmbarrier.try_wait.parity.shared::cta.b64 %p1, [%smem{1}], {2};\n@!%p1 bra {0};"
 HANDED_OVER = f"""{INIT.format(32)} and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r1, %r1, %smem;
@@ -215,6 +215,7 @@ HANDOVERS = {  # name: (what is replaced, by what, what is said)
     "nobody says that it is empty": (f"{EMPTY}\n", "\n", "deadlock: 32 .* an mbarrier"),
     "one thread too few": (INIT.format(32), INIT.format(33), "deadlock: 32 .*; 32 .* an mbarrier"),
     "one thread too many": (f"{FULL} bra", f"{FULL.replace(';', ', 33;')} bra", "more arrive"),
+    "no barrier behind the one that is made": (" bar.sync 0;", "", "race.* uses an mbarrier"),
     "no barrier is made": (INIT.format(32), "", "no mbarrier"),
     "no barrier is there": (", [%smem], 0;", ", [%smem+16], 0;", "no mbarrier"),
     "no barrier any more": ("second:", "second: mbarrier.inval.shared::cta.b64 [%smem];", "no mbarrier"),
@@ -328,6 +329,7 @@ AGAIN = f"@%p0 {IN} [%smem+1024], [%box, {{%r5, %r6}}], [%smem]; // here"
 BOX_HAZARDS = {  # name: (the kernel, what is replaced, by what, what is reported, where)
     "no wait for a load": (BOX_IN, TRY.format("filled", "", 0), "", "race", "// load"),
     "nobody waits for a load": (BOX_IN, TRY.format("filled", "", 0), "", "async", "// copy"),
+    "no fence of an mbarrier": (BOX_IN, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
     "a load over what is read": (BOX_IN, "// load", f"\n{AGAIN}", "race", "// here"),
     "no proxy fence": (BOX_OUT, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
     "no barrier": (BOX_OUT, "fence.proxy.async.shared::cta;\nbar.sync 0;", "", "race", "// copy"),
