@@ -83,6 +83,11 @@ def _rounding(tf32):
         settings.fp32_precision = before
 
 
+def _of(multiprocessors):
+    """The GPU has so many."""
+    return mock.patch.object(run, "multiprocessors", lambda device: multiprocessors)
+
+
 def _attention(entry, capability, options):
     case, lengths = entry.case, entry.lengths
     tensors, given = case.draw()
@@ -96,7 +101,7 @@ def _attention(entry, capability, options):
     if entry.far is not None:
         tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
-    with gpu(capability, **options) as device, _rounding(entry.tf32), two_passes:
+    with gpu(capability, **options) as device, _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
         for _ in range(entry.times):
             device.launches.clear()
             got = with_gradients(attend, tensors, given, case.grads)

@@ -19,6 +19,7 @@ class Entry(NamedTuple):
     backend: str = "triton"
     two_passes: bool = False
     lengths: tuple | None = None  # (rows, keys) of packed sequences
+    multiprocessors: int = 132
     times: int = 1  # how often it is called: the third time it is a repeated one
     far: tuple | None = None  # (axis, how many elements apart its neighbours lie)
     tf32: bool = False  # float32 is multiplied by tensor cores, which round it
@@ -144,6 +145,8 @@ _ON_HOPPER = _dense(
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
             ("one row", dict(Sq=1, Sk=300)),
             ("far apart", dict(causal=True, **FAR)),
+            ("many blocks a program", dict(causal=True, Sq=400, Sk=150, Hq=4, Hkv=2, multiprocessors=3)),
+            ("many blocks a program D64 Dv128", dict(Sq=300, Sk=90, Dv=128, multiprocessors=2)),
         )
     )
 )
