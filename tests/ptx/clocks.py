@@ -125,7 +125,7 @@ class Clocks(Lanes):
         return warp, int(self.knows[self.row[gwarp], warp]) if self.races else 0
 
     def finds(self, gwarp, other, when, what, line, fenced=False):
-        """Warps use what another of their block has made; they must know of it, and maybe one of both must have fenced."""
+        """Warps use what another of their block has made: they must know of it; if `fenced`, one of both has fenced."""
         if not self.races:
             return
         row = self.row[gwarp]
