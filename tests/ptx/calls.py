@@ -25,10 +25,11 @@ HARMLESS = ("unfenced",)
 
 
 class Outcome(NamedTuple):
-    """What came of a call: {result: Verdict}, and the Device that has its launches."""
+    """What came of a call: {result: Verdict}, the Device that has its launches, and {result: tensor}."""
 
     verdicts: dict
     device: Device
+    results: dict
 
     def worst(self):
         """(result, Verdict) of the largest error, of what is allowed."""
@@ -107,9 +108,9 @@ def _attention(entry, capability, options):
             got = with_gradients(attend, tensors, given, case.grads)
     if lengths is None:
         with eager_by_tf32() if entry.tf32 else contextlib.nullcontext():
-            return Outcome(compare(got, tensors, given, case.grads), device)
+            return Outcome(compare(got, tensors, given, case.grads), device, got)
     apply = functools.partial(sequences.by_sequence, rows=lengths[0], keys=lengths[1])
-    return Outcome(compare(got, tensors, given, case.grads, apply, lengths), device)
+    return Outcome(compare(got, tensors, given, case.grads, apply, lengths), device, got)
 
 
 def _decode(entry, capability, options):
@@ -128,8 +129,9 @@ def _decode(entry, capability, options):
         eps = torch.finfo(got.dtype).eps
         if not torch.allclose(got.float(), want.float(), rtol=2 * eps, atol=2 * eps, equal_nan=True):
             raise AssertionError(f"{name} holds something else")
-    results = ({name: x[name] for name in ("out", "lse")} for x in (eager, oracle))
-    return Outcome(verdicts(dict(out=out, lse=lse), *results), device)
+    expected = ({name: x[name] for name in ("out", "lse")} for x in (eager, oracle))
+    got = dict(out=out, lse=lse)
+    return Outcome(verdicts(got, *expected), device, got | {name: arguments[name] for name in names})
 
 
 def execute(entry, capability, tile=0, **options):

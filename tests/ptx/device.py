@@ -100,11 +100,13 @@ class Device:
     Args:
         races: whether accesses to shared memory are held to what barriers put in order. max_lanes: how many threads
             are executed at once. tensor_core: the TensorCore that sums up products; by default sums are rounded.
+            order: None, or the seed of another order in which the programs of a launch run.
     """
 
-    def __init__(self, races=True, max_lanes=LANES, tensor_core=None):
+    def __init__(self, races=True, max_lanes=LANES, tensor_core=None, order=None):
         self.memory, self.launches, self.races, self.max_lanes = Memory(), [], races, max_lanes
         self.tensor_core = tensor_core
+        self.order = None if order is None else np.random.default_rng(order)
         self.edit = None  # of (name of a kernel, its PTX): what is executed instead
         self.most_steps = 1 << 20
 
@@ -121,6 +123,8 @@ class Device:
         params = self._arguments(code, kernel, values)
         report, total = Report(), grid[0] * grid[1] * grid[2]
         blocks = np.stack(np.unravel_index(np.arange(total), grid[::-1])[::-1], 1)
+        if self.order is not None:
+            blocks = self.order.permutation(blocks)
         together = max(1, self.max_lanes // code.kernel.threads)
         for first in range(0, total, together):
             some, shared = blocks[first : first + together], kernel.metadata.shared

@@ -1,0 +1,65 @@
+"""The programs of a launch run one by one, in another order: what several add to is as right, and all else the same.
+
+No kernel waits for another program of its launch, so that it ends in any order.
+"""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from ..sample import matrix
+from . import calls
+from .cases import ENTRIES
+
+ORDERS = 0, 1  # their seeds
+# By one program at a time: those that run at once come to most of their additions together, whatever their order.
+execute = functools.partial(calls.execute, max_lanes=1)
+
+
+def differ(outcome, others):
+    """The results that have other bits in one of the other Outcomes."""
+    bits = [{name: x.contiguous().view(torch.uint8) for name, x in each.results.items()} for each in (outcome, *others)]
+    return {name for other in bits[1:] for name, x in other.items() if not torch.equal(x, bits[0][name])}
+
+
+def executed(name, capability):
+    """The Outcomes of a call in the order of the programs' numbers, and in ORDERS; all are right."""
+    outcomes = [execute(ENTRIES[name], capability, order=order) for order in (None, *ORDERS)]
+    assert not any(outcome.wrong() for outcome in outcomes), [outcome.wrong() for outcome in outcomes]
+    return outcomes
+
+
+@pytest.mark.matrix
+def test_sums_of_dq_by_atomics_round_otherwise():
+    """Of four blocks of keys: with two, 0 + a + b is 0 + b + a."""
+    numbered, *others = executed("plain D64 fp32 ieee", 80)
+    assert differ(numbered, others) == {"query"}
+
+
+@pytest.mark.matrix
+def test_sums_of_dq_by_the_copy_engine_are_as_right():
+    """They are float32, and dq has 16 bits, which need not differ."""
+    numbered, *others = executed("long, no tails", 90)
+    assert differ(numbered, others) <= {"query"}
+
+
+FIRST, *REST = (
+    pytest.param(*each, id="-".join(map(str, each)).replace(" ", "_"))
+    for each in (
+        ("decode: new keys", 80),
+        ("decode: cache, split and merged", 90),
+        ("decode: new keys in pages", 80),
+        ("plain D64, two passes", 80),
+        ("bias of rows", 80),
+        ("hopper one row", 90),
+    )
+)
+
+
+@pytest.mark.parametrize("name, capability", [FIRST, *matrix(*REST)])
+def test_what_nobody_else_adds_to_has_the_same_bits(name, capability):
+    numbered, *others = executed(name, capability)
+    assert not differ(numbered, others)
