@@ -6,7 +6,7 @@ a block is a cluster by itself.
 
 import numpy as np
 
-from .ops import F32, S32, U8, U16, U32, U64
+from .ops import F32, U8, U16, U32
 from .report import Fault
 
 ALL = slice(None)  # the index of all lanes

@@ -72,7 +72,6 @@ RIGHT = {
         f"{OTHER} {SECOND} {STORE} bar.arrive 1, 64; bra over;\nsecond: bar.sync 1, 64; {LOAD}\nover:",
         {},
     ),
-    "numbers that differ by rounding": (ROUNDED.format("0f34000000"), ONE_WARP),
     "the same number at one place of a tensor": ("mov.u32 %r0, 7; st.global.b32 [%out], %r0;", {}),
     "blocks that store at their own places": (f"{BLOCK} {OWN} st.global.b32 [%d0], %t;", TWO_BLOCKS),
     "a load of what was stored": ("st.global.b32 [%out_mine], %t; ld.global.b32 %r0, [%out_mine];", FRESH),
@@ -101,7 +100,7 @@ WRONG = {  # what is reported: {name: (body, how it is launched)}, at the line t
     },
     "lanes differ": {
         "two numbers at one place": ("st.shared.b32 [%smem], %t; // here", ONE_WARP),
-        "more than rounding": (ROUNDED.format("0f37000000") + " // here", ONE_WARP),
+        "numbers that differ by rounding": (ROUNDED.format("0f34000000") + " // here", ONE_WARP),
         "two numbers at one place of a tensor": ("st.global.b32 [%out], %t; // here", {}),
     },
     "race between CTAs": {

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from ..ops import U32, U64
+from ..ops import U32
 from ..parse import BITS, Unsupported
 from .operands import TYPES, UNSIGNED, address, bits, is_float, literal, scalar
 from .registry import lookup

@@ -33,7 +33,9 @@ def load_param(e, op, register, operand):
 def load(e, op, registers, operand):
     registers = _vector(e, op, registers)
     dtype = _dtype(e, op, next(register for register in registers if register != "_"))
-    source = e.call(op.name.removesuffix("::cta").replace("ld.", "load_"), *e.pointer(operand), dtype.__name__, len(registers))
+    source = e.call(
+        op.name.removesuffix("::cta").replace("ld.", "load_"), *e.pointer(operand), dtype.__name__, len(registers)
+    )
     e.write_all(registers, source, dtype, vote=False)
 
 
