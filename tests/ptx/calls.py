@@ -20,7 +20,7 @@ from .device import Device, gpu
 from .tf32 import eager_by_tf32
 
 MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
-# What LLVM moves behind a `wgmma.fence`, ptxas moves before it again: `tests/offline/hazards.py` reads what it made.
+# What LLVM moves behind a `wgmma.fence`, ptxas moves before it again: see `unfenced` in `tests/offline/hazards.py`.
 HARMLESS = ("unfenced",)
 
 
