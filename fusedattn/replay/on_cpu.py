@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..call.form import DIFFERENTIABLE, Call, rank4, results, rows, watched
 from ..call.layout import arrange, dense
@@ -88,8 +89,8 @@ class OnCpu:
     def before_backward(self, grads: tuple) -> tuple | None:
         """Where something watches or differentiates the backward, replaces the node's gradients by the operator's."""
         grad_out, *others = grads
-        if grad_out is None or not (torch.is_grad_enabled() or watched()):
-            return None
+        if grad_out is None or is_compiling() or not (torch.is_grad_enabled() or watched()):
+            return None  # a compiler of backwards sees PyTorch's node, and has no derivative of it
         assert current_node is not None
         node, thread = current_node(), get_ident()
         saved, need = saved_by(node), [edge is not None for edge, _ in node.next_functions[:3]]

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedattn as fa
@@ -116,6 +117,15 @@ def test_who_watches_a_backward_sees_the_operator():
         got = torch.autograd.grad(out.sum(), leaves)
     assert "fusedattn.backward.default" in seen.names
     assert all(map(torch.equal, got, want))
+
+
+def test_a_compiled_backward():
+    leaves = draw()
+    want = torch.autograd.grad(attend(leaves).sum(), leaves)
+    loss = attend(leaves).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    same([leaf.grad for leaf in leaves], want, atol=1e-10)
 
 
 def test_two_threads_differentiate_one_graph():
