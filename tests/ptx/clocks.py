@@ -138,7 +138,7 @@ class Clocks(Lanes):
     def use(self, at, size, by):
         """Products and copies begin to use ranges (by = 1), or no longer do (by = -1)."""
         if self.races:
-            np.add.at(self.used, self.cells(at, size).reshape(-1), by)
+            np.add.at(self.used, self.cells(at, size).reshape(-1), S32(by))  # of one dtype: 40 times as fast
 
     def release(self, gwarp, at, size):
         """Products and copies have read ranges for warps until now, and no longer use them."""
