@@ -18,7 +18,7 @@ help: ## what there is to make
 demo: $(READY) ## train a small model on real text, check it against the reference, draw what it attends to
 	.venv/bin/fusedattn demo $(ARGS)
 
-test test-all: FEW := and not matrix
+test: FEW := and not matrix
 test: MATRIX := and not matrix
 test: ROWS := --few
 test: interpreter compile ptx on-gpu ## whether it works here, in minutes: the four tiers below, with a few cases that cover all pairs of options

@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, dropout as dropping, gradient, masks as masking, scores, span, tiles, walk
+from .vocabulary import copies, dropout as dropping, gradient, masks as masking, row_sums, scores, span, tiles, walk
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _walk_rows(
         dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
         ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, dropout, GradWeights)
         if grads.bias_sums is not None:
-            sums += tl.sum(ds, 1)
+            sums += row_sums.total(ds)
             if tile_list is None:
                 done = block + 1 == end
             else:

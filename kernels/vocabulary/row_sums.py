@@ -1,4 +1,4 @@
-"""Sums by row in the backward: for the gradients of a bias, of slopes and of sinks."""
+"""Sums by row, or by key, in the backward: for the gradients of a bias, of slopes and of sinks."""
 
 from typing import NamedTuple
 
@@ -16,12 +16,22 @@ class Sums(NamedTuple):
 
 
 @triton.jit
+def total(x):
+    """Sums along axis 1: one number in all lanes that hold it.
+
+    A product that is not yet rounded would be fused with the first addition of two lanes, in each with its own, and they
+    would come to two numbers. Of x * y + 0 LLVM makes one instruction, which rounds.
+    """
+    return tl.sum(x + 0.0, 1)
+
+
+@triton.jit
 def add(sums, p, ds, far):
     return Sums(
-        sums.p + tl.sum(p, 1),
-        sums.ds + tl.sum(ds, 1),
-        sums.p_far + tl.sum(p * far, 1),
-        sums.ds_far + tl.sum(ds * far, 1),
+        sums.p + tl.sum(p, 1),  # of powers of 2: there is no product
+        sums.ds + total(ds),
+        sums.p_far + total(p * far),
+        sums.ds_far + total(ds * far),
     )
 
 

@@ -1,6 +1,7 @@
 """A call of the package, forward and backward, by kernels that are executed here, held to the package's own rule."""
 
 import contextlib
+import copy
 import functools
 import mmap
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 import fusedattn as fa
 from fusedattn import reference
 from fusedattn.launch import hopper, run, tiles
+from fusedattn.replay import cache
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
@@ -89,7 +91,8 @@ def _of(multiprocessors):
     return mock.patch.object(run, "multiprocessors", lambda device: multiprocessors)
 
 
-def _attention(entry, capability, options):
+def _attention(entry, device):
+    """Calls an Entry: what it gave, and a function of nothing that gives its verdicts."""
     case, lengths = entry.case, entry.lengths
     tensors, given = case.draw()
     attend = functools.partial(fa.attention, backend=entry.backend)
@@ -102,36 +105,46 @@ def _attention(entry, capability, options):
     if entry.far is not None:
         tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
-    with gpu(capability, **options) as device, _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
+    with _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
         for _ in range(entry.times):
             device.launches.clear()
             got = with_gradients(attend, tensors, given, case.grads)
-    if lengths is None:
-        with eager_by_tf32() if entry.tf32 else contextlib.nullcontext():
-            return Outcome(compare(got, tensors, given, case.grads), device, got)
-    apply = functools.partial(sequences.by_sequence, rows=lengths[0], keys=lengths[1])
-    return Outcome(compare(got, tensors, given, case.grads, apply, lengths), device, got)
+
+    def judge():
+        if lengths is None:
+            with eager_by_tf32() if entry.tf32 else contextlib.nullcontext():
+                return compare(got, tensors, given, case.grads)
+        apply = functools.partial(sequences.by_sequence, rows=lengths[0], keys=lengths[1])
+        return compare(got, tensors, given, case.grads, apply, lengths)
+
+    return got, judge
 
 
-def _decode(entry, capability, options):
+def _decode(entry, device):
+    """The same of a call on a cache."""
     arguments = entry.case.draw()
-    oracle, _ = caches.one_by_one(reference.attention, caches.in_float64(arguments))
-    eager, wanted = caches.one_by_one(reference.eager, arguments)
+    untouched = copy.deepcopy(arguments)
+    out, lse = fa.attention_decode(**arguments, return_lse=True, backend=entry.backend)
     names = "key_cache", "value_cache"
-    before = {name: caches.bits(arguments[name]).clone() for name in names}
-    with gpu(capability, **options) as device:
-        out, lse = fa.attention_decode(**arguments, return_lse=True, backend=entry.backend)
-    for name, want in zip(names, wanted, strict=True):
-        got = arguments[name]
-        changed = caches.bits(got) != before[name]
-        if (changed & ~caches.touched(got, arguments)).any():
-            raise AssertionError(f"{name} has changed where nothing new is")
-        eps = torch.finfo(got.dtype).eps
-        if not torch.allclose(got.float(), want.float(), rtol=2 * eps, atol=2 * eps, equal_nan=True):
-            raise AssertionError(f"{name} holds something else")
-    expected = ({name: x[name] for name in ("out", "lse")} for x in (eager, oracle))
-    got = dict(out=out, lse=lse)
-    return Outcome(verdicts(got, *expected), device, got | {name: arguments[name] for name in names})
+    got = dict(out=out, lse=lse) | {name: arguments[name] for name in names}
+
+    def judge():
+        oracle, _ = caches.one_by_one(reference.attention, caches.in_float64(untouched))
+        eager, wanted = caches.one_by_one(reference.eager, untouched)
+        for name, want in zip(names, wanted, strict=True):
+            changed = caches.bits(got[name]) != caches.bits(untouched[name])
+            if (changed & ~caches.touched(got[name], arguments)).any():
+                raise AssertionError(f"{name} has changed where nothing new is")
+            eps = torch.finfo(got[name].dtype).eps
+            if not torch.allclose(got[name].float(), want.float(), rtol=2 * eps, atol=2 * eps, equal_nan=True):
+                raise AssertionError(f"{name} holds something else")
+        return verdicts(dict(out=out, lse=lse), *({name: x[name] for name in ("out", "lse")} for x in (eager, oracle)))
+
+    return got, judge
+
+
+def _call_of(entry):
+    return _decode if isinstance(entry.case, Cached) else _attention
 
 
 def execute(entry, capability, tile=0, **options):
@@ -140,6 +153,35 @@ def execute(entry, capability, tile=0, **options):
     Args:
         tile: which of each kernel's tiles, or pipelines, best first.
     """
-    call = _decode if isinstance(entry.case, Cached) else _attention
-    with other_tiles(tile):
-        return call(entry, capability, options)
+    with other_tiles(tile), gpu(capability, **options) as device:
+        got, judge = _call_of(entry)(entry, device)
+    return Outcome(judge(), device, got)
+
+
+class Taken(NamedTuple):
+    """A tile, or a pipeline, and what it is taken for: a kernel, bytes of an element, columns of the wider tiles."""
+
+    kernel: str
+    itemsize: int
+    width: int
+    tile: tiles.Tile | tiles.Pipeline
+
+
+def taken(entry, capability, tile=0):
+    """Each Taken of an Entry that `execute` is given: nothing is compiled or executed."""
+    found = set()
+
+    def note(name, call, tile):
+        found.add(Taken(name, call.query.dtype.itemsize, max(64, run.widest(call)), tile))
+        return tile
+
+    with other_tiles(tile), gpu(capability) as device:
+        candidates, pipeline = run.candidates, hopper.pipeline
+        with (
+            mock.patch.object(run, "candidates", lambda name, call: [note(name, call, candidates(name, call)[0])]),
+            mock.patch.object(hopper, "pipeline", lambda call: note("hopper", call, pipeline(call))),
+            mock.patch.object(run, "run_kernel", lambda *given, **options: None),
+            mock.patch.object(cache, "learn", lambda *call: None),  # there is no launch to record
+        ):
+            _call_of(entry)(entry, device)
+    return found

@@ -91,6 +91,12 @@ _BANDS = _dense(
     ("more rows than keys, causal", dict(causal=True, Sq=260, Sk=70)),
     ("window", dict(window=(40, 20), Sq=300, Sk=300)),
     ("window, two passes", dict(window=(40, 20), Sq=300, Sk=300, **TWO)),
+    ("window D128, two passes", dict(window=(40, 20), Sq=300, Sk=300, **WIDE, **TWO)),
+    ("window D256", dict(window=(40, 20), D=256, Sq=100, Sk=120)),
+    ("window and mask of pairs", dict(window=(40, 20), mask="pairs")),
+    ("window and softcap, two passes", dict(window=(40, 20), softcap=1.5, **TWO)),
+    ("window and softcap D128", dict(window=(40, 20), softcap=1.5, **WIDE)),
+    ("window and softcap D256", dict(window=(40, 20), softcap=1.5, D=256, **SHORT)),
     ("left window D128", dict(window=(90, None), **WIDE)),
     ("top left", dict(align="top_left", window=(30, 1))),
 )
@@ -106,6 +112,7 @@ _OPTIONS = _dense(
     ("bias of rows", dict(bias="rows")),
     ("bias of keys", dict(bias="keys")),
     ("bias of keys D128", dict(bias="keys", **WIDE)),
+    ("bias of keys fp32 D256", dict(bias="keys", dtype=FP32, D=256, Sq=40, Sk=50)),
     ("dropout", dict(dropout=0.3)),
     ("dropout D128, causal", dict(dropout=0.3, causal=True, **WIDE)),
     ("weights", dict(grads="out, lse and weights")),
@@ -120,7 +127,10 @@ _OPTIONS = _dense(
     ("masks, a repeated call", dict(mask="pairs", key_mask="own", B=2, times=3)),
     ("everything", EVERYTHING),
     ("everything D128 fp16", EVERYTHING | dict(dtype=FP16, **WIDE)),
+    ("everything D256", EVERYTHING | dict(D=256, **SHORT)),
     ("everything fp32 D40", EVERYTHING | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
+    ("everything fp32 D128", EVERYTHING | dict(dtype=FP32, Sq=70, Sk=90, **WIDE)),
+    ("everything fp32 D256", EVERYTHING | dict(dtype=FP32, D=256, Sq=40, Sk=50)),
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
@@ -156,6 +166,9 @@ def _decode():
     cache = dict(dtype=BF16, D=64, Dv=64, C=320, lengths=(17, 260))
     pages, wide = cache | dict(page=16), dict(D=128, Dv=128)
     many = dict(C=4096, lengths=(4000, 1111, 0), Hq=4, Hkv=1)
+    of_32 = dict(Sq=11, Hq=4, Hkv=2, causal=True, new=11)
+    of_64 = dict(Sq=18, Hq=6, Hkv=2, causal=True)
+    fp32, widest = dict(dtype=FP32), dict(D=256, Dv=256)
     for name, fields in (
         ("cache", cache),
         ("cache D128", cache | wide),
@@ -167,11 +180,24 @@ def _decode():
         ("new keys in pages", pages | caches.BOTH),
         ("turned", cache | dict(half=16, new=2, Sq=2, causal=True)),
         ("turned in neighbours", pages | dict(half=32, interleaved=True, new=2, Sq=2, causal=True)),
-        ("decode_32", cache | dict(Sq=11, Hq=4, Hkv=2, causal=True, new=11)),
-        ("decode_64", cache | dict(Sq=18, Hq=6, Hkv=2, causal=True)),
+        ("decode_32", cache | of_32),
+        ("decode_32, window", cache | of_32 | dict(window=(40, 0), causal=False)),
+        ("decode_32 D128", cache | of_32 | wide),
+        ("decode_32 D256", cache | of_32 | widest),
+        ("decode_32 fp32", cache | of_32 | fp32),
+        ("decode_32 fp32 D128", cache | of_32 | fp32 | wide),
+        ("decode_32 fp32 D256", cache | of_32 | fp32 | widest),
+        ("decode_64", cache | of_64),
+        ("decode_64 D128", cache | of_64 | wide),
+        ("decode_64 D256", cache | of_64 | widest),
+        ("decode_64 fp32", cache | of_64 | fp32),
+        ("decode_64 fp32 D128", cache | of_64 | fp32 | wide),
+        ("decode_64 fp32 D256", cache | of_64 | fp32 | widest),
         ("fp16 odd pages", pages | dict(page=7, C=322, dtype=FP16)),
-        ("fp32", cache | dict(dtype=FP32)),
-        ("D 256", pages | dict(D=256, Dv=256)),
+        ("fp32", cache | fp32),
+        ("fp32, split and merged D128", cache | many | fp32 | wide),
+        ("fp32, split and merged D256", cache | many | fp32 | widest),
+        ("D 256", pages | widest),
         ("everything in pages", caches.EVERYTHING._asdict() | dict(dtype=BF16)),
     ):
         yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")))
@@ -182,6 +208,19 @@ ENTRIES = {entry.name: entry for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _d
 FEW = (
     *("plain D64", "causal D128", "window, two passes", "key mask", "dropout", "bias over batch (dbias)"),
     *("packed causal", "decode: new keys in pages", "hopper causal", "hopper D128"),
+)
+
+# `make test-all` runs these on both GPUs too, and so the first tile of each kernel.
+BOTH = (
+    *("everything D256", "everything fp32 D128", "everything fp32 D256", "everything D128 fp16", "everything fp32 D40"),
+    *("plain D256", "plain D64, two passes", "plain D64 fp32 ieee", "tf32 D128 causal", "bias of keys D128", "weights"),
+    *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
+    *("far apart, two passes, masks", "decode: everything in pages", "decode: cache D128", "decode: D 256"),
+    *("decode: fp32", "decode: fp32, split and merged D128", "decode: fp32, split and merged D256"),
+    *("decode: decode_32", "decode: decode_32, window", "decode: decode_32 D128", "decode: decode_32 D256"),
+    *("decode: decode_32 fp32", "decode: decode_32 fp32 D128", "decode: decode_32 fp32 D256"),
+    *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 D256"),
+    *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 fp32 D256"),
 )
 
 

@@ -1,14 +1,14 @@
-"""What `make ptx` executes: by default each named call once, with ARGS=--everything all of them on each GPU."""
+"""What `make ptx` executes: each named call and each first tile, with ARGS=--everything all of them on each GPU."""
 
 import itertools
 
 import pytest
 
-from .cases import ENTRIES, FEW, HOPPER, small
+from .cases import BOTH, ENTRIES, FEW, HOPPER, small
 
 CAPABILITIES = 80, HOPPER  # whose instructions differ; of the others 86 and 120 share those of 80
 OTHERS = 86, 120
-TILES = 3  # the most that a row of the table has, and more than the pipelines of a width
+TILES = 4  # the most that a row of a table has
 
 
 def pytest_addoption(parser):
@@ -19,8 +19,8 @@ def pytest_generate_tests(metafunc):
     """A test that takes `entry`, `capability` and `tile` executes calls."""
     if "entry" not in metafunc.fixturenames:
         return
-    rows = list(_everything() if metafunc.config.getoption("--everything", False) else _each_once())
-    metafunc.parametrize("entry, capability, tile", rows)
+    rows = _everything() if metafunc.config.getoption("--everything", False) else itertools.starmap(_marked, each_once())
+    metafunc.parametrize("entry, capability, tile", list(rows))
 
 
 def _row(entry, capability, tile=0, marks=()):
@@ -28,19 +28,29 @@ def _row(entry, capability, tile=0, marks=()):
     return pytest.param(entry, capability, tile, id=name.replace(" ", "_"), marks=marks)
 
 
-def _each_once():
-    """Each named call on one GPU, in turn, those of FEW on both."""
+def each_once():
+    """(Entry, capability): each named call on one GPU, in turn, those of FEW and BOTH on both."""
     for entry, turn in zip(ENTRIES.values(), itertools.cycle(CAPABILITIES), strict=False):
-        few = entry.name in FEW
         for capability in CAPABILITIES:
-            if entry.runs_on(capability) and (few or capability == turn or not entry.runs_on(turn)):
-                yield _row(entry, capability, marks=() if few else pytest.mark.matrix)
+            if entry.runs_on(capability):
+                if capability == turn or entry.name in (*FEW, *BOTH) or not entry.runs_on(turn):
+                    yield entry, capability
+
+
+def _marked(entry, capability):
+    return _row(entry, capability, marks=() if entry.name in FEW else pytest.mark.matrix)
 
 
 def _everything():
-    for entry, capability, tile in itertools.product(ENTRIES.values(), CAPABILITIES, range(TILES)):
-        if entry.runs_on(capability):
-            yield _row(entry, capability, tile)
+    from . import calls  # which needs Triton
+
+    for entry, capability in itertools.product(ENTRIES.values(), CAPABILITIES):
+        before = set()
+        for tile in range(TILES if entry.runs_on(capability) else 0):
+            taken = calls.taken(entry, capability, tile)
+            if taken - before:
+                yield _row(entry, capability, tile)
+            before |= taken
     for entry, capability in itertools.product(ENTRIES.values(), OTHERS):
         if entry.runs_on(capability):
             yield _row(entry, capability)

@@ -1,13 +1,17 @@
 """Whole calls by the PTX that Triton makes of the kernels, on a GPU that is not there."""
 
 import contextlib
+import itertools
 
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from fusedattn.launch import tiles
+
 from . import calls, device
 from .cases import ENTRIES, FEW, HOPPER
+from .conftest import CAPABILITIES, TILES, each_once
 
 
 def test_a_call_by_its_compiled_kernels(entry, capability, tile):
@@ -20,6 +24,29 @@ def test_what_make_test_executes():
     assert len(FEW) == 10 and set(FEW) <= set(ENTRIES)
     assert any(ENTRIES[name].backend == "hopper" for name in FEW)
     assert any(ENTRIES[name].two_passes for name in FEW)
+
+
+def _first(capability):
+    """Each tile that a call may take of a kernel, where all fit."""
+    axes = tiles.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
+    for kernel, itemsize, width, load, narrow in itertools.product(*axes):
+        if kernel not in ("one_pass", "postprocess") or width <= tiles.ONE_PASS:
+            for tile in tiles.tiles(kernel, capability, itemsize, width, load, narrow)[:1]:
+                yield calls.Taken(kernel, itemsize, width, tile)
+    if capability == HOPPER:
+        for width, pipelines in tiles.HOPPER.items():
+            yield calls.Taken("hopper", 2, width, pipelines[0])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_make_test_all_executes_every_first_tile(capability):
+    taken = [calls.taken(entry, on) for entry, on in each_once() if on == capability]
+    assert set(_first(capability)) == set().union(*taken)
+
+
+def test_no_row_has_more_tiles_than_everything_executes():
+    assert max(map(len, [*tiles.TABLE.values(), *tiles.RICH.values(), *tiles.MASKED.values()])) <= TILES
+    assert max(map(len, tiles.HOPPER.values())) == TILES
 
 
 @contextlib.contextmanager
