@@ -126,11 +126,11 @@ _OPTIONS = _dense(
     ("far apart, two passes, masks", dict(key_mask="own", mask="pairs", **FAR, **TWO)),
     ("masks, a repeated call", dict(mask="pairs", key_mask="own", B=2, times=3)),
     ("everything", EVERYTHING),
-    ("everything D128 fp16", EVERYTHING | dict(dtype=FP16, **WIDE)),
+    ("everything D128 fp16", EVERYTHING | dict(dtype=FP16, **SHORT, **WIDE)),
     ("everything D256", EVERYTHING | dict(D=256, **SHORT)),
     ("everything fp32 D40", EVERYTHING | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
     ("everything fp32 D128", EVERYTHING | dict(dtype=FP32, Sq=70, Sk=90, **WIDE)),
-    ("everything fp32 D256", EVERYTHING | dict(dtype=FP32, D=256, Sq=40, Sk=50)),
+    ("everything fp32 D256", EVERYTHING | dict(dtype=FP32, D=256, Sq=70, Sk=90)),
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
@@ -212,8 +212,8 @@ FEW = (
 
 # `make test-all` runs these on both GPUs too, and so the first tile of each kernel.
 BOTH = (
-    *("everything D256", "everything fp32 D128", "everything fp32 D256", "everything D128 fp16", "everything fp32 D40"),
-    *("plain D256", "plain D64, two passes", "plain D64 fp32 ieee", "tf32 D128 causal", "bias of keys D128", "weights"),
+    *("everything D256", "everything D128 fp16", "everything fp32 D40", "everything fp32 D128", "everything fp32 D256"),
+    *("plain D256", "tf32 D128 causal", "mask of pairs", "bias of rows", "bias of keys D128", "packed window D128"),
     *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
     *("far apart, two passes, masks", "decode: everything in pages", "decode: cache D128", "decode: D 256"),
     *("decode: fp32", "decode: fp32, split and merged D128", "decode: fp32, split and merged D256"),
