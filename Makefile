@@ -24,7 +24,7 @@ test: ROWS := --few
 test: interpreter compile ptx on-gpu ## whether it works here, in minutes: the four tiers below, with a few cases that cover all pairs of options
 
 test-all: MATRIX := and not sample
-test-all: ROWS := --first
+test-all: ROWS := --pairs
 test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
