@@ -20,7 +20,9 @@ def pytest_generate_tests(metafunc):
     """A test that takes `entry`, `capability` and `tile` executes calls."""
     if "entry" not in metafunc.fixturenames:
         return
-    rows = _everything() if metafunc.config.getoption("--everything", False) else itertools.starmap(_marked, each_once())
+    rows = (
+        _everything() if metafunc.config.getoption("--everything", False) else itertools.starmap(_marked, each_once())
+    )
     metafunc.parametrize("entry, capability, tile", list(rows))
 
 

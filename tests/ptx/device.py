@@ -120,7 +120,7 @@ class Device:
         began = time.monotonic()
         ptx = kernel.asm["ptx"]
         code = program(ptx if self.edit is None else self.edit(kernel.name, ptx))
-        params = self._arguments(code, kernel, values)
+        params = self.arguments(code, kernel, values)
         report, total = Report(), grid[0] * grid[1] * grid[2]
         blocks = np.stack(np.unravel_index(np.arange(total), grid[::-1])[::-1], 1)
         if self.order is not None:
@@ -133,7 +133,7 @@ class Device:
             machine.run()
         self.launches.append(Launch(kernel, grid, time.monotonic() - began, report))
 
-    def _arguments(self, code, kernel, values):
+    def arguments(self, code, kernel, values):
         """{parameter: its bytes, or a descriptor} of a launch, whose tensors memory then has."""
         meta = getattr(kernel.metadata, "tensordesc_meta", None) or ()
         kinds = list(kernel.src.signature.values())

@@ -8,10 +8,9 @@ which a comparison that is off by one differs: rows and keys at 0 and 1, and aro
 import argparse
 import functools
 import random
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,104 +19,12 @@ import fusedattn as fa
 
 from . import device
 from .calls import HARMLESS
+from .mutations import mutants
 from .report import Fault
 
 STEPS = 3000  # blocks of instructions, after which a mutant is taken to go on for ever
 # What LLVM counts as an error of the caller, not of a call: a mutant may come to it.
 SEEN = Fault, NotImplementedError, IndexError, RecursionError
-
-
-class Mutation(NamedTuple):
-    """One way to break a line: what kind of mistake it stands for, a pattern of the line, and what it becomes."""
-
-    kind: str
-    name: str
-    pattern: str
-    becomes: str | Callable
-
-
-def _plus(template, less=0):
-    """A replacement in which the number that was found is one more."""
-    return lambda found: template.format(int(found[1]) + 1 - less)
-
-
-def _flipped(template, bit):
-    """A replacement in which a bit of the last group is another."""
-    return lambda found: template.format(*found.groups()[:-1], int(found[found.lastindex]) ^ bit)
-
-
-MUTATIONS = (
-    Mutation("layout", "a bit of a swizzle", r"^\txor\.b32 (.*), (\d+);", _flipped("\txor.b32 {}, {};", 16)),
-    Mutation("layout", "an address off by 16", r"\[%r(\d+)\+(\d+)\]", _flipped("[%r{}+{}]", 16)),
-    Mutation(
-        "layout", "matrix not transposed", r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans", "ldmatrix.sync.aligned.m8n8.x4"
-    ),
-    Mutation(
-        "layout",
-        "matrix transposed",
-        r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared",
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared",
-    ),
-    Mutation(
-        "layout",
-        "stored transposed",
-        r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared",
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared",
-    ),
-    Mutation("layout", "wrong lane", r"shfl\.sync\.bfly\.b32(.*), 1, 31", r"shfl.sync.bfly.b32\1, 4, 31"),
-    Mutation(
-        "layout", "halves swapped", r"cvt\.rn\.bf16x2\.f32 (.*), (%r\d+), (%r\d+);", r"cvt.rn.bf16x2.f32 \1, \3, \2;"
-    ),
-    Mutation(
-        "layout", "next part of a matrix", r"^\tadd\.s64 (.*), 46116862(\d+);", _flipped("\tadd.s64 {}, 46116862{};", 2)
-    ),
-    Mutation("ordering", "barrier left out", r"^\tbar\.sync\s+0;", ""),
-    Mutation("ordering", "wait for copies left out", r"^\tcp\.async\.wait_group\s+\d+;", ""),
-    Mutation(
-        "ordering", "one copy less waited for", r"^\tcp\.async\.wait_group\s+(\d+);", _plus("\tcp.async.wait_group {};")
-    ),
-    Mutation(
-        "ordering",
-        "product not waited for",
-        r"^\twgmma\.wait_group\.sync\.aligned\s+(\d+);",
-        _plus("\twgmma.wait_group.sync.aligned {};"),
-    ),
-    Mutation("ordering", "proxy fence left out", r"^\tfence\.proxy\.async\.shared::cta;", ""),
-    Mutation("ordering", "bulk wait left out", r"^\tcp\.async\.bulk\.wait_group\.read\s+0;", ""),
-    Mutation("guards", "copied unconditionally", r"selp\.b32 (.*), 16, 0, (%p\d+)", r"selp.b32 \1, 16, 16, \2"),
-    Mutation("guards", "stored by all", r"@%p\d+ st\.", "st."),
-    Mutation("guards", "loaded by all", r"@%p\d+ ld\.global", "ld.global"),
-    Mutation("guards", "added by all", r"@%p\d+ (atom|cp\.reduce)", r"\1"),
-    Mutation("guards", "negated branch", r"@%p(\d+) bra", r"@!%p\1 bra"),
-    Mutation("guards", "sum not begun with 0", r"(wgmma\.mma_async.*), 0, 1, 1", r"\1, 1, 1, 1"),
-    Mutation("comparisons", "< for <=", r"setp\.le\.s32", "setp.lt.s32"),
-    Mutation("comparisons", "<= for <", r"setp\.lt\.s32", "setp.le.s32"),
-    Mutation("comparisons", "> for >=", r"setp\.ge\.s32", "setp.gt.s32"),
-    Mutation("comparisons", ">= for >", r"setp\.gt\.s32", "setp.ge.s32"),
-    Mutation("comparisons", "unsigned shift", r"\tshr\.s32", "\tshr.u32"),
-)
-
-
-class Mutant(NamedTuple):
-    """Broken code: how, where, and the PTX."""
-
-    mutation: Mutation
-    line: int
-    text: str
-    ptx: str
-
-
-def mutants(ptx: str, each: int, generator: random.Random, kind: str = "") -> Iterator[Mutant]:
-    """Up to `each` mutants of PTX by each Mutation of a kind."""
-    lines = ptx.split("\n")
-    body = [i for i, line in enumerate(lines) if line.startswith(("\t", "@"))]
-    for mutation in MUTATIONS:
-        if kind not in f"{mutation.kind} {mutation.name}":
-            continue
-        places = [i for i in body if re.search(mutation.pattern, lines[i])]
-        for i in generator.sample(places, min(each, len(places))):
-            changed = [*lines[:i], re.sub(mutation.pattern, mutation.becomes, lines[i]), *lines[i + 1 :]]
-            yield Mutant(mutation, i + 1, lines[i].strip(), "\n".join(changed))
 
 
 def _dense(rows, keys, backend="triton", two_passes=False, **options):
@@ -174,10 +81,90 @@ CALLS: dict[str, list[Callable]] = {
 }
 
 
-def _computed(call, capability, edit=None):
+class Replay(NamedTuple):
+    """A launch that can be executed again: with what, and the storages it may access, before and after it."""
+
+    device: device.Device
+    kernel: object
+    grid: tuple
+    values: list
+    storages: list
+
+    def again(self, ptx):
+        """What is wrong with it by other PTX, or None."""
+        there = self.device
+        for each in self.storages:
+            each.restore(there.memory)
+        there.edit, there.most_steps = lambda name, original: ptx, STEPS
+        there.launches.clear()
+        try:
+            there.launch(self.kernel, self.grid, self.values)
+        except SEEN as error:
+            return f"{type(error).__name__}: {str(error)[:80]}"
+        found = sorted(kind for kind in there.launches[0].report.found if kind not in HARMLESS)
+        if found:
+            return "reported: " + ", ".join(found)
+        return next(filter(None, (each.differs() for each in self.storages)), None)
+
+
+class Storage:
+    """One that a launch may access: its bytes, and which of them were written, before the launch; its bytes after."""
+
+    def __init__(self, allocation, memory, dtype):
+        self.base, self.bytes, self.dtype = allocation.base, allocation.bytes, dtype
+        self.before, written = self.bytes.copy(), memory.fresh.get(self.base)
+        self.written = None if written is None else written.copy()
+
+    def finish(self):
+        self.after = self.bytes.copy()
+
+    def restore(self, memory):
+        self.bytes[:] = self.before
+        if self.written is not None:
+            memory.fresh[self.base][:] = self.written
+
+    def differs(self):
+        """In words, if it holds something else than after the launch, by more than rounding; or None."""
+        if (self.bytes == self.after).all():
+            return None
+        whole = self.bytes.size // self.dtype.itemsize * self.dtype.itemsize
+        x, y = (torch.from_numpy(each[:whole].copy()).view(self.dtype).float() for each in (self.bytes, self.after))
+        same = torch.isclose(x, y, rtol=2e-2, atol=2e-3, equal_nan=True)
+        return None if same.all() else f"differs by {(x - y).abs()[~same].max().item():.2g}"
+
+
+def _tensors(values):
+    for x in values:
+        if isinstance(x, tuple):
+            yield from _tensors(x)
+        elif isinstance(x, torch.Tensor):
+            yield x
+
+
+def recorded(call, capability, name):
+    """A Replay of each launch of a kernel in a call."""
+    found = []
     with device.gpu(capability, max_lanes=4096) as there:
-        there.edit, there.most_steps = edit, STEPS
-        return [x.detach().float() for x in call()], there.launches
+        launch = there.launch
+
+        def keep(kernel, grid, values):
+            if kernel.name != name:
+                return launch(kernel, grid, values)
+            there.arguments(device.program(kernel.asm["ptx"]), kernel, values)
+            dtypes = {x.untyped_storage().data_ptr(): x.dtype for x in _tensors(values)}
+            storages = [
+                Storage(each, there.memory, dtypes.get(each.base, torch.bfloat16))  # a descriptor does not say
+                for each in there.memory.allocations
+            ]
+            launch(kernel, grid, values)
+            for each in storages:
+                each.finish()
+            found.append(Replay(there, kernel, grid, values, storages))
+
+        there.launch = keep
+        call()
+    there.launch = launch
+    return found
 
 
 class Judge:
@@ -185,47 +172,29 @@ class Judge:
 
     def __init__(self, kernel, capability):
         self.kernel, self.capability = kernel, capability
-        self.right = {}
+        self.replays = {}
 
     def original(self):
         """The PTX of the kernel, as the first call has it."""
-        _, launches = self._results(0)
-        name = (
-            "forward" if self.kernel == "hopper" else self.kernel
-        )  # by the first launch: it is Hopper's that is named
-        return next(launch.kernel.asm["ptx"] for launch in launches if launch.name == name)
+        return self._replays(0)[0].kernel.asm["ptx"]
 
-    def _results(self, number):
-        if number not in self.right:
-            self.right[number] = _computed(CALLS[self.kernel][number], self.capability)
-        return self.right[number]
+    def _replays(self, number):
+        if number not in self.replays:
+            name = "forward" if self.kernel == "hopper" else self.kernel
+            self.replays[number] = recorded(CALLS[self.kernel][number], self.capability, name)
+        return self.replays[number]
 
-    def seen(self, original, mutant):
+    def seen(self, mutant):
         """Why a mutant is seen, or None."""
+        original = self.original()
         try:
-            for number, call in enumerate(CALLS[self.kernel]):
-                expected, launches = self._results(number)
-                if all(launch.kernel.asm["ptx"] != original for launch in launches):
-                    continue
-                why = self._seen_by(call, expected, lambda _, ptx: mutant.ptx if ptx == original else ptx)
-                if why is not None:
-                    return f"call {number}: {why}"
+            for number in range(len(CALLS[self.kernel])):
+                for replay in self._replays(number):
+                    if replay.kernel.asm["ptx"] == original and (why := replay.again(mutant.ptx)) is not None:
+                        return f"call {number}: {why}"
             return None
         finally:
             device.forget(mutant.ptx)
-
-    def _seen_by(self, call, expected, edit):
-        try:
-            got, launches = _computed(call, self.capability, edit)
-        except SEEN as error:
-            return f"{type(error).__name__}: {str(error)[:80]}"
-        found = sorted({kind for launch in launches for kind in launch.report.found if kind not in HARMLESS})
-        if found:
-            return "reported: " + ", ".join(found)
-        for x, y in zip(got, expected, strict=True):
-            if not torch.allclose(x, y, rtol=2e-2, atol=2e-3, equal_nan=True):
-                return f"differs by {(x - y).abs().max().item():.2g}"
-        return None
 
 
 def main(arguments=None):
@@ -245,12 +214,10 @@ def main(arguments=None):
             original = judge.original()
             for mutant in mutants(original, chosen.each, random.Random(0), chosen.kind):
                 began = time.monotonic()
-                why = judge.seen(original, mutant)
+                why = judge.seen(mutant)
                 kinds = tally.setdefault(mutant.mutation.kind, [])
                 kinds.append(why is not None)
-                where = (
-                    f"sm_{capability} {kernel:8} {mutant.mutation.name:26} line {mutant.line:5} {mutant.text[:60]:60}"
-                )
+                where = f"sm_{capability} {kernel:8} {mutant.mutation.name:26} line {mutant.line:5} {mutant.text[:44]:44} {mutant.source[:70]:70}"
                 print(f"{where} {why or 'SURVIVED'} ({time.monotonic() - began:.1f} s)", flush=True)
                 if why is None:
                     survivors.append(where)

@@ -1,0 +1,116 @@
+"""Ways to break compiled code in one place: what each stands for, and the mutants of PTX that it makes."""
+
+import pathlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from fusedattn import kernels
+
+
+SOURCES = {path.name: path.read_text().splitlines() for path in pathlib.Path(kernels.__file__).parent.rglob("*.py")}
+
+
+class Mutation(NamedTuple):
+    """One way to break a line: what kind of mistake it stands for, a pattern of the line, and what it becomes."""
+
+    kind: str
+    name: str
+    pattern: str
+    becomes: str | Callable
+
+
+def _plus(template, less=0):
+    """A replacement in which the number that was found is one more."""
+    return lambda found: template.format(int(found[1]) + 1 - less)
+
+
+def _flipped(template, bit):
+    """A replacement in which a bit of the last group is another."""
+    return lambda found: template.format(*found.groups()[:-1], int(found[found.lastindex]) ^ bit)
+
+
+MUTATIONS = (
+    Mutation("layout", "a bit of a swizzle", r"^\txor\.b32 (.*), (\d+);", _flipped("\txor.b32 {}, {};", 16)),
+    Mutation("layout", "an address off by 16", r"\[%r(\d+)\+(\d+)\]", _flipped("[%r{}+{}]", 16)),
+    Mutation(
+        "layout", "matrix not transposed", r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans", "ldmatrix.sync.aligned.m8n8.x4"
+    ),
+    Mutation(
+        "layout",
+        "matrix transposed",
+        r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared",
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared",
+    ),
+    Mutation(
+        "layout",
+        "stored transposed",
+        r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared",
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared",
+    ),
+    Mutation("layout", "wrong lane", r"shfl\.sync\.bfly\.b32(.*), 1, 31", r"shfl.sync.bfly.b32\1, 4, 31"),
+    Mutation(
+        "layout", "halves swapped", r"cvt\.rn\.bf16x2\.f32 (.*), (%r\d+), (%r\d+);", r"cvt.rn.bf16x2.f32 \1, \3, \2;"
+    ),
+    Mutation(
+        "layout", "next part of a matrix", r"^\tadd\.s64 (.*), 46116862(\d+);", _flipped("\tadd.s64 {}, 46116862{};", 2)
+    ),
+    Mutation("ordering", "barrier left out", r"^\tbar\.sync\s+0;", ""),
+    Mutation("ordering", "wait for copies left out", r"^\tcp\.async\.wait_group\s+\d+;", ""),
+    Mutation(
+        "ordering", "one copy less waited for", r"^\tcp\.async\.wait_group\s+(\d+);", _plus("\tcp.async.wait_group {};")
+    ),
+    Mutation(
+        "ordering",
+        "product not waited for",
+        r"^\twgmma\.wait_group\.sync\.aligned\s+(\d+);",
+        _plus("\twgmma.wait_group.sync.aligned {};"),
+    ),
+    Mutation("ordering", "proxy fence left out", r"^\tfence\.proxy\.async\.shared::cta;", ""),
+    Mutation("ordering", "bulk wait left out", r"^\tcp\.async\.bulk\.wait_group\.read\s+0;", ""),
+    Mutation("guards", "copied unconditionally", r"selp\.b32 (.*), 16, 0, (%p\d+)", r"selp.b32 \1, 16, 16, \2"),
+    Mutation("guards", "stored by all", r"@%p\d+ st\.", "st."),
+    Mutation("guards", "loaded by all", r"@%p\d+ ld\.global", "ld.global"),
+    Mutation("guards", "added by all", r"@%p\d+ (atom|cp\.reduce)", r"\1"),
+    Mutation("guards", "negated branch", r"@%p(\d+) bra", r"@!%p\1 bra"),
+    Mutation("guards", "sum not begun with 0", r"(wgmma\.mma_async.*), 0, 1, 1", r"\1, 1, 1, 1"),
+    Mutation("comparisons", "< for <=", r"setp\.le\.s32", "setp.lt.s32"),
+    Mutation("comparisons", "<= for <", r"setp\.lt\.s32", "setp.le.s32"),
+    Mutation("comparisons", "> for >=", r"setp\.ge\.s32", "setp.gt.s32"),
+    Mutation("comparisons", ">= for >", r"setp\.gt\.s32", "setp.ge.s32"),
+    Mutation("comparisons", "unsigned shift", r"\tshr\.s32", "\tshr.u32"),
+)
+
+
+class Mutant(NamedTuple):
+    """Broken code: how, where, and the PTX. source: the line of a kernel that it was compiled from."""
+
+    mutation: Mutation
+    line: int
+    text: str
+    source: str
+    ptx: str
+
+
+def source(lines: list[str], i: int) -> str:
+    """The line of our sources that a line of PTX was compiled from, "file.py: text", by the last .loc before it."""
+    for line in reversed(lines[:i]):
+        if line.startswith("\t.loc"):
+            for name, number in re.findall(r"(\w+\.py):(\d+):", line):
+                if name in SOURCES:
+                    return f"{name}: {SOURCES[name][int(number) - 1].strip()}"
+    return ""
+
+
+def mutants(ptx: str, each: int, generator: random.Random, kind: str = "") -> Iterator[Mutant]:
+    """Up to `each` mutants of PTX by each Mutation of a kind."""
+    lines = ptx.split("\n")
+    body = [i for i, line in enumerate(lines) if line.startswith(("\t", "@"))]
+    for mutation in MUTATIONS:
+        if kind not in f"{mutation.kind} {mutation.name}":
+            continue
+        places = [i for i in body if re.search(mutation.pattern, lines[i])]
+        for i in generator.sample(places, min(each, len(places))):
+            changed = [*lines[:i], re.sub(mutation.pattern, mutation.becomes, lines[i]), *lines[i + 1 :]]
+            yield Mutant(mutation, i + 1, lines[i].strip(), source(lines, i), "\n".join(changed))
