@@ -275,7 +275,7 @@ def few(rows):
 
 
 def pairs(rows):
-    """Rows, first tiles all, in which each kernel, GPU, dtype, width and variant comes with each that any row has it with."""
+    """Rows of first tiles in which each two of kernel, GPU, dtype, width and variant come together that do in any."""
     found = {
         row: set(itertools.combinations(enumerate((row.kernel, row.capability, row.dtype, row.dim, row.variant)), 2))
         for row in rows

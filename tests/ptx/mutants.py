@@ -217,7 +217,10 @@ def main(arguments=None):
                 why = judge.seen(mutant)
                 kinds = tally.setdefault(mutant.mutation.kind, [])
                 kinds.append(why is not None)
-                where = f"sm_{capability} {kernel:8} {mutant.mutation.name:26} line {mutant.line:5} {mutant.text[:44]:44} {mutant.source[:70]:70}"
+                where = (
+                    f"sm_{capability} {kernel:8} {mutant.mutation.name:26} line {mutant.line:5} {mutant.text[:44]:44}"
+                )
+                where += f" {mutant.source[:70]:70}"
                 print(f"{where} {why or 'SURVIVED'} ({time.monotonic() - began:.1f} s)", flush=True)
                 if why is None:
                     survivors.append(where)

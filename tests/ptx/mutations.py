@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from fusedattn import kernels
 
-
 SOURCES = {path.name: path.read_text().splitlines() for path in pathlib.Path(kernels.__file__).parent.rglob("*.py")}
 
 
