@@ -19,8 +19,8 @@ class Sums(NamedTuple):
 def total(x):
     """Sums along axis 1: one number in all lanes that hold it.
 
-    A product that is not yet rounded would be fused with the first addition of two lanes, in each with its own, and they
-    would come to two numbers. Of x * y + 0 LLVM makes one instruction, which rounds.
+    A product that is not yet rounded would be fused with the first addition of two lanes, in each with its own, and
+    they would come to two numbers. Of x * y + 0 LLVM makes one instruction, which rounds.
     """
     return tl.sum(x + 0.0, 1)
 
