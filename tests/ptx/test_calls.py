@@ -4,9 +4,11 @@ import contextlib
 import itertools
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+import fusedattn as fa
 from fusedattn.launch import tiles
 
 from . import calls, device
@@ -62,3 +64,19 @@ def test_what_is_wrong_is_said(monkeypatch):
     monkeypatch.setattr(calls, "gpu", _edited)
     found = calls.execute(ENTRIES["decode: fp32"], HOPPER).wrong()
     assert found and all(name in " ".join(found) for name in ("out", "lse"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_sequence_with_nan_leaves_the_others_alone(capability):
+    """The copy engine adds whole tiles of dq: rows past the end of a sequence are the next one's."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(170, 2, 64).bfloat16() for _ in range(3)]
+    inputs[1][7], inputs[2][9] = float("nan"), float("inf")
+    inputs = [x.requires_grad_() for x in inputs]
+    offsets = torch.tensor([0, 70, 170], dtype=torch.int32)
+    with device.gpu(capability):
+        out = fa.attention_varlen(*inputs, offsets, offsets, backend="triton")
+        grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+    assert out[:70].isnan().any() and grads[0][:70].isnan().any()
+    assert all(x[70:].isfinite().all() for x in (out, *grads))
