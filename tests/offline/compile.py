@@ -109,6 +109,8 @@ def faults(row, report, committed=None, known=None):
     if report.serialized and row.variant not in ALL:
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
     yield from map(str, report.overtaken)
+    if report.fusible:
+        yield f"leaves {report.fusible} products to ptxas to fuse: lanes that hold one sum may then differ"
     if on_hopper:
         length = (committed or {}).get(str(row).rstrip())
         yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.loops))

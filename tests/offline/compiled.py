@@ -21,7 +21,7 @@ from fusedattn.call.form import DIFFERENTIABLE, Call
 from fusedattn.launch import hopper, run as launch, tiles as tile_table
 from fusedattn.operators import attention, cached
 
-from . import absent, flow, hazards
+from . import absent, flow, fusing, hazards
 from .sass import disassemble
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
@@ -108,7 +108,8 @@ class Report(NamedTuple):
     """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop.
 
     What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
-    numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds.
+    numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds. fusible:
+    how many additions `fusing` finds.
     """
 
     registers: int
@@ -123,6 +124,7 @@ class Report(NamedTuple):
     asked: frozenset = frozenset()
     copied: frozenset = frozenset()
     overtaken: tuple = ()
+    fusible: int = 0
 
     def __str__(self):
         counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
@@ -249,18 +251,22 @@ def compile_row(row, read=False, heads=None):
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
         _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row, heads or HEADS)
-    seconds, log, compiled = time.monotonic() - began, log.getvalue(), compiler.compiled
-    ptx = compiled.asm["ptx"]
+    seconds, asm = time.monotonic() - began, compiler.compiled.asm
+    return report(row, asm["ptx"], asm["cubin"], log.getvalue(), compiler.compiled.metadata.shared, seconds, read)
+
+
+def report(row, ptx, cubin, log, shared, seconds, read=False):
+    """The Report of a Row, from its PTX, and what ptxas made and said of it."""
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
     # What overtakes is looked for in each kernel: plain, and with most around its products. Reading takes a while.
     read = plain or read or ("wgmma.mma_async" in ptx and row.variant in ("full", "packed all", "everything"))
-    sass = disassemble(compiled.asm["cubin"]) if read or row.kernel == "hopper" else ""
+    sass = disassemble(cubin) if read or row.kernel == "hopper" else ""
     loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
         spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
-        shared=compiled.metadata.shared,
+        shared=shared,
         # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
         serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", log) is not None,
         counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
@@ -271,6 +277,7 @@ def compile_row(row, read=False, heads=None):
         asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
         copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
         overtaken=(*hazards.overwritten(sass), *hazards.unfenced(sass)),
+        fusible=len(fusing.left(ptx)),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from . import flow, hazards
+from . import flow, fusing, hazards
 
 
 def code(*lines):
@@ -172,3 +172,14 @@ EXP2 = "MUFU.EX2 R24, R24"
 )
 def test_exponentials_under_a_product_are_counted(step, expected):
     assert hazards.overlapped(step) == expected
+
+
+def test_additions_that_ptxas_may_fuse():
+    product, moved = "mul.f32 %r3, %r1, %r2;", "mov.b32 %r4, %r3;"
+    for addition in ("add.f32 %r5, %r3, %r6;", "@%p1 sub.f32 %r5, %r6, %r3;", "add.ftz.f32 \t%r5, %r6, %r4;"):
+        (found,) = fusing.left("\n".join(("\t.loc 1 2 3", product, moved, f"\t{addition}")))
+        assert found == addition
+    for line in ("add.rn.f32 %r5, %r3, %r6;", "add.f32 %r5, %r6, %r7;", "fma.rn.f32 %r5, %r1, %r2, %r3;"):
+        assert fusing.left(f"{product}\n{moved}\n{line}") == []
+    written = "mul.f32 %r3, %r1, %r2;\nex2.approx.f32 %r3, %r3;\nadd.f32 %r5, %r3, %r6;"
+    assert fusing.left(written) == [] and fusing.left("mul.rn.f32 %r3, %r1, %r2;\nadd.f32 %r5, %r3, %r6;") == []

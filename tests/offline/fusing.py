@@ -1,0 +1,25 @@
+"""What ptxas may fuse that LLVM has not: multiplications and additions of PTX, both without a rounding of their own."""
+
+import re
+
+_INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+)(?:\|%p\d+)?,([^;]*);", re.MULTILINE)
+
+
+def left(ptx):
+    """The additions of PTX that ptxas may fuse with the multiplication of a number that they add (PTX ISA, "add").
+
+    A sum between lanes must not be among them: each lane would round another product (`vocabulary/row_sums.py`).
+    """
+    products, found = set(), []
+    for instruction in _INSTRUCTION.finditer(ptx):
+        name, result, operands = instruction.groups()
+        operands = re.findall(r"%\w+", operands)
+        if re.fullmatch(r"(add|sub)(\.ftz)?\.f(32|64)", name) and not products.isdisjoint(operands):
+            found.append(instruction[0].strip())
+        if re.fullmatch(r"mul(\.ftz)?\.f(32|64)", name) or (
+            name.startswith("mov.") and operands[:1] and operands[0] in products
+        ):
+            products.add(result)
+        else:
+            products.discard(result)
+    return found
