@@ -108,8 +108,8 @@ class Report(NamedTuple):
     """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop.
 
     What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
-    numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds. fusible:
-    how many additions `fusing` finds.
+    numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds.
+    fusible: how many additions `fusing` finds in its PTX.
     """
 
     registers: int
