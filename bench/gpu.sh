@@ -5,18 +5,27 @@
 # The GPU tier of the tests (meanwhile the benchmark's kernels compile), that of the kernel for Hopper, `fusedattn check`,
 # then the pipelines of that kernel which passed, the forms of the backward, forward and backward against every peer that
 # is installed, with each option, what skipping blocks saves, packed sequences, caches, tiny calls, a model of Hugging
-# Face's, modules, and the demo's model. Logs and CSV files go to the folder OUT (default: out); the results come last.
+# Face's, modules, and the demo's model. Each step prints its table as it ends. Logs and CSV files go into one archive,
+# results.tgz in the folder OUT (default: out), which is renewed before each step: a machine may be gone at any moment.
 # COMMIT is what the rows say where there is no git. Exit status 1 if a test or a check failed. Without a GPU: a rehearsal.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 mkdir -p "${OUT:=out}"
-OUT=$(cd "$OUT" && pwd)
+archive=$(cd "$OUT" && pwd)/results.tgz
+OUT=$(mktemp -d)
 tree=$(mktemp -d)
-trap 'rm -rf "$tree"' EXIT
+trap 'pack; rm -rf "$tree" "$OUT"' EXIT
 failed=""
 
-say() { printf '== %4d s  %s\n' "$SECONDS" "$*"; }
+pack() { # of a file that grows meanwhile, which is status 1, what there is
+    tar -C "$OUT" -czf "$archive.part" .
+    [ $? -le 1 ] && mv "$archive.part" "$archive"
+}
+say() {
+    printf '== %4d s  %s\n' "$SECONDS" "$*" | tee -a "$OUT/steps.txt"
+    pack
+}
 
 say "an importable tree"
 commit=${1:-$(git -c safe.directory='*' -C "$here" rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}
@@ -96,6 +105,11 @@ timings() { # NAME END MARGIN ARGUMENT...: the last unit begins MARGIN seconds b
         say "a row broke the GPU's context, once more: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
     done
     [ $status = 0 ] || say "$name ended with status $status: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
+    tell "$name"
+}
+
+tell() { # NAME: ratios and goals; the rows before them are in the archive
+    [ ! -f "$OUT/$1.txt" ] || sed -n '/^Cases are/,$p' "$OUT/$1.txt" | cut -c 1-200
 }
 
 once() { # NAME SECONDS: one that is short, and has no budget
@@ -103,6 +117,7 @@ once() { # NAME SECONDS: one that is short, and has no budget
     say "timings: $name"
     timeout -k 5 "$seconds" "$python" -m fusedattn.bench "$name" --csv "$OUT/$name.csv" --commit "$commit" --repeat-ms 60 \
         >"$OUT/$name.txt" 2>"$OUT/$name.log" || say "$name ended with status $?: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
+    tell "$name"
 }
 
 small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "tiny-")')
@@ -119,11 +134,7 @@ once minilm 19
 once module 15
 once end_to_end 14
 
-say "results"
-# Of each the end, ratios and goals; the rows before it are in the files.
-for name in attention options skipping varlen decode small minilm module end_to_end hopper backward_forms; do
-    [ -f "$OUT/$name.txt" ] && echo "-- $name" && sed -n '/^Cases are/,$p' "$OUT/$name.txt" | cut -c 1-200
-done
+say "tests"
 for name in tests hopper-tests; do
     grep -E '(passed|failed|error|skipped|no tests ran).* in ' "$OUT/$name.log" | tail -n 1
 done
