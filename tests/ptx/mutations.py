@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fusedattn import kernels
 
-SOURCES = {path.name: path.read_text().splitlines() for path in pathlib.Path(kernels.__file__).parent.rglob("*.py")}
+_OURS = pathlib.Path(kernels.__file__).resolve().parent
 
 
 class Mutation(NamedTuple):
@@ -83,33 +83,52 @@ MUTATIONS = (
 
 
 class Mutant(NamedTuple):
-    """Broken code: how, where, and the PTX. source: the line of a kernel that it was compiled from."""
+    """Broken code: how, where, and the PTX.
+
+    source: the line of a kernel that it was compiled from, "file.py: text". loops: how many loops end before it.
+    """
 
     mutation: Mutation
     line: int
     text: str
     source: str
+    loops: int
     ptx: str
 
 
-def source(lines: list[str], i: int) -> str:
-    """The line of our sources that a line of PTX was compiled from, "file.py: text", by the last .loc before it."""
+def _sources(lines: list[str]) -> dict[str, list[str]]:
+    """{name: lines} of the files of ours that PTX was compiled from."""
+    paths = (pathlib.Path(found[1]) for line in lines if (found := re.match(r'\t\.file\t\d+ "(.*)"', line)))
+    return {path.name: path.read_text().splitlines() for path in paths if path.resolve().is_relative_to(_OURS)}
+
+
+def _source(lines: list[str], i: int, sources: dict[str, list[str]]) -> str:
+    """The innermost line of ours that a line of PTX was compiled from, by the last .loc before it."""
     for line in reversed(lines[:i]):
         if line.startswith("\t.loc"):
             for name, number in re.findall(r"(\w+\.py):(\d+):", line):
-                if name in SOURCES:
-                    return f"{name}: {SOURCES[name][int(number) - 1].strip()}"
+                if name in sources and number != "0":
+                    return f"{name}: {sources[name][int(number) - 1].strip()}"
     return ""
+
+
+def _loops(lines: list[str]) -> list[int]:
+    """The lines that jump back."""
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L__BB")}
+    jumps = ((i, re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", line)) for i, line in enumerate(lines))
+    return [i for i, found in jumps if found and labels[found[1]] < i]
 
 
 def mutants(ptx: str, each: int, generator: random.Random, kind: str = "") -> Iterator[Mutant]:
     """Up to `each` mutants of PTX by each Mutation of a kind."""
     lines = ptx.split("\n")
     body = [i for i, line in enumerate(lines) if line.startswith(("\t", "@"))]
+    sources, loops = _sources(lines), _loops(lines)
     for mutation in MUTATIONS:
         if kind not in f"{mutation.kind} {mutation.name}":
             continue
         places = [i for i in body if re.search(mutation.pattern, lines[i])]
         for i in generator.sample(places, min(each, len(places))):
             changed = [*lines[:i], re.sub(mutation.pattern, mutation.becomes, lines[i]), *lines[i + 1 :]]
-            yield Mutant(mutation, i + 1, lines[i].strip(), source(lines, i), "\n".join(changed))
+            before = sum(end < i for end in loops)
+            yield Mutant(mutation, i + 1, lines[i].strip(), _source(lines, i, sources), before, "\n".join(changed))
