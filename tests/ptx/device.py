@@ -120,20 +120,25 @@ class Device:
         began = time.monotonic()
         ptx = kernel.asm["ptx"]
         code = program(ptx if self.edit is None else self.edit(kernel.name, ptx))
-        params = self.arguments(code, kernel, values)
+        params = self._arguments(code, kernel, values)
+        report = self.execute(code, params, grid, kernel.metadata.shared)
+        self.launches.append(Launch(kernel, grid, time.monotonic() - began, report))
+
+    def execute(self, code, params, grid, shared):
+        """The Report of a Program that ran on the tensors that memory has."""
         report, total = Report(), grid[0] * grid[1] * grid[2]
         blocks = np.stack(np.unravel_index(np.arange(total), grid[::-1])[::-1], 1)
         if self.order is not None:
             blocks = self.order.permutation(blocks)
         together = max(1, self.max_lanes // code.kernel.threads)
         for first in range(0, total, together):
-            some, shared = blocks[first : first + together], kernel.metadata.shared
+            some = blocks[first : first + together]
             machine = Machine(code, self.memory, params, some, grid, shared, report, self.races, self.tensor_core)
             machine.most_steps = self.most_steps
             machine.run()
-        self.launches.append(Launch(kernel, grid, time.monotonic() - began, report))
+        return report
 
-    def arguments(self, code, kernel, values):
+    def _arguments(self, code, kernel, values):
         """{parameter: its bytes, or a descriptor} of a launch, whose tensors memory then has."""
         meta = getattr(kernel.metadata, "tensordesc_meta", None) or ()
         kinds = list(kernel.src.signature.values())

@@ -11,22 +11,28 @@ import fusedattn as fa
 from fusedattn.launch import run
 
 
-def _dense(rows, keys, backend="triton", two_passes=False, **options):
+def _dense(rows, keys, window, backend="triton", two_passes=False, spread=1):
     torch.manual_seed(0)
     sizes = (2, rows), (1, keys), (1, keys)
-    query, key, value = (torch.randn(1, h, n, 64).bfloat16().requires_grad_() for h, n in sizes)
+    query, key, value = (torch.randn(1, h, n, 64).bfloat16() for h, n in sizes)
+    query *= spread
+    for x in (query, key, value):
+        x.requires_grad_()
     torch.use_deterministic_algorithms(two_passes)
     try:
-        out, _ = fa.attention(query, key, value, backend=backend, return_lse=True, **options)
+        out, _ = fa.attention(query, key, value, backend=backend, window=window, return_lse=True)
         torch.autograd.grad(out, (query, key, value), torch.randn_like(out))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def _decoded(lengths, window, rows=2):
+def _decoded(lengths, window, rows=2, spread=1):
     torch.manual_seed(0)
-    query = torch.randn(len(lengths), 4, rows, 64).bfloat16()
-    caches = [torch.randn(len(lengths), 1, 448, 64).bfloat16() for _ in range(2)]
+    query = torch.randn(len(lengths), 4, rows, 64).bfloat16() * spread
+    caches = [torch.randn(len(lengths), 1, lengths[-1], 64).bfloat16() for _ in range(2)]
+    for cache in caches:
+        for keys, n in zip(cache, lengths, strict=True):
+            keys[:, n:] = float("nan")
     options = dict(window=window, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), return_lse=True)
     with mock.patch.object(run, "multiprocessors", lambda device: 1):  # so few that keys are not split
         fa.attention_decode(query, *caches, backend="triton", **options)
@@ -42,6 +48,9 @@ _EDGES = [
 _WINDOWS = 0, 1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 90, 127, 128, 300
 
 
+_PEAKED = 64  # times as large, scores overflow where what is subtracted from them is not their maximum
+
+
 def _attended(**options):
     """Those edges, and calls of any size between them."""
     draw = random.Random(0)
@@ -49,23 +58,26 @@ def _attended(**options):
         (draw.randint(1, 200), draw.randint(1, 300), draw.choice(_WINDOWS), draw.choice(_WINDOWS)) for _ in range(45)
     ]
     return [
-        functools.partial(_dense, rows=rows, keys=keys, window=(left, right), **options)
-        for rows, keys, left, right in edges
+        functools.partial(_dense, rows, keys, (left, right), spread=1 if (i + 1) % 8 else _PEAKED, **options)
+        for i, (rows, keys, left, right) in enumerate(edges)
     ]
 
 
 def _cached():
-    """Lengths of 0, 1 and around tiles, and 160 others, 16 at a time."""
+    """Sixteen caches a call, the last one full: of 0 and 1 keys, of tiles and a few more or less, and of any length."""
     draw = random.Random(0)
-    lengths = [0, 1, 2, 3, 63, 64, 65, 127, 128, 129, 191, 192, 193, 446, 447, 448]
-    lengths += [draw.randint(0, 448) for _ in range(160)]
-    windows = (300, 63, 0, 448, 1, 64, 65, 190, 2, 128, 320)
-    return [
-        functools.partial(_decoded, lengths[16 * i : 16 * i + 16], (left, 0), rows=1 + i % 7)
-        for i, left in enumerate(windows)
-    ]
+    calls = []
+    for i, (full, left) in enumerate(_FULL):
+        lengths = [n for n in _LENGTHS if n <= full]
+        lengths += [draw.randint(0, full) for _ in range(15 - len(lengths))] + [full]
+        spread = 1 if (i + 1) % 4 else _PEAKED
+        calls.append(functools.partial(_decoded, lengths, (left, 0), rows=1 + i % 5, spread=spread))
+    return calls
 
 
+_LENGTHS = 0, 1, 2, 3, 64, 65, 127, 129
+_FULL = [(448, 300), (448, 63), (447, 63), (193, 0), (448, 10), (440, 448), (431, 1), (421, 64), (413, 65), (402, 190)]
+_FULL += [(395, 2), (386, 128), (321, 320), (64, 1), (54, 90), (43, 2), (37, 0), (28, 64), (19, 1), (13, 300), (1, 0)]
 CALLS: dict[str, list[Callable]] = {
     "forward": _attended(),
     "dkdv": _attended(),

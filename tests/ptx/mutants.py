@@ -9,13 +9,16 @@ import argparse
 import random
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
-from . import device
+from . import device, equivalent, tally
 from .edges import CALLS
-from .mutations import mutants
+from .mutations import Mutant, mutants
 from .replay import recorded
+
+ENOUGH = 0.95  # of the mutants that are not equivalent
 
 
 class Judge:
@@ -27,7 +30,7 @@ class Judge:
 
     def original(self):
         """The PTX of the kernel, as the first call has it."""
-        return self._replays(0)[0].kernel.asm["ptx"]
+        return self._replays(0)[0].ptx
 
     def _replays(self, number):
         if number not in self.replays:
@@ -41,7 +44,7 @@ class Judge:
         try:
             for number in self.order:
                 for replay in self._replays(number):
-                    if replay.kernel.asm["ptx"] == original and (why := replay.again(mutant.ptx)) is not None:
+                    if replay.ptx == original and (why := replay.again(mutant.ptx)) is not None:
                         self.order.remove(number)
                         self.order.insert(0, number)
                         return f"call {number}: {why}"
@@ -50,37 +53,50 @@ class Judge:
             device.forget(mutant.ptx)
 
 
+class Verdict(NamedTuple):
+    """What became of a mutant: seen, equivalent or survived, and why."""
+
+    kernel: str
+    capability: int
+    mutant: Mutant
+    result: str
+    why: str
+
+
+def verdicts(capabilities, kernels, each, kind):
+    """The Verdict of each mutant, which are the same in every run."""
+    for capability in capabilities:
+        for kernel in kernels:
+            if kernel == "hopper" and capability != 90:
+                continue
+            judge = Judge(kernel, capability)
+            for mutant in mutants(judge.original(), each, random.Random(0), kind):
+                if why := judge.seen(mutant):
+                    yield Verdict(kernel, capability, mutant, "seen", why)
+                elif why := equivalent.reason(kernel, mutant):
+                    yield Verdict(kernel, capability, mutant, "equivalent", why)
+                else:
+                    yield Verdict(kernel, capability, mutant, "survived", "")
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="*", default=[80])
     parser.add_argument("--each", type=int, default=3, help="mutants of a kernel by each mutation")
     parser.add_argument("--kind", default="", help="part of the name of a mutation or of its kind")
     parser.add_argument("--kernels", nargs="+", default=list(CALLS), choices=CALLS)
+    parser.add_argument("--report", action="store_true", help=f"write {tally.REPORT.name}")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    survivors, tally = [], {}
-    for capability in chosen.capabilities:
-        for kernel in chosen.kernels:
-            if kernel == "hopper" and capability != 90:
-                continue
-            judge = Judge(kernel, capability)
-            original = judge.original()
-            for mutant in mutants(original, chosen.each, random.Random(0), chosen.kind):
-                began = time.monotonic()
-                why = judge.seen(mutant)
-                kinds = tally.setdefault(mutant.mutation.kind, [])
-                kinds.append(why is not None)
-                where = (
-                    f"sm_{capability} {kernel:8} {mutant.mutation.name:26} line {mutant.line:5} {mutant.text[:44]:44}"
-                )
-                where += f" {mutant.loops} {mutant.source[:70]:70}"
-                print(f"{where} {why or 'SURVIVED'} ({time.monotonic() - began:.1f} s)", flush=True)
-                if why is None:
-                    survivors.append(where)
-    for kind, seen in tally.items():
-        print(f"{kind}: {sum(seen)} of {len(seen)} seen")
-    return len(survivors)
+    found, began = [], time.monotonic()
+    for verdict in verdicts(chosen.capabilities, chosen.kernels, chosen.each, chosen.kind):
+        found.append(verdict)
+        print(tally.line(verdict), f"({time.monotonic() - began:.0f} s)", flush=True)
+    print(tally.summary(found))
+    if chosen.report:
+        tally.write(found, sys.argv[1:] if arguments is None else arguments)
+    return tally.share(found) < ENOUGH
 
 
 if __name__ == "__main__":
-    sys.exit(main() > 0)
+    sys.exit(main())

@@ -85,7 +85,8 @@ MUTATIONS = (
 class Mutant(NamedTuple):
     """Broken code: how, where, and the PTX.
 
-    source: the line of a kernel that it was compiled from, "file.py: text". loops: how many loops end before it.
+    source: the line of a kernel that it, or the predicate it takes, was compiled from, "file.py: text".
+    loops: how many loops end before it.
     """
 
     mutation: Mutation
@@ -119,6 +120,14 @@ def _loops(lines: list[str]) -> list[int]:
     return [i for i, found in jumps if found and labels[found[1]] < i]
 
 
+def _decides(lines: list[str], i: int) -> int:
+    """The line that sets the predicate that a line of PTX takes, or the line itself."""
+    found = re.match(r"\t@(%p\d+)|\tselp\.b32.*(%p\d+);", lines[i])
+    name = found and (found[1] or found[2])
+    sets = (k for k in range(i - 1, -1, -1) if re.match(rf"\t(setp|and|or|not|mov)\S*\s+{name},", lines[k]))
+    return next(sets, i) if name else i
+
+
 def mutants(ptx: str, each: int, generator: random.Random, kind: str = "") -> Iterator[Mutant]:
     """Up to `each` mutants of PTX by each Mutation of a kind."""
     lines = ptx.split("\n")
@@ -130,5 +139,5 @@ def mutants(ptx: str, each: int, generator: random.Random, kind: str = "") -> It
         places = [i for i in body if re.search(mutation.pattern, lines[i])]
         for i in generator.sample(places, min(each, len(places))):
             changed = [*lines[:i], re.sub(mutation.pattern, mutation.becomes, lines[i]), *lines[i + 1 :]]
-            before = sum(end < i for end in loops)
-            yield Mutant(mutation, i + 1, lines[i].strip(), _source(lines, i, sources), before, "\n".join(changed))
+            of, before = _source(lines, _decides(lines, i), sources), sum(end < i for end in loops)
+            yield Mutant(mutation, i + 1, lines[i].strip(), of, before, "\n".join(changed))

@@ -1,8 +1,10 @@
-"""A launch that can be executed again by other code: by what it was given, and what it left, in storages of their own."""
+"""Launches that can be executed again, by other code: with what, and the storages they access, before and after."""
 
 from typing import NamedTuple
 
 import torch
+
+from fusedattn.launch import hopper
 
 from . import device
 from .calls import HARMLESS
@@ -13,59 +15,61 @@ STEPS = 3000  # blocks of instructions, after which a mutant is taken to go on f
 SEEN = Fault, NotImplementedError, IndexError, RecursionError
 
 
-class Replay(NamedTuple):
-    """A launch that can be executed again: with what, and the storages it may access, before and after it."""
-
-    device: device.Device
-    kernel: object
-    grid: tuple
-    values: list
-    storages: list
-
-    def again(self, ptx):
-        """What is wrong with it by other PTX, or None."""
-        there = self.device
-        for each in self.storages:
-            each.restore(there.memory)
-        there.edit, there.most_steps = lambda name, original: ptx, STEPS
-        there.launches.clear()
-        try:
-            there.launch(self.kernel, self.grid, self.values)
-        except SEEN as error:
-            return f"{type(error).__name__}: {str(error)[:80]}"
-        found = sorted(kind for kind in there.launches[0].report.found if kind not in HARMLESS)
-        if found:
-            return "reported: " + ", ".join(found)
-        return next(filter(None, (each.differs() for each in self.storages)), None)
-
-
 class Storage:
-    """One that a launch may access: its bytes, and which of them were written, before the launch; its bytes after."""
+    """What a launch may access: an Allocation, what it held before the launch, and after it."""
 
-    def __init__(self, allocation, memory, dtype):
-        self.base, self.bytes, self.dtype = allocation.base, allocation.bytes, dtype
+    def __init__(self, allocation, dtype):
+        self.allocation, self.dtype = allocation, dtype
         self.exact = allocation.name == "Stats"  # bits of the output are among its numbers
-        self.before, written = self.bytes.copy(), memory.fresh.get(self.base)
-        self.written = None if written is None else written.copy()
+        self.before, self.written = allocation.bytes.copy(), allocation.written
+        self.written = None if self.written is None else self.written.copy()
 
     def finish(self):
-        self.after = self.bytes.copy()
+        """Keep what the launch left."""
+        self.after = self.allocation.bytes.copy()
 
-    def restore(self, memory):
-        self.bytes[:] = self.before
-        if self.written is not None:
-            memory.fresh[self.base][:] = self.written
+    def restore(self):
+        """Have it hold what it held before the launch."""
+        self.allocation.bytes[:], self.allocation.owner = self.before, None
+        self.allocation.written = None if self.written is None else self.written.copy()
 
     def differs(self):
         """In words, if it holds something else than after the launch, by more than rounding; or None."""
-        if (self.bytes == self.after).all():
+        got = self.allocation.bytes
+        if (got == self.after).all():
             return None
         if self.exact:
             return "differs in bits"
-        whole = self.bytes.size // self.dtype.itemsize * self.dtype.itemsize
-        x, y = (torch.from_numpy(each[:whole].copy()).view(self.dtype).float() for each in (self.bytes, self.after))
+        whole = got.size // self.dtype.itemsize * self.dtype.itemsize
+        x, y = (torch.from_numpy(each[:whole].copy()).view(self.dtype).float() for each in (got, self.after))
         same = torch.isclose(x, y, rtol=2e-2, atol=2e-3, equal_nan=True)
         return None if same.all() else f"differs by {(x - y).abs()[~same].max().item():.2g}"
+
+
+class Replay(NamedTuple):
+    """A launch that can be executed again: on which Device, its code, and its storages, which `values` keep."""
+
+    device: device.Device
+    ptx: str
+    params: dict
+    grid: tuple
+    shared: int
+    storages: list
+    values: list
+
+    def again(self, ptx):
+        """What is wrong with it by other PTX, or None."""
+        self.device.memory.allocations = [each.allocation for each in self.storages]
+        for each in self.storages:
+            each.restore()
+        try:
+            report = self.device.execute(device.program(ptx), self.params, self.grid, self.shared)
+        except SEEN as error:
+            return f"{type(error).__name__}: {str(error)[:80]}"
+        found = sorted(kind for kind in report.found if kind not in HARMLESS)
+        if found:
+            return "reported: " + ", ".join(found)
+        return next(filter(None, (each.differs() for each in self.storages)), None)
 
 
 def _tensors(values):
@@ -74,29 +78,30 @@ def _tensors(values):
             yield from _tensors(x)
         elif isinstance(x, torch.Tensor):
             yield x
+        elif hopper.is_descriptor(x):
+            yield x.base
 
 
 def recorded(call, capability, name):
     """A Replay of each launch of a kernel in a call."""
     found = []
     with device.gpu(capability, max_lanes=4096) as there:
-        launch = there.launch
+        launch, execute = there.launch, there.execute
 
         def keep(kernel, grid, values):
-            if kernel.name != name:
-                return launch(kernel, grid, values)
-            there.arguments(device.program(kernel.asm["ptx"]), kernel, values)
-            dtypes = {x.untyped_storage().data_ptr(): x.dtype for x in _tensors(values)}
-            storages = [
-                Storage(each, there.memory, dtypes.get(each.base, torch.bfloat16))  # a descriptor does not say
-                for each in there.memory.allocations
-            ]
+            def executed(code, params, grid, shared):
+                dtypes = {x.untyped_storage().data_ptr(): x.dtype for x in _tensors(values)}
+                storages = [Storage(each, dtypes[each.base]) for each in there.memory.allocations]
+                report = execute(code, params, grid, shared)
+                for each in storages:
+                    each.finish()
+                found.append(Replay(there, kernel.asm["ptx"], params, grid, shared, storages, values))
+                return report
+
+            there.execute = executed if kernel.name == name else execute
             launch(kernel, grid, values)
-            for each in storages:
-                each.finish()
-            found.append(Replay(there, kernel, grid, values, storages))
 
         there.launch = keep
         call()
-    there.launch = launch
+    there.execute, there.most_steps = execute, STEPS
     return found

@@ -1,0 +1,80 @@
+"""Mutants that do the same as the right code in every call, so that nobody can see them, with the reason of each."""
+
+from typing import NamedTuple
+
+from .mutations import Mutant
+
+NEVER_NEGATIVE = "what is shifted is never negative: a length, a row, a program, or at least 0 by a maximum"
+FIRST_COLUMN = "the unmasked blocks end behind this bound: in the last walk it holds, with equality in one place alone"
+NO_BLOCK = "of a walk that is over: it copies rows that exist, by another guard, to where nobody reads any more"
+UNGUARDED = "a tile of the unmasked walk lies within the tensor, so that its guard always holds"
+SAME_NUMBER = "the lanes hold the same maximum or sum, or store to where nobody reads it"
+BETWEEN_WALKS = "since the last barrier in the loop before it nobody reads what is written behind it"
+OWN_WARP = "each warp reads what it wrote itself, and a warp that has not parted executes in order"
+MASKED_TOO = "one tile more is masked, of which nothing is hidden"
+
+
+class Equivalent(NamedTuple):
+    """Mutants by a mutation, of a line of a kernel that begins so, after so many loops (or None), and the reason."""
+
+    mutation: str
+    source: str
+    reason: str
+    kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper")
+    loops: tuple | None = None
+
+    def is_one(self, kernel: str, mutant: Mutant) -> bool:
+        """Whether a mutant of a kernel is such a one."""
+        return (
+            kernel in self.kernels
+            and mutant.mutation.name == self.mutation
+            and mutant.source.startswith(self.source)
+            and (self.loops is None or mutant.loops in self.loops)
+        )
+
+
+LOOPS = dict(
+    forward="forward.py: for n in tl.range(begin, end)",
+    dkdv="dkdv.py: for n in tl.range(0, (end - begin) * GROUP",
+    dq="dq.py: for n in tl.range(begin, end)",
+    decode="decode.py: for j in tl.range(begin, end)",
+)
+INSIDE = "span.py: return (c >= r + b.low)"
+
+EQUIVALENT = (
+    *(
+        Equivalent("unsigned shift", source, NEVER_NEGATIVE)
+        for source in (
+            "span.py: blocks = tl.cdiv(length, BLOCK)",
+            "span.py: index = pid // blocks",
+            "span.py: return pid % blocks, Plane(index // HEADS, index % HEADS",
+            "span.py: return Plane(plane.batch, plane.head // GROUP",
+            "span.py: return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK",
+            "span.py: begin = tl.maximum(first + b.low, 0) // BLOCK",
+            "span.py: end = tl.cdiv(tl.maximum(",
+            "span.py: full = tl.cdiv(tl.maximum(",
+            "span.py: full_end = tl.maximum(",
+            "decode.py: rows, member = folded // GROUP, folded % GROUP",
+            "decode.py: block, kv = span.place(tl.program_id(0) // splits",
+            "decode.py: ranges = span.blocks(band, first // GROUP",
+        )
+    ),
+    *(
+        Equivalent(name, source, NO_BLOCK, (kernel,), (0, 2))
+        for kernel, source in LOOPS.items()
+        for name in ("copied unconditionally", "<= for <", ">= for >")
+    ),
+    *(Equivalent("barrier left out", source, BETWEEN_WALKS, (kernel,), (1, 2)) for kernel, source in LOOPS.items()),
+    Equivalent("> for >=", INSIDE, FIRST_COLUMN, ("forward", "dq", "decode"), (2,)),
+    Equivalent("< for <=", INSIDE, FIRST_COLUMN, ("dkdv",), (2,)),
+    Equivalent("added by all", "tiles.py: exists = r < n", UNGUARDED, ("dkdv",), (1,)),
+    Equivalent(">= for >", "span.py: return begin, full, tl.where(n <= length", MASKED_TOO, ("dkdv",)),
+    Equivalent("stored by all", "softmax.py: ", SAME_NUMBER, ("decode",)),
+    Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), (0,)),
+    Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), (0,)),
+)
+
+
+def reason(kernel: str, mutant: Mutant) -> str | None:
+    """Why a mutant of a kernel does the same as the right code, or None if it need not."""
+    return next((each.reason for each in EQUIVALENT if each.is_one(kernel, mutant)), None)
