@@ -48,6 +48,8 @@ _EDGES = [
 _WINDOWS = 0, 1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 90, 127, 128, 300
 
 
+# Tensors that end within a tile of the first walk, at each part of it that a thread loads.
+_EDGES += [edge for n in range(4, 64, 8) for edge in ((10, n, 2, 0), (n, 10, 0, 2))]
 _PEAKED = 64  # times as large, scores overflow where what is subtracted from them is not their maximum
 
 
@@ -64,7 +66,10 @@ def _attended(**options):
 
 
 def _cached():
-    """Sixteen caches a call, the last one full: of 0 and 1 keys, of tiles and a few more or less, and of any length."""
+    """Sixteen caches a call, the last one full: of 0 and 1 keys, of tiles and a few more or less, and of any length.
+
+    Then caches that end at each part of the second of two blocks that a masked walk has.
+    """
     draw = random.Random(0)
     calls = []
     for i, (full, left) in enumerate(_FULL):
@@ -72,6 +77,8 @@ def _cached():
         lengths += [draw.randint(0, full) for _ in range(15 - len(lengths))] + [full]
         spread = 1 if (i + 1) % 4 else _PEAKED
         calls.append(functools.partial(_decoded, lengths, (left, 0), rows=1 + i % 5, spread=spread))
+    for full, left in ((134, 2), (148, 1), (164, 1), (182, 2)):
+        calls += [functools.partial(_decoded, [full - 1, full], (x, 0), rows=61) for x in (left, 300)]
     return calls
 
 

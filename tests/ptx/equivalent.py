@@ -9,19 +9,24 @@ FIRST_COLUMN = "the unmasked blocks end behind this bound: in the last walk it h
 NO_BLOCK = "of a walk that is over: it copies rows that exist, by another guard, to where nobody reads any more"
 UNGUARDED = "a tile of the unmasked walk lies within the tensor, so that its guard always holds"
 SAME_NUMBER = "the lanes hold the same maximum or sum, or store to where nobody reads it"
-BETWEEN_WALKS = "since the last barrier in the loop before it nobody reads what is written behind it"
+BETWEEN_WALKS = "another barrier stands between what is read before it and what is written behind it"
+ALL_WAITED = "each step of the loop before it waits for all of its products"
 OWN_WARP = "each warp reads what it wrote itself, and a warp that has not parted executes in order"
+FENCED_AGAIN = "each step of the loop behind it fences again, before its first product"
+TWO_BLOCKS = "a masked walk of decode has at most two blocks, which are copied before its loop"
+ONE_STEP = "a last walk without a block does one step on zeros, of which the bound hides each pair"
 MASKED_TOO = "one tile more is masked, of which nothing is hidden"
 
 
 class Equivalent(NamedTuple):
-    """Mutants by a mutation, of a line of a kernel that begins so, after so many loops (or None), and the reason."""
+    """Mutants by a mutation, of a line of a kernel that begins so, and the reason; in some parts of it, or in all."""
 
     mutation: str
     source: str
     reason: str
     kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper")
-    loops: tuple | None = None
+    parts: tuple = ()
+    text: str = ""  # in the line of PTX
 
     def is_one(self, kernel: str, mutant: Mutant) -> bool:
         """Whether a mutant of a kernel is such a one."""
@@ -29,7 +34,8 @@ class Equivalent(NamedTuple):
             kernel in self.kernels
             and mutant.mutation.name == self.mutation
             and mutant.source.startswith(self.source)
-            and (self.loops is None or mutant.loops in self.loops)
+            and (not self.parts or mutant.part in self.parts)
+            and self.text in mutant.text
         )
 
 
@@ -57,21 +63,39 @@ EQUIVALENT = (
             "decode.py: rows, member = folded // GROUP, folded % GROUP",
             "decode.py: block, kv = span.place(tl.program_id(0) // splits",
             "decode.py: ranges = span.blocks(band, first // GROUP",
+            "forward.py: order = schedule.Schedule(gl.cdiv(q_len",
         )
     ),
     *(
-        Equivalent(name, source, NO_BLOCK, (kernel,), (0, 2))
+        Equivalent(name, source, NO_BLOCK, (kernel,), ("before 0", "in 0", "before 2", "in 2"))
         for kernel, source in LOOPS.items()
         for name in ("copied unconditionally", "<= for <", ">= for >")
     ),
-    *(Equivalent("barrier left out", source, BETWEEN_WALKS, (kernel,), (1, 2)) for kernel, source in LOOPS.items()),
-    Equivalent("> for >=", INSIDE, FIRST_COLUMN, ("forward", "dq", "decode"), (2,)),
-    Equivalent("< for <=", INSIDE, FIRST_COLUMN, ("dkdv",), (2,)),
-    Equivalent("added by all", "tiles.py: exists = r < n", UNGUARDED, ("dkdv",), (1,)),
+    *(
+        Equivalent("barrier left out", source, BETWEEN_WALKS, (kernel,), ("before 1", "before 2", "before 3"))
+        for kernel, source in LOOPS.items()
+    ),
+    Equivalent("product not waited for", LOOPS["dkdv"], ALL_WAITED, ("dkdv",), ("before 1", "before 2", "before 3")),
+    Equivalent("> for >=", INSIDE, FIRST_COLUMN, ("forward", "dq", "decode"), ("in 2",)),
+    Equivalent("< for <=", INSIDE, FIRST_COLUMN, ("dkdv",), ("in 2",)),
+    Equivalent("added by all", "tiles.py: ", UNGUARDED, ("dkdv",), ("in 1",)),
     Equivalent(">= for >", "span.py: return begin, full, tl.where(n <= length", MASKED_TOO, ("dkdv",)),
-    Equivalent("stored by all", "softmax.py: ", SAME_NUMBER, ("decode",)),
-    Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), (0,)),
-    Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), (0,)),
+    Equivalent("stored by all", "", SAME_NUMBER, ("decode",), text="st.shared"),
+    *(
+        Equivalent(name, "masks.py: exists = c < n", TWO_BLOCKS, ("decode",), ("in 0", "in 2"))
+        for name in ("copied unconditionally", "<= for <")
+    ),
+    *(Equivalent("> for >=", source, ONE_STEP, (kernel,), ("before 2",)) for kernel, source in LOOPS.items()),
+    *(
+        Equivalent("proxy fence left out", source, FENCED_AGAIN, parts=("before 0", "before 1", "before 2"))
+        for source in (
+            "attend.py: x = tl.dot(q, k_tile.T",
+            "dq.py: x = tl.dot(q, k_tile.T",
+            "dkdv.py: x = tl.dot(k, q.T",
+        )
+    ),
+    Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), ("before 0",)),
+    Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), ("before 0",)),
 )
 
 

@@ -86,14 +86,14 @@ class Mutant(NamedTuple):
     """Broken code: how, where, and the PTX.
 
     source: the line of a kernel that it, or the predicate it takes, was compiled from, "file.py: text".
-    loops: how many loops end before it.
+    part: "in 1" if it is in the second loop, "before 1" if it is between that and the first one.
     """
 
     mutation: Mutation
     line: int
     text: str
     source: str
-    loops: int
+    part: str
     ptx: str
 
 
@@ -113,11 +113,17 @@ def _source(lines: list[str], i: int, sources: dict[str, list[str]]) -> str:
     return ""
 
 
-def _loops(lines: list[str]) -> list[int]:
-    """The lines that jump back."""
+def _loops(lines: list[str]) -> list[range]:
+    """The lines of each loop."""
     labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L__BB")}
     jumps = ((i, re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", line)) for i, line in enumerate(lines))
-    return [i for i, found in jumps if found and labels[found[1]] < i]
+    return [range(labels[found[1]], i + 1) for i, found in jumps if found and labels[found[1]] < i]
+
+
+def _part(loops: list[range], i: int) -> str:
+    """Where a line stands among loops."""
+    before = sum(loop.stop <= i for loop in loops)
+    return f"in {before}" if any(i in loop for loop in loops) else f"before {before}"
 
 
 def _decides(lines: list[str], i: int) -> int:
@@ -139,5 +145,5 @@ def mutants(ptx: str, each: int, generator: random.Random, kind: str = "") -> It
         places = [i for i in body if re.search(mutation.pattern, lines[i])]
         for i in generator.sample(places, min(each, len(places))):
             changed = [*lines[:i], re.sub(mutation.pattern, mutation.becomes, lines[i]), *lines[i + 1 :]]
-            of, before = _source(lines, _decides(lines, i), sources), sum(end < i for end in loops)
-            yield Mutant(mutation, i + 1, lines[i].strip(), of, before, "\n".join(changed))
+            of, part = _source(lines, _decides(lines, i), sources), _part(loops, i)
+            yield Mutant(mutation, i + 1, lines[i].strip(), of, part, "\n".join(changed))

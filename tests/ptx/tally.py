@@ -13,7 +13,7 @@ def line(verdict):
     """A Verdict in a line."""
     mutant = verdict.mutant
     where = f"sm_{verdict.capability} {verdict.kernel:8} {mutant.mutation.name:24} line {mutant.line:5}"
-    return f"{where} {mutant.text[:44]:44} {mutant.loops} {mutant.source[:60]:60} {verdict.result}: {verdict.why}"
+    return f"{where} {mutant.text[:44]:44} {mutant.part:9}{mutant.source[:60]:60} {verdict.result}: {verdict.why}"
 
 
 def share(verdicts):

@@ -38,5 +38,5 @@ def test_a_planted_mistake_is_seen(kernel, capability, name):
 
 def test_the_original_is_not_taken_for_a_mutant():
     judge = mutants.Judge("decode", 80)
-    unbroken = mutations.Mutant(mutations.MUTATIONS[0], 1, "", "", 0, judge.original() + "\n// the same")
+    unbroken = mutations.Mutant(mutations.MUTATIONS[0], 1, "", "", "", judge.original() + "\n// the same")
     assert judge.seen(unbroken) is None
