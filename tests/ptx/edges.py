@@ -45,11 +45,9 @@ _EDGES = [
     (250, 250, 2, 1), (190, 254, 0, 0), (131, 259, 1, 0), (259, 131, 0, 1), (70, 200, 40, 150),
     (5, 129, 0, 0), (12, 129, 0, 0), (129, 5, 0, 0), (129, 12, 0, 0),
 ]  # fmt: skip
-_WINDOWS = 0, 1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 90, 127, 128, 300
-
-
 # Tensors that end within a tile of the first walk, at each part of it that a thread loads.
 _EDGES += [edge for n in range(4, 64, 8) for edge in ((10, n, 2, 0), (n, 10, 0, 2))]
+_WINDOWS = 0, 1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 90, 127, 128, 300
 _PEAKED = 64  # times as large, scores overflow where what is subtracted from them is not their maximum
 
 
@@ -60,7 +58,9 @@ def _attended(**options):
         (draw.randint(1, 200), draw.randint(1, 300), draw.choice(_WINDOWS), draw.choice(_WINDOWS)) for _ in range(45)
     ]
     return [
-        functools.partial(_dense, rows, keys, (left, right), spread=1 if (i + 1) % 8 else _PEAKED, **options)
+        functools.partial(
+            _dense, rows, keys, (left, right), spread=_PEAKED if i % 8 == 7 or keys == 1 else 1, **options
+        )
         for i, (rows, keys, left, right) in enumerate(edges)
     ]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from .mutations import Mutant
 
 NEVER_NEGATIVE = "what is shifted is never negative: a length, a row, a program, or at least 0 by a maximum"
-FIRST_COLUMN = "the unmasked blocks end behind this bound: in the last walk it holds, with equality in one place alone"
+FIRST_COLUMN = "in the last walk this bound holds, with equality in its first column or row alone"
 NO_BLOCK = "of a walk that is over: it copies rows that exist, by another guard, to where nobody reads any more"
 UNGUARDED = "a tile of the unmasked walk lies within the tensor, so that its guard always holds"
 SAME_NUMBER = "the lanes hold the same maximum or sum, or store to where nobody reads it"
@@ -79,6 +79,7 @@ EQUIVALENT = (
     Equivalent("> for >=", INSIDE, FIRST_COLUMN, ("forward", "dq", "decode"), ("in 2",)),
     Equivalent("< for <=", INSIDE, FIRST_COLUMN, ("dkdv",), ("in 2",)),
     Equivalent("added by all", "tiles.py: ", UNGUARDED, ("dkdv",), ("in 1",)),
+    Equivalent("<= for <", "tiles.py: even, odd = tl.split(", UNGUARDED, ("dkdv",), ("in 1",)),
     Equivalent(">= for >", "span.py: return begin, full, tl.where(n <= length", MASKED_TOO, ("dkdv",)),
     Equivalent("stored by all", "", SAME_NUMBER, ("decode",), text="st.shared"),
     *(

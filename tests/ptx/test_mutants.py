@@ -1,13 +1,16 @@
 """Compiled code that is broken on purpose, in one place: what executes it sees it."""
 
+import pathlib
 import random
 
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from fusedattn import kernels
+
 from ..sample import matrix
-from . import mutants, mutations
+from . import equivalent, mutants, mutations
 
 FIRST, *REST = (
     pytest.param(*each, id="-".join(map(str, each)).replace(" ", "_"))
@@ -40,3 +43,10 @@ def test_the_original_is_not_taken_for_a_mutant():
     judge = mutants.Judge("decode", 80)
     unbroken = mutations.Mutant(mutations.MUTATIONS[0], 1, "", "", "", judge.original() + "\n// the same")
     assert judge.seen(unbroken) is None
+
+
+def test_what_is_called_equivalent_is_of_lines_that_there_are():
+    paths = pathlib.Path(kernels.__file__).parent.rglob("*.py")
+    lines = [f"{path.name}: {line.strip()}" for path in paths for line in path.read_text().splitlines()]
+    gone = {each.source for each in equivalent.EQUIVALENT if not any(line.startswith(each.source) for line in lines)}
+    assert not gone
