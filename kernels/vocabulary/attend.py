@@ -27,6 +27,6 @@ def attend(
         s = tl.where(masking.visible(masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, score.softmax_scale)
     v_tile = tiles.load(v, k_rows, exists, DV)  # [keys, DV]
-    p = dropping.drop(dropout, p, plane, r, c).to(v_tile.dtype)
+    p = tiles.opaque(dropping.drop(dropout, p, plane, r, c)).to(v_tile.dtype)
     out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
     return out, state

@@ -65,7 +65,7 @@ def weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK
         if score.slopes is not None:
             seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
         p = tl.where(seen, p, 0.0)
-    return dropping.sign_dropped(dropout, p, plane, r, c), dcap
+    return tiles.opaque(dropping.sign_dropped(dropout, p, plane, r, c)), dcap
 
 
 @triton.jit

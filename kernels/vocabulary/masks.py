@@ -25,7 +25,8 @@ def real_keys(masks, plane, c, n):
     """Which of the keys c exist; c of any shape."""
     exists = c < n
     if masks.keys is not None:
-        exists &= tl.load(tiles.pointers(tiles.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0) != 0
+        seen = tl.load(tiles.pointers(tiles.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0)
+        exists &= tiles.opaque(seen) != 0
     return exists
 
 
@@ -34,7 +35,8 @@ def real_rows(masks, plane, r, n):
     """Which of the rows r exist; r of any shape."""
     exists = r < n
     if masks.rows is not None:
-        exists &= tl.load(tiles.pointers(tiles.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0) != 0
+        seen = tl.load(tiles.pointers(tiles.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0)
+        exists &= tiles.opaque(seen) != 0
     return exists
 
 

@@ -111,6 +111,8 @@ def faults(row, report, committed=None, known=None):
     yield from map(str, report.overtaken)
     if report.fusible:
         yield f"leaves {report.fusible} products to ptxas to fuse: lanes that hold one sum may then differ"
+    if report.disordered:
+        yield f"orders operands of mma.sync for narrower loads: {', '.join(report.disordered)}"
     if on_hopper:
         length = (committed or {}).get(str(row).rstrip())
         yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.loops))

@@ -21,7 +21,7 @@ from fusedattn.call.form import DIFFERENTIABLE, Call
 from fusedattn.launch import hopper, run as launch, tiles as tile_table
 from fusedattn.operators import attention, cached
 
-from . import absent, flow, fusing, hazards
+from . import absent, flow, fusing, hazards, operands
 from .sass import disassemble
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
@@ -109,7 +109,7 @@ class Report(NamedTuple):
 
     What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
     numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds.
-    fusible: how many additions `fusing` finds in its PTX.
+    fusible: how many additions `fusing` finds in its PTX. disordered: what `operands` finds in its TTGIR.
     """
 
     registers: int
@@ -125,6 +125,7 @@ class Report(NamedTuple):
     copied: frozenset = frozenset()
     overtaken: tuple = ()
     fusible: int = 0
+    disordered: tuple = ()
 
     def __str__(self):
         counts = " ".join(f"{self.counts[name]:>{len(name)}}" for name in INSTRUCTIONS)
@@ -252,7 +253,8 @@ def compile_row(row, read=False, heads=None):
     with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
         _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row, heads or HEADS)
     seconds, asm = time.monotonic() - began, compiler.compiled.asm
-    return report(row, asm["ptx"], asm["cubin"], log.getvalue(), compiler.compiled.metadata.shared, seconds, read)
+    found = report(row, asm["ptx"], asm["cubin"], log.getvalue(), compiler.compiled.metadata.shared, seconds, read)
+    return found._replace(disordered=operands.disordered(asm["ttgir"]))
 
 
 def report(row, ptx, cubin, log, shared, seconds, read=False):

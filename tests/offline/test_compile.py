@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.launch import tiles as tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
-from . import bounds, compile as offline, compiled as compiling, hazards, report as kernels, sass
+from . import bounds, compile as offline, compiled as compiling, hazards, operands, report as kernels, sass
 
 
 @pytest.mark.matrix  # `make test` compiles a row of each kernel besides
@@ -45,6 +45,19 @@ def test_options_are_what_is_compiled():
     plain = report("forward").asm["ptx"]
     masked = compiling.compile_row(first("forward", "everything")).asm["ptx"]
     assert "ld.global.b8" in masked and "ld.global.b8" not in plain
+
+
+@compiled
+def test_operands_ordered_for_narrower_loads_are_seen(monkeypatch):
+    texts, disordered = [], operands.disordered
+    monkeypatch.setattr(operands, "disordered", lambda text: texts.append(text) or disordered(text))
+    row = first("dkdv", "everything")._replace(capability=80, tile=tile_table.Tile(64, 64, 8, 2))
+    found = compiling.compile_row(row)
+    assert found.disordered == ()
+    (text,) = texts
+    assert disordered(text.replace("kWidth = 2", "kWidth = 8")) == ("bf16 by 8",)
+    said = list(offline.faults(row, found._replace(spills=0, disordered=("bf16 by 8",))))
+    assert said == ["orders operands of mma.sync for narrower loads: bf16 by 8"]
 
 
 @compiled

@@ -50,6 +50,7 @@ def _dense(*rows):
 EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="own", bias="heads", alibi="own")
 EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
 SHORT = dict(Sq=70, Sk=100)
+UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
@@ -63,6 +64,9 @@ _PLAIN = _dense(
     ("tf32 D64", dict(dtype=FP32, tf32=True)),
     ("tf32 D64, two passes", dict(dtype=FP32, tf32=True, **TWO)),
     ("tf32 D128 causal", dict(dtype=FP32, tf32=True, causal=True, **WIDE)),
+    ("tf32 D128, dropout under masks", dict(dtype=FP32, tf32=True, **UNDER_MASKS, **WIDE)),
+    ("tf32 D128, dropout under masks, two passes", dict(dtype=FP32, tf32=True, **UNDER_MASKS, **WIDE, **TWO)),
+    ("dropout under masks D256", dict(D=256, **UNDER_MASKS)),
     ("plain D128", WIDE),
     ("plain D128, two passes", WIDE | TWO),
     ("plain D16", dict(D=16)),
@@ -214,6 +218,7 @@ FEW = (
 BOTH = (
     *("everything D256", "everything D128 fp16", "everything fp32 D40", "everything fp32 D128", "everything fp32 D256"),
     *("plain D256", "tf32 D128 causal", "mask of pairs", "bias of rows", "bias of keys D128", "packed window D128"),
+    *("tf32 D128, dropout under masks", "dropout under masks D256"),
     *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
     *("far apart, two passes, masks", "decode: everything in pages", "decode: cache D128", "decode: D 256"),
     *("decode: fp32", "decode: fp32, split and merged D128", "decode: fp32, split and merged D256"),
