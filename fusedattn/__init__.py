@@ -1,6 +1,6 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
-from . import compat, layers, plot, reference
+from . import compat, layers, plot, reference, tuning
 from .api import attention, attention_decode, attention_varlen, merge, plan
 from .backends import Explanation, explain, use_backend
 from .call.form import Plan
@@ -21,6 +21,7 @@ __all__ = [
     "plan",
     "plot",
     "reference",
+    "tuning",
     "use_backend",
 ]
 __version__ = "0.1.0.dev0"

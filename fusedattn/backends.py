@@ -13,7 +13,7 @@ from .call.cached import Decode
 from .call.form import Arguments, Call, asked, asking
 from .call.rules import check_flags, checked, fail
 from .cpu import run as cpu
-from .launch import tiles as tile_table
+from .launch import tiles as tile_table, tuned
 from .launch.failures import warn_once
 from .naive import formula
 from .operators import attention, cached
@@ -100,20 +100,26 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
 class Backend(NamedTuple):
     """reasons(call, need_weights) lists why it cannot; run(call, need_lse, need_weights) gives (output, lse, weights).
 
-    What is not needed may be None. waits says why it takes only calls that name it, if so.
+    What is not needed may be None. waits(call) says why it takes a call only where it is named, if so.
     """
 
     name: str
     reasons: Callable[[Any, bool], list[str]]
     run: Callable[[Any, bool, bool], tuple[Any, ...]]
-    waits: str | None = None
+    waits: Callable[[Any], str | None] = lambda call: None
 
 
-_UNPROVEN = "it has not passed its tests on a GPU yet, so it runs only when named"
+def _hopper_waits(call: Call) -> str | None:
+    """Why the kernel for Hopper takes a call only where it is named: it was not found faster on this machine."""
+    query, width = call.query, tile_table.row_width(max(call.query.shape[3], call.value.shape[3]))
+    full_or_causal = call.left is None and (call.right is None or call.right == 0)
+    if full_or_causal and tuned.is_faster_on_hopper(query.device, query.dtype, width, call.right is not None):
+        return None
+    return "no tuning file says that it is right and faster here, so it runs only when named"
+
+
 BACKENDS = {
-    "hopper": Backend(
-        "hopper", _hopper_reasons, attention.run_on_hopper, None if tile_table.HOPPER_PROVEN is not None else _UNPROVEN
-    ),
+    "hopper": Backend("hopper", _hopper_reasons, attention.run_on_hopper, _hopper_waits),
     "triton": Backend(
         "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run
     ),
@@ -178,7 +184,9 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
         return among[taken]
     if not _on_gpu(call):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
-    taken = next(name for name, known in among.items() if known.waits is None and not known.reasons(call, need_weights))
+    taken = next(
+        name for name, known in among.items() if known.waits(call) is None and not known.reasons(call, need_weights)
+    )
     if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, since {reason}", stacklevel=3)
@@ -228,8 +236,8 @@ def explain(
     chosen = named(backend)
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     for name, known in BACKENDS.items():
-        if known.waits is not None and name != chosen:
-            reasons[name].append(known.waits)
+        if name != chosen and (why := known.waits(call)) is not None:
+            reasons[name].append(why)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
     elif not _on_gpu(call):

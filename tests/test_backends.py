@@ -139,7 +139,7 @@ def test_use_backend_decorates():
 
 def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
     class Pretender:  # all that choose() asks of a tensor
-        device = torch.device("cuda")
+        device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 3, 8)
 
     call = backends.checked(backends.Arguments(*draw()))._replace(query=Pretender())
     monkeypatch.setattr(failures, "_warned", set())

@@ -27,6 +27,7 @@ ROOMS = {
     "replay": {"backends", "call", "cpu", "kernels", "launch", "naive", "operators", "private"},
     "api": {"backends", "call", "operators", "replay"},
     "reference": {"api", "call", "naive"},
+    "tuning": {"launch", "replay"},
     "plot": {"call"},
     "modules": {"api", "backends", "call"},
     "layers": {"call", "modules"},
@@ -39,7 +40,7 @@ LAUNCHES = {
     for x in ("arguments", "backward", "blocks", "cached", "forward", "hopper", "interpreter", "launcher", "run")
 }
 KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
-ASKS_FOR_TRITON = {"backends", "cli.machine"}  # whether it is there, and which version
+ASKS_FOR_TRITON = {"backends", "cli.machine", "launch.tuned"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}
 # What `fusedattn bench` needs, and __main__, which says where the questions of developers are; they are not installed.
 BENCH = {"__init__", "__main__", "accuracy", "attention", "calls", "cases", "cost", "cpu", "engine", "module"}

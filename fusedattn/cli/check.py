@@ -7,6 +7,8 @@ import time
 import torch
 
 from ..backends import BACKENDS
+from ..call.form import Arguments
+from ..call.rules import checked
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
@@ -67,7 +69,8 @@ def _named(names, known, what):
 
 def _reasons(backend, device, dtype, named):
     """Why a backend is left out; one that waits to be named is not where it is named."""
-    reasons, waits = machine.explained(device, dtype, backend).reasons.get(backend, []), BACKENDS[backend].waits
+    reasons = machine.explained(device, dtype, backend).reasons.get(backend, [])
+    waits = BACKENDS[backend].waits(checked(Arguments(*machine.small(device, dtype))))
     return reasons or ([] if named or waits is None else [waits])
 
 

@@ -27,8 +27,12 @@ def device() -> str:
 
 def explained(device: str, dtype: str = "float32", backend: str | None = None) -> Explanation:
     """Who takes a small call on a device, or why a backend that is named does not."""
-    small = torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype))
-    return explain(small, small, small, backend=backend)
+    return explain(*small(device, dtype), backend=backend)
+
+
+def small(device: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of a small call."""
+    return (torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype)),) * 3
 
 
 def versions() -> dict[str, str | None]:

@@ -58,7 +58,7 @@ def passes(call: Call, need) -> tuple[str, ...]:
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    in_any_order = run.widest(call) <= tiles.ONE_PASS and not deterministic
+    in_any_order = run.widest(call) <= tiles.ONE_PASS and not deterministic and not run.prefers_two_passes(call)
     if query and by_keys and not by_rows and in_any_order:
         names = ["preprocess", "one_pass", "postprocess"]
     else:

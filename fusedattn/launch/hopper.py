@@ -82,11 +82,6 @@ def reasons(call: Call) -> list[str]:
     return lacks
 
 
-def pipeline(call: Call) -> Pipeline:
-    """How the kernel works on a call."""
-    return tiles.pipeline(max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3])))
-
-
 def readable(tensor: Tensor) -> Tensor:
     """A tensor, or a copy of it that the copy engine can read."""
     if _copied(tensor) and _aligned(tensor):

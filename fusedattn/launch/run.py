@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from ..call.form import Call
 from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, weights
 from ..kernels.vocabulary.tiles import width
-from . import failures, hopper, launcher, tiles as tile_table
+from . import failures, hopper, launcher, tiles as tile_table, tuned
 
 
 def interpreting() -> bool:
@@ -153,9 +153,23 @@ def candidates(name, call):
     kind = kind_of(name, call)
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
-        _, device, dtype, *rest = kind
-        fitting = tile_table.fitting[kind] = tile_table.tiles(name, capability(device), dtype.itemsize, *rest)
+        _, device, dtype, most, load, small = kind
+        table = tile_table.tiles(name, capability(device), dtype.itemsize, most, load)
+        fitting = tuned.of(device).tiles(tuned.place(name, dtype, most), load == "plain", table)
+        fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
     return fitting
+
+
+def pipeline(call):
+    """How the kernel for Hopper works on a call; None if every way is known to be wrong."""
+    _, dtype, width = tuned.place("hopper", call.query.dtype, widest(call))
+    return tuned.of(device_of(call.query)).pipeline(dtype, width)
+
+
+def prefers_two_passes(call):
+    """Whether a backward in two passes was found faster on this GPU, or right where the other is not."""
+    _, dtype, width = tuned.place("two_passes", call.query.dtype, widest(call))
+    return (dtype, width) in tuned.of(device_of(call.query)).two_passes
 
 
 def surroundings(device):
@@ -196,6 +210,9 @@ def run_tiled(name, call, programs, arguments, more=None):
 def failed(call: Call, names) -> "failures.Unusable | None":
     """Why one of these kernels, or of those that go before them, is known not to run for a call; None if none is."""
     device = device_of(call.query)
+    for name in names:
+        if not (pipeline(call) if name == "hopper" else candidates(name, call)):
+            return failures.Unusable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
     kinds = [(name, device) if name == "hopper" else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.block_mask is not None or any(x is not None for x in call.hiding)):
@@ -208,5 +225,5 @@ def failed(call: Call, names) -> "failures.Unusable | None":
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, with the kernels of its backward."""
     names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), *backward]
-    pipeline = {"hopper": hopper.pipeline(call)} if on_hopper else {}
-    return pipeline | {name: candidates(name, call)[0] for name in names}
+    of_hopper = {"hopper": pipeline(call)} if on_hopper else {}
+    return of_hopper | {name: candidates(name, call)[0] for name in names}

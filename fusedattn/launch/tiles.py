@@ -41,6 +41,11 @@ class Pipeline(NamedTuple):
         return self.warpgroups * WARPGROUP_ROWS
 
 
+def same(form):
+    """A Tile without what it may spill, which says nothing of what it computes; a Pipeline as it is."""
+    return form._replace(spills=0) if isinstance(form, Tile) else form
+
+
 WARPGROUP_ROWS = 64
 # By how many warpgroups multiply: registers of a thread when it starts, then of those that multiply, and of the one
 # that copies. What is asked for then, over all, must not pass what there was: it would wait for ever.
@@ -64,8 +69,6 @@ HOPPER = {
     ),
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
-# The committed run in which the kernel passed the GPU tier of the tests. Until there is one it runs only when named.
-HOPPER_PROVEN: str | None = None
 
 # The widest heads whose backward may be one pass: dk and dv of wider ones leave no registers for a tile of dq.
 ONE_PASS = 128
@@ -222,9 +225,14 @@ def block_mask_size(capability):
     return 16 if capability is None else 64
 
 
-def pipeline(width):
-    """The Pipeline of the wider of D and Dv, a power of two."""
-    return HOPPER[64 if width <= 64 else 128 if width <= 128 else 256][0]
+def row_width(width):
+    """The width that a row of a table has for the wider of D and Dv."""
+    return 64 if width <= 64 else 128 if width <= 128 else 256
+
+
+def small_enough(tiles):
+    """Those of at most 64 rows and 64 keys."""
+    return tuple(tile for tile in tiles if max(tile.rows, tile.keys or 0) <= 64)
 
 
 def narrow(left, right):
@@ -251,9 +259,8 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     if capability is None:
         return INTERPRETED[kernel]
     if narrow:
-        wide = tiles(kernel, capability, itemsize, width, load)
-        return tuple(tile for tile in wide if max(tile.rows, tile.keys or 0) <= 64)
-    width = 64 if width <= 64 else 128 if width <= 128 else 256
+        return small_enough(tiles(kernel, capability, itemsize, width, load))
+    width = row_width(width)
     for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:
             key = (kernel, *place, width)

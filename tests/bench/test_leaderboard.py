@@ -152,16 +152,14 @@ def test_a_pipeline_is_taken_while_it_is_called_and_no_longer(monkeypatch):
     """Also by a call that was repeated with another."""
     from fusedattn.replay import cache
 
-    case, before, seen = cases.TINY_HOPPER[0], tile_table.HOPPER, []
+    case, before, seen = cases.TINY_HOPPER[0], launch.pipeline, []
     tensors = case.draw("cpu")
     monkeypatch.setattr(providers, "_explain", lambda *_: fa.backends.Explanation("hopper", {}, {}))
-    monkeypatch.setattr(
-        fa, "attention", lambda *_, **options: seen.append((tile_table.pipeline(case.D), options["backend"]))
-    )
+    monkeypatch.setattr(fa, "attention", lambda *_, **options: seen.append((launch.pipeline(None), options["backend"])))
     monkeypatch.setattr(cache, "forget", lambda: seen.append("forget"))
     for taken in tile_table.HOPPER[128]:
         providers.find(providers.PIPELINE + providers.pipeline_name(taken))(case, tensors)(*tensors.inputs)
-        assert seen == ["forget", (taken, "hopper"), "forget"] and tile_table.HOPPER is before
+        assert seen == ["forget", (taken, "hopper"), "forget"] and launch.pipeline is before
         seen.clear()
     with pytest.raises(
         ValueError, match="provider: expected one of .*fusedattn:hopper/128x128s3, .* got fusedattn:hopper/1x1s1"

@@ -11,7 +11,7 @@ import torch
 
 import fusedattn as fa
 from fusedattn import reference
-from fusedattn.launch import hopper, run, tiles
+from fusedattn.launch import run, tiles
 from fusedattn.replay import cache
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
@@ -61,7 +61,7 @@ def _far(tensor, axis, apart):
 @contextlib.contextmanager
 def other_tiles(number):
     """Kernels take not the first of their tiles or pipelines, but another, or else the last."""
-    candidates, pipeline = run.candidates, hopper.pipeline
+    candidates, pipeline = run.candidates, run.pipeline
 
     def others(name, call):
         found = candidates(name, call)
@@ -71,7 +71,7 @@ def other_tiles(number):
         row = next(row for row in tiles.HOPPER.values() if pipeline(call) in row)
         return row[min(number, len(row) - 1)]
 
-    with mock.patch.object(run, "candidates", others), mock.patch.object(hopper, "pipeline", other):
+    with mock.patch.object(run, "candidates", others), mock.patch.object(run, "pipeline", other):
         yield
 
 
@@ -176,10 +176,10 @@ def taken(entry, capability, tile=0):
         return tile
 
     with other_tiles(tile), gpu(capability) as device:
-        candidates, pipeline = run.candidates, hopper.pipeline
+        candidates, pipeline = run.candidates, run.pipeline
         with (
             mock.patch.object(run, "candidates", lambda name, call: [note(name, call, candidates(name, call)[0])]),
-            mock.patch.object(hopper, "pipeline", lambda call: note("hopper", call, pipeline(call))),
+            mock.patch.object(run, "pipeline", lambda call: note("hopper", call, pipeline(call))),
             mock.patch.object(run, "run_kernel", lambda *given, **options: None),
             mock.patch.object(cache, "learn", lambda *call: None),  # there is no launch to record
         ):

@@ -1,0 +1,285 @@
+"""What was found out on this machine: which tiles and pipelines gave right numbers, and which of them are the fastest.
+
+A file has the candidates of one GPU. It counts where GPU, driver, torch, Triton and our kernels are what they were when
+it was written, and is read once, at the first call on that GPU. Without one the first rows of `launch.tiles` count.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..private import constant
+from . import tiles
+from .tiles import HOPPER, ONE_PASS, Pipeline, Tile, row_width, same
+
+FORMAT = 1
+PASSED = "passed"
+KERNELS = ("forward", "dq", "dkdv", "one_pass")
+FORMS: Mapping[str, type | None] = {**dict.fromkeys(KERNELS, Tile), "hopper": Pipeline, "two_passes": None}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Candidate(NamedTuple):
+    """One way to compute a pass, and what became of it.
+
+    kernel: of FORMS, which says what its form is; two_passes are the dq and dkdv that were found best, and have none.
+    width: of the wider of D and Dv, 64, 128 or 256. status: PASSED, or what kept it from that; why: a sentence then.
+    ms: {case: milliseconds}, of its forward, or of the gradients that it makes; a causal one's name ends in "causal".
+    """
+
+    kernel: str
+    dtype: str
+    width: int
+    form: Tile | Pipeline | None
+    status: str = PASSED
+    why: str = ""
+    ms: dict[str, float] = {}
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """What it stands for with others."""
+        return self.kernel, self.dtype, self.width
+
+
+class Choices(NamedTuple):
+    """What the candidates of a file choose; without any, nothing. Places are those of `Candidate`.
+
+    right, wrong: {place: forms}, the fastest first. on_hopper: (dtype, width, causal) of calls whose forward the kernel
+    for Hopper computes faster. two_passes: (dtype, width) of calls whose backward two passes compute faster, or alone.
+    """
+
+    right: Mapping[tuple, tuple]
+    wrong: Mapping[tuple, tuple]
+    on_hopper: frozenset[tuple[str, int, bool]] = frozenset()
+    two_passes: frozenset[tuple[str, int]] = frozenset()
+
+    def tiles(self, place: tuple, plain: bool, table: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        """Tiles to try: for plain calls those found right, the fastest first; then a table's that are not wrong."""
+        first, wrong = self.right.get(place, ()) if plain else (), self.wrong.get(place, ())
+        return (*first, *(tile for tile in table if same(tile) not in (*first, *wrong)))
+
+    def pipeline(self, dtype: str, width: int) -> Pipeline | None:
+        """How the kernel for Hopper works on calls: the fastest way, or the table's first that is not wrong, if any."""
+        place = "hopper", dtype, width
+        known = [one for one in HOPPER[width] if one not in self.wrong.get(place, ())]
+        return next(iter((*self.right.get(place, ()), *known)), None)
+
+
+NOTHING = Choices({}, {})
+
+
+def place(kernel: str, dtype: torch.dtype, width: int) -> tuple[str, str, int]:
+    """The place of the candidates that a call has for a kernel; width: of the wider of D and Dv."""
+    return kernel, str(dtype).removeprefix("torch."), row_width(width)
+
+
+def choose(candidates: Iterable[Candidate]) -> Choices:
+    """What candidates choose: of each place those that passed, by their times; one that lacks a time comes last."""
+    places: dict[tuple, list[Candidate]] = {}
+    for candidate in candidates:
+        places.setdefault(candidate.place, []).append(candidate)
+
+    def ranked(place):
+        return sorted((x for x in places.get(place, ()) if x.status == PASSED), key=lambda x: _time(x, places[place]))
+
+    right = {place: tuple(same(x.form) for x in ranked(place)) for place in places}
+    wrong = {place: tuple(same(x.form) for x in some if x.status != PASSED) for place, some in places.items()}
+    on_hopper, two_passes = set(), set()
+    for _, dtype, width in places:
+        universal, special = ranked(("forward", dtype, width))[:1], ranked(("hopper", dtype, width))[:1]
+        for causal in (False, True):
+            if special and universal and _sum(special[0], causal) < _sum(universal[0], causal):
+                on_hopper.add((dtype, width, causal))
+        one, two = ranked(("one_pass", dtype, width))[:1], ranked(("two_passes", dtype, width))[:1]
+        no_other = not one and ("one_pass", dtype, width) in places
+        if no_other or (one and two and _sum(two[0]) < _sum(one[0])):
+            two_passes.add((dtype, width))
+    return Choices(right, wrong, frozenset(on_hopper), frozenset(two_passes))
+
+
+def _time(candidate, alike):
+    """Milliseconds of all cases in which one like it was timed; infinite if it was not timed in each."""
+    cases = set().union(*(x.ms for x in alike))
+    return sum(candidate.ms.values()) if cases and cases == set(candidate.ms) else float("inf")
+
+
+def _sum(candidate, causal=None):
+    """Milliseconds of the causal cases, of the others, or of all; infinite without any."""
+    some = [ms for case, ms in candidate.ms.items() if causal is None or case.endswith("causal") == causal]
+    return sum(some) if some else float("inf")
+
+
+def about(device: torch.device) -> dict[str, str]:
+    """What a file must be of, to count on a GPU."""
+    import triton
+
+    of = torch.cuda.get_device_properties(device)
+    found = dict(gpu=of.name, capability=f"{of.major}.{of.minor}", driver=driver(), torch=str(torch.__version__))
+    return found | dict(triton=triton.__version__, fusedattn=_version())
+
+
+@functools.cache
+def driver() -> str:
+    """The version of NVIDIA's driver, "" if nobody says it."""
+    try:
+        found = re.search(r"Module.*?\s(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    if found is not None:
+        return found[1]
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return (subprocess.run(command, capture_output=True, text=True, check=False).stdout.split() or [""])[0]
+
+
+@functools.cache
+def _version():
+    """Our version, and a digest of the kernels: what was proved of some is not of others."""
+    from .. import kernels
+
+    where = Path(kernels.__path__[0])
+    texts = [(str(path.relative_to(where)), path.read_bytes()) for path in sorted(where.rglob("*.py"))]
+    return f"{sys.modules['fusedattn'].__version__}+{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
+
+
+def folder() -> Path:
+    """Where files are: in the user's cache, as the XDG Base Directory Specification has it."""
+    named = os.environ.get("XDG_CACHE_HOME", "")  # one that is not absolute is to be ignored
+    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "fusedattn" / "tuning"
+
+
+def path(of: Mapping[str, str]) -> Path:
+    """The file of what `about` says."""
+    digest = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:12]
+    return folder() / f"{_slug(of['gpu'])}-{digest}.json"
+
+
+def _slug(gpu):
+    return re.sub(r"\W+", "-", gpu).strip("-").lower()
+
+
+def read(file: Path) -> tuple[dict[str, str], list[Candidate]]:
+    """(what a file is about, its candidates). Raises: OSError; ValueError, whose message names the file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
+        of = {str(name): str(value) for name, value in content["about"].items()}
+        return of, [_candidate(**entry) for entry in content["candidates"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{file} is no tuning file of fusedattn, or a damaged one: {cause}") from error
+
+
+def _candidate(kernel, dtype, width, form, status, why, ms):
+    """A Candidate of a file; TypeError or ValueError for what is none."""
+    kind = FORMS[kernel]
+    if dtype not in DTYPES or width not in HOPPER or (kernel == "one_pass" and width > ONE_PASS):
+        raise ValueError(f"there is no {kernel} of {dtype} and width {width}")
+    taken = None if kind is None else kind(**form)
+    sizes = () if taken is None else taken._asdict().values()
+    if not all(isinstance(x, int) and 0 <= x <= 1024 for x in sizes):
+        raise ValueError(f"there is no form {form} of {kernel}")
+    times = {str(case): float(time) for case, time in ms.items()}
+    if not all(0 < time < float("inf") for time in times.values()):
+        raise ValueError(f"{kernel} has a time that is none")
+    return Candidate(kernel, dtype, width, taken, str(status), str(why), times)
+
+
+def write(file: Path, of: Mapping[str, str], candidates: Iterable[Candidate]) -> None:
+    """Write a file whole, or leave the one before; a reader never sees a part of it."""
+    entries = [x._asdict() | dict(form=None if x.form is None else x.form._asdict()) for x in candidates]
+    content = dict(format=FORMAT, about=dict(of), host=platform.node(), candidates=entries)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+_loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `load`
+
+
+@functools.cache
+def _found(device):
+    """The Choices of a GPU, from a file that was loaded or that lies in the folder."""
+    if not (_loaded or folder().is_dir()):
+        return NOTHING
+    name = torch.cuda.get_device_name(device)
+    if name in _loaded:
+        return _loaded[name]
+    others = list(folder().glob(f"{_slug(name)}-*.json"))
+    if not others:
+        return NOTHING
+    of = about(device)
+    file = path(of)
+    try:
+        was, candidates = read(file)
+        if was != of:
+            raise ValueError(f"{file} is of another machine or version: {_difference(was, of)}")
+    except FileNotFoundError:
+        _warn(f"{others[0]} is of other versions, or of another driver, than what runs here")
+    except (OSError, ValueError) as error:
+        _warn(str(error))
+    else:
+        return choose(candidates)
+    return NOTHING
+
+
+def _difference(was, of):
+    """What two answers of `about` differ in."""
+    names = [name for name in {**of, **was} if was.get(name) != of.get(name)]
+    return ", ".join(f"{name} {was.get(name)} and not {of.get(name)}" for name in names)
+
+
+def _warn(why):
+    warnings.warn(f"fusedattn ignores a tuning file: {why}", stacklevel=2)
+
+
+def of(device: torch.device) -> Choices:
+    """What counts on a device: nothing on a CPU, where kernels are interpreted."""
+    return _found(device) if device.type == "cuda" else NOTHING
+
+
+@constant
+def is_faster_on_hopper(device: torch.device, dtype: torch.dtype, width: int, causal: bool) -> bool:
+    """Whether the kernel for Hopper was found the faster one for calls; width: of a row of a table."""
+    return (str(dtype).removeprefix("torch."), width, causal) in of(device).on_hopper
+
+
+def load(file: Path) -> None:
+    """Have a file count on the GPUs that it is about; `fusedattn.tuning.load` says more."""
+    was, candidates = read(file)
+    if torch.cuda.is_available():
+        here = [about(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+        if was not in here:
+            raise ValueError(f"{file} is of another machine or version: {_difference(was, here[0])}")
+    _loaded[was["gpu"]] = choose(candidates)
+    read_again()
+
+
+def unload() -> None:
+    """Undo every `load`, and read files again at the next call."""
+    _loaded.clear()
+    read_again()
+
+
+def read_again() -> None:
+    """Read files again at the next call."""
+    _found.cache_clear()
+    tiles.fitting.clear()

@@ -1,0 +1,27 @@
+"""Tuning files, in which a machine keeps what it found out about its GPU, for other machines just like it."""
+
+import os
+from pathlib import Path
+
+from .launch import tuned
+from .replay import cache
+
+__all__ = ["forget", "load"]
+
+
+def load(file: str | os.PathLike[str]) -> None:
+    """Have calls on GPUs that a tuning file is about take the tiles, the backward and the backend that it chooses.
+
+    It counts until `forget`, in this process, before any file in the user's cache folder. Without a GPU nothing
+    changes. Args: file: what `fusedattn tune --export` wrote on a machine with the same GPU, driver, torch, Triton
+    and version of this package.
+    Raises: OSError if it cannot be read; ValueError if it is damaged, or about none of the GPUs here.
+    """
+    tuned.load(Path(file))
+    cache.forget()
+
+
+def forget() -> None:
+    """Undo every `load`, and have the files in the user's cache folder read again at the next call."""
+    tuned.unload()
+    cache.forget()
