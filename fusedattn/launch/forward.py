@@ -11,6 +11,8 @@ def _forward_on_hopper(out, lse, stats, call):
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     pipeline, device, target = run.pipeline(call), run.device_of(call.query), hopper.readable(out)
     assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
+    if pipeline is None:
+        raise run.none_is_right("hopper", device)
     launched = hopper.arguments(call, target, pipeline) | dict(Lse=lse, Stats=stats)
     registers, *_ = tiles.REGISTERS[pipeline.warpgroups]
     with run.surroundings(device):

@@ -130,7 +130,7 @@ def widest(call):
     return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
 
 
-def _load(call):
+def load_of(call):
     """The load per pair, as `tiles` names it: "plain", "masked" or "rich"."""
     if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
@@ -145,7 +145,7 @@ def kind_of(name, call):
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq")
     if not small and call.left is not None and call.right is not None:
         small = tile_table.narrow(call.left, call.right)
-    return name, device_of(query), query.dtype, widest(call), _load(call), small
+    return name, device_of(query), query.dtype, widest(call), load_of(call), small
 
 
 def candidates(name, call):
@@ -155,21 +155,26 @@ def candidates(name, call):
     if fitting is None:
         _, device, dtype, most, load, small = kind
         table = tile_table.tiles(name, capability(device), dtype.itemsize, most, load)
-        fitting = tuned.of(device).tiles(tuned.place(name, dtype, most), load == "plain", table)
+        fitting = tuned.of(device).tiles(tuned.place(name, dtype, most, load), table)
         fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
     return fitting
 
 
 def pipeline(call):
     """How the kernel for Hopper works on a call; None if every way is known to be wrong."""
-    _, dtype, width = tuned.place("hopper", call.query.dtype, widest(call))
+    _, dtype, width, _ = tuned.place("hopper", call.query.dtype, widest(call))
     return tuned.of(device_of(call.query)).pipeline(dtype, width)
+
+
+def none_is_right(name, device):
+    """What to raise where a tuning file says of every form of a kernel that it is wrong."""
+    return failures.Unusable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
 
 
 def prefers_two_passes(call):
     """Whether a backward in two passes was found faster on this GPU, or right where the other is not."""
-    _, dtype, width = tuned.place("two_passes", call.query.dtype, widest(call))
-    return (dtype, width) in tuned.of(device_of(call.query)).two_passes
+    _, *where = tuned.place("two_passes", call.query.dtype, widest(call), load_of(call))
+    return (*where,) in tuned.of(device_of(call.query)).two_passes
 
 
 def surroundings(device):
@@ -187,6 +192,8 @@ def run_tiled(name, call, programs, arguments, more=None):
     """
     kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
     tiles = candidates(name, call)
+    if not tiles:
+        raise none_is_right(name, device)
     with surroundings(device):
         for tile in tiles:
             before = None if recorder is None else recorder.position()
@@ -212,7 +219,7 @@ def failed(call: Call, names) -> "failures.Unusable | None":
     device = device_of(call.query)
     for name in names:
         if not (pipeline(call) if name == "hopper" else candidates(name, call)):
-            return failures.Unusable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
+            return none_is_right(name, device)
     kinds = [(name, device) if name == "hopper" else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.block_mask is not None or any(x is not None for x in call.hiding)):

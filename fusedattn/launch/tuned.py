@@ -29,50 +29,54 @@ PASSED = "passed"
 KERNELS = ("forward", "dq", "dkdv", "one_pass")
 FORMS: Mapping[str, type | None] = {**dict.fromkeys(KERNELS, Tile), "hopper": Pipeline, "two_passes": None}
 DTYPES = ("bfloat16", "float16", "float32")
+LOADS = ("plain", "masked", "rich")
 
 
 class Candidate(NamedTuple):
     """One way to compute a pass, and what became of it.
 
     kernel: of FORMS, which says what its form is; two_passes are the dq and dkdv that were found best, and have none.
-    width: of the wider of D and Dv, 64, 128 or 256. status: PASSED, or what kept it from that; why: a sentence then.
+    width: of the wider of D and Dv, 64, 128 or 256. load: of the calls, as `launch.tiles.tiles` has it.
+    status: PASSED, or what kept it from that; why: a sentence then.
     ms: {case: milliseconds}, of its forward, or of the gradients that it makes; a causal one's name ends in "causal".
     """
 
     kernel: str
     dtype: str
     width: int
+    load: str
     form: Tile | Pipeline | None
     status: str = PASSED
     why: str = ""
     ms: dict[str, float] = {}
 
     @property
-    def place(self) -> tuple[str, str, int]:
+    def place(self) -> tuple[str, str, int, str]:
         """What it stands for with others."""
-        return self.kernel, self.dtype, self.width
+        return self.kernel, self.dtype, self.width, self.load
 
 
 class Choices(NamedTuple):
     """What the candidates of a file choose; without any, nothing. Places are those of `Candidate`.
 
-    right, wrong: {place: forms}, the fastest first. on_hopper: (dtype, width, causal) of calls whose forward the kernel
-    for Hopper computes faster. two_passes: (dtype, width) of calls whose backward two passes compute faster, or alone.
+    right, wrong: {place: forms}, the fastest first. on_hopper: (dtype, width, causal) of plain calls whose forward the
+    kernel for Hopper computes faster. two_passes: (dtype, width, load) of calls whose backward is faster in two passes,
+    or right in these alone.
     """
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
     on_hopper: frozenset[tuple[str, int, bool]] = frozenset()
-    two_passes: frozenset[tuple[str, int]] = frozenset()
+    two_passes: frozenset[tuple[str, int, str]] = frozenset()
 
-    def tiles(self, place: tuple, plain: bool, table: tuple[Tile, ...]) -> tuple[Tile, ...]:
-        """Tiles to try: for plain calls those found right, the fastest first; then a table's that are not wrong."""
-        first, wrong = self.right.get(place, ()) if plain else (), self.wrong.get(place, ())
+    def tiles(self, place: tuple, table: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        """Tiles to try: those found right, the fastest first; then a table's that are not known to be wrong."""
+        first, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*first, *(tile for tile in table if same(tile) not in (*first, *wrong)))
 
     def pipeline(self, dtype: str, width: int) -> Pipeline | None:
         """How the kernel for Hopper works on calls: the fastest way, or the table's first that is not wrong, if any."""
-        place = "hopper", dtype, width
+        place = "hopper", dtype, width, "plain"
         known = [one for one in HOPPER[width] if one not in self.wrong.get(place, ())]
         return next(iter((*self.right.get(place, ()), *known)), None)
 
@@ -80,9 +84,9 @@ class Choices(NamedTuple):
 NOTHING = Choices({}, {})
 
 
-def place(kernel: str, dtype: torch.dtype, width: int) -> tuple[str, str, int]:
+def place(kernel: str, dtype: torch.dtype, width: int, load: str = "plain") -> tuple[str, str, int, str]:
     """The place of the candidates that a call has for a kernel; width: of the wider of D and Dv."""
-    return kernel, str(dtype).removeprefix("torch."), row_width(width)
+    return kernel, str(dtype).removeprefix("torch."), row_width(width), load
 
 
 def choose(candidates: Iterable[Candidate]) -> Choices:
@@ -96,16 +100,18 @@ def choose(candidates: Iterable[Candidate]) -> Choices:
 
     right = {place: tuple(same(x.form) for x in ranked(place)) for place in places}
     wrong = {place: tuple(same(x.form) for x in some if x.status != PASSED) for place, some in places.items()}
+    wrong = {place: forms for place, forms in wrong.items() if forms}
     on_hopper, two_passes = set(), set()
-    for _, dtype, width in places:
-        universal, special = ranked(("forward", dtype, width))[:1], ranked(("hopper", dtype, width))[:1]
+    for _, *where in places:
+        dtype, width, load = where
+        universal, special = ranked(("forward", *where))[:1], ranked(("hopper", *where))[:1]
         for causal in (False, True):
             if special and universal and _sum(special[0], causal) < _sum(universal[0], causal):
                 on_hopper.add((dtype, width, causal))
-        one, two = ranked(("one_pass", dtype, width))[:1], ranked(("two_passes", dtype, width))[:1]
-        no_other = not one and ("one_pass", dtype, width) in places
+        one, two = ranked(("one_pass", *where))[:1], ranked(("two_passes", *where))[:1]
+        no_other = not one and ("one_pass", *where) in places
         if no_other or (one and two and _sum(two[0]) < _sum(one[0])):
-            two_passes.add((dtype, width))
+            two_passes.add((dtype, width, load))
     return Choices(right, wrong, frozenset(on_hopper), frozenset(two_passes))
 
 
@@ -184,11 +190,12 @@ def read(file: Path) -> tuple[dict[str, str], list[Candidate]]:
         raise ValueError(f"{file} is no tuning file of fusedattn, or a damaged one: {cause}") from error
 
 
-def _candidate(kernel, dtype, width, form, status, why, ms):
+def _candidate(kernel, dtype, width, load, form, status, why, ms):
     """A Candidate of a file; TypeError or ValueError for what is none."""
     kind = FORMS[kernel]
-    if dtype not in DTYPES or width not in HOPPER or (kernel == "one_pass" and width > ONE_PASS):
-        raise ValueError(f"there is no {kernel} of {dtype} and width {width}")
+    known = dtype in DTYPES and width in HOPPER and load in (LOADS if kernel != "hopper" else LOADS[:1])
+    if not known or (kernel == "one_pass" and width > ONE_PASS):
+        raise ValueError(f"there is no {kernel} of {dtype}, width {width} and {load} calls")
     taken = None if kind is None else kind(**form)
     sizes = () if taken is None else taken._asdict().values()
     if not all(isinstance(x, int) and 0 <= x <= 1024 for x in sizes):
@@ -196,7 +203,7 @@ def _candidate(kernel, dtype, width, form, status, why, ms):
     times = {str(case): float(time) for case, time in ms.items()}
     if not all(0 < time < float("inf") for time in times.values()):
         raise ValueError(f"{kernel} has a time that is none")
-    return Candidate(kernel, dtype, width, taken, str(status), str(why), times)
+    return Candidate(kernel, dtype, width, load, taken, str(status), str(why), times)
 
 
 def write(file: Path, of: Mapping[str, str], candidates: Iterable[Candidate]) -> None:
@@ -212,6 +219,7 @@ def write(file: Path, of: Mapping[str, str], candidates: Iterable[Candidate]) ->
         part.unlink(missing_ok=True)
 
 
+_asked: Choices | None = None
 _loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `load`
 
 
@@ -252,8 +260,17 @@ def _warn(why):
 
 
 def of(device: torch.device) -> Choices:
-    """What counts on a device: nothing on a CPU, where kernels are interpreted."""
+    """What counts on a device: nothing on a CPU, where kernels are interpreted, unless it is asked for."""
+    if _asked is not None:
+        return _asked
     return _found(device) if device.type == "cuda" else NOTHING
+
+
+def ask(choices: Choices | None) -> None:
+    """Have these choices count in this process, on any device and whatever files there are; None undoes it."""
+    global _asked
+    _asked = choices
+    tiles.fitting.clear()
 
 
 @constant

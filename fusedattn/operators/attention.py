@@ -14,7 +14,7 @@ from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain
 from ..call.layout import arrange, dense
 from ..call.rules import fail
 from ..cpu import run as cpu
-from ..launch import failures
+from ..launch import failures, tuned
 from ..launch.failures import Unusable, take_next
 from ..naive import formula
 from ..private import below_autograd, forward_level, has_storage, transforms_active
@@ -131,7 +131,7 @@ def _backward(*arguments):
     wanted = [grad if grad.numel() else None for grad in grads]
     try:
         names = ["forward", *["weights"] * (weights.dim() == 4)]
-        if failures.known_kinds and (why := launch.failed(call, names)) is not None:
+        if _any_failed(call) and (why := launch.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
         fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
     except Unusable as why:
@@ -393,9 +393,14 @@ def _with_block_mask(call: Call) -> Call:
     return call._replace(block_mask=block_mask_or_none(call.hiding, call.lengths))
 
 
+def _any_failed(call):
+    """Whether any kernel at all is known not to run, or to be wrong, on the device of a call."""
+    return bool(failures.known_kinds or tuned.of(call.query.device).wrong)
+
+
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
-    if not failures.known_kinds or torch.compiler.is_compiling():
+    """Why a call cannot take kernels that it would launch: those that do not load on this machine, or are wrong."""
+    if torch.compiler.is_compiling() or not _any_failed(call):
         return []
     from ..launch import run as launch
     from ..launch.backward import passes

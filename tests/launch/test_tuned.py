@@ -1,0 +1,261 @@
+"""Tuning files: what is read, what is ignored with a warning, and what calls take of it."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn import backends
+from fusedattn.launch import backward, run, tiles as table, tuned
+from fusedattn.launch.tuned import NOTHING, Candidate, choose
+
+from ..inside import compiled, only_interpreted, passes_compiled
+from ..offline import absent
+from .test_run import call
+
+GPU = torch.device("cuda", 0)
+ABOUT = dict(gpu="NVIDIA H200", capability="9.0", driver="580.1", torch="2.13.0", triton="3.7.1", fusedattn="1+abc")
+FIRST, SECOND, THIRD = (table.Tile(rows, 64, 4, stages) for rows, stages in ((128, 2), (64, 2), (64, 3)))
+GRID = table.HOPPER[128][2]
+
+
+def forward(form, dtype="bfloat16", width=128, status=tuned.PASSED, **ms):
+    kernel = "forward" if isinstance(form, table.Tile) else "hopper"
+    return Candidate(kernel, dtype, width, "plain", form, status, "" if status == tuned.PASSED else "it was", ms)
+
+
+CANDIDATES = [
+    forward(FIRST, status="wrong"),
+    forward(SECOND, full=2.0, causal=1.2),
+    forward(THIRD, full=1.5, causal=1.1),
+    forward(GRID, full=1.6, causal=1.0),
+    Candidate("one_pass", "bfloat16", 128, "plain", FIRST, ms={"full": 4.0}),
+    Candidate("two_passes", "bfloat16", 128, "plain", None, ms={"full": 3.0}),
+]
+
+
+@only_interpreted
+def test_this_file_without_the_interpreter():
+    passes_compiled(__file__)
+
+
+@pytest.fixture
+def files(monkeypatch, tmp_path):
+    """The folder of files of a machine whose GPU is not there."""
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
+    monkeypatch.setattr(tuned, "about", lambda device: dict(ABOUT))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ABOUT["gpu"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fa.tuning.forget()
+    yield tmp_path
+    fa.tuning.forget()
+
+
+def said(device=GPU):
+    """(the Choices of a device, warnings) of two calls."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = tuned.of(device), tuned.of(device)
+    assert found[0] is found[1]
+    return found[0], [str(warning.message) for warning in caught]
+
+
+def test_the_fastest_that_passed_is_first_and_what_failed_is_not_taken():
+    chosen = choose(CANDIDATES)
+    place = "forward", "bfloat16", 128, "plain"
+    assert chosen.tiles(place, (FIRST, SECOND)) == (THIRD, SECOND)
+    spilling = FIRST._replace(spills=8), table.Tile(32, 32, 4, 2)
+    assert chosen.tiles(place, spilling) == (THIRD, SECOND, spilling[1]), "whatever it may spill, it is the one"
+    for other in (("forward", "float16", 128, "plain"), ("forward", "bfloat16", 128, "rich")):
+        assert chosen.tiles(other, spilling) == spilling
+    assert chosen.on_hopper == {("bfloat16", 128, True)}, "it is slower where nothing is hidden"
+    assert chosen.two_passes == {("bfloat16", 128, "plain")}
+    assert chosen.pipeline("bfloat16", 128) == GRID and chosen.pipeline("bfloat16", 64) == table.HOPPER[64][0]
+
+
+def test_what_lacks_a_time_comes_last_and_is_no_faster():
+    chosen = choose([forward(FIRST, full=1.0), forward(SECOND, full=2.0, causal=1.0), forward(GRID)])
+    assert chosen.right["forward", "bfloat16", 128, "plain"] == (SECOND, FIRST)
+    assert not chosen.on_hopper and not chosen.two_passes
+    assert choose([]) == NOTHING
+
+
+def test_where_one_pass_is_wrong_two_are_taken_and_where_all_pipelines_are_none_is():
+    wrong = [
+        Candidate("one_pass", "float16", 64, "plain", FIRST, "hangs", "it was"),
+        *(forward(x, status="wrong") for x in table.HOPPER[128]),
+    ]
+    chosen = choose(wrong)
+    assert chosen.two_passes == {("float16", 64, "plain")} and chosen.pipeline("bfloat16", 128) is None
+
+
+def test_a_file_of_this_machine_counts(files):
+    tuned.write(tuned.path(ABOUT), ABOUT, CANDIDATES)
+    assert tuned.read(tuned.path(ABOUT)) == (ABOUT, CANDIDATES)
+    assert said() == (choose(CANDIDATES), [])
+    assert said(torch.device("cpu")) == (NOTHING, [])
+    assert [path.name for path in files.iterdir()] == [tuned.path(ABOUT).name], "no part of a file is left"
+
+
+def test_without_a_file_nobody_asks_what_the_gpu_is(files, monkeypatch):
+    monkeypatch.setattr(tuned, "about", lambda device: pytest.fail("it starts a process"))
+    assert said() == (NOTHING, [])
+
+
+def test_a_file_of_another_gpu_is_not_looked_at_and_one_of_other_versions_is_named(files):
+    tuned.write(tuned.path(ABOUT | dict(gpu="NVIDIA A100")), ABOUT | dict(gpu="NVIDIA A100"), CANDIDATES)
+    assert said() == (NOTHING, [])
+    fa.tuning.forget()
+    older = tuned.path(ABOUT | dict(torch="2.10.0"))
+    tuned.write(older, ABOUT | dict(torch="2.10.0"), CANDIDATES)
+    found, (warning,) = said()
+    assert found is NOTHING and str(older) in warning and "other versions" in warning
+
+
+def changed(**changes):
+    return lambda content: json.dumps(content | changes)
+
+
+def entry(**changes):
+    return lambda content: json.dumps(content | dict(candidates=[content["candidates"][1] | changes]))
+
+
+DAMAGED = {
+    "half of it is there": (lambda content: json.dumps(content)[:200], "damaged"),
+    "it is empty": (lambda content: "", "damaged"),
+    "it is a list": (lambda content: "[]", "damaged"),
+    "it is not text": (lambda content: "\udcff", "damaged"),
+    "it has no candidates": (lambda content: json.dumps({"format": 1, "about": {}}), "it has no 'candidates'"),
+    "another format": (changed(format=2), "its format is 2, and this version reads 1"),
+    "another machine": (changed(about=ABOUT | dict(gpu="NVIDIA A100")), "gpu NVIDIA A100 and not NVIDIA H200"),
+    "an older version": (changed(about=ABOUT | dict(fusedattn="0+abc")), "fusedattn 0.abc and not 1.abc"),
+    "a kernel that is none": (entry(kernel="backward"), "damaged"),
+    "a dtype that is none": (entry(dtype="float64"), "there is no forward of float64"),
+    "a width that is none": (entry(width=96), "width 96 and plain calls"),
+    "a load that is none": (entry(load="heavy"), "heavy calls"),
+    "a tile of words": (entry(form=dict(rows="64", keys=64, warps=4, stages=2)), "there is no form"),
+    "a huge tile": (entry(form=dict(rows=4096, keys=64, warps=4, stages=2)), "there is no form"),
+    "a time below 0": (entry(ms=dict(full=-1.0)), "a time that is none"),
+    "a time that is NaN": (entry(ms=dict(full=float("nan"))), "a time that is none"),
+}
+
+
+@pytest.mark.parametrize("change, why", DAMAGED.values(), ids=DAMAGED)
+def test_a_file_that_is_damaged_foreign_or_older_is_ignored_with_one_warning(change, why, files):
+    path = tuned.path(ABOUT)
+    tuned.write(path, ABOUT, CANDIDATES)
+    path.write_bytes(change(json.loads(path.read_text())).encode("utf-8", "surrogateescape"))
+    found, (warning,) = said()
+    assert found is NOTHING and str(path) in warning and "ignores a tuning file" in warning
+    pytest.raises(ValueError, tuned.load, path).match(why)
+
+
+def test_a_file_is_loaded_until_it_is_forgotten(files):
+    path = files / "exported" / "mine.json"
+    tuned.write(path, ABOUT, CANDIDATES)
+    assert said()[0] is NOTHING
+    fa.tuning.load(path)
+    assert said() == (choose(CANDIDATES), [])
+    fa.tuning.forget()
+    assert said()[0] is NOTHING
+    with pytest.raises(OSError):
+        fa.tuning.load(files / "missing.json")
+
+
+def test_a_file_is_loaded_where_there_is_no_gpu(files, monkeypatch):
+    tuned.write(files / "mine.json", ABOUT | dict(gpu="NVIDIA A100"), CANDIDATES)
+    with pytest.raises(ValueError, match="of another machine or version: gpu NVIDIA A100 and not NVIDIA H200"):
+        fa.tuning.load(files / "mine.json")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fa.tuning.load(files / "mine.json")
+
+
+def test_the_kernels_are_a_part_of_the_version():
+    """What was proved of some kernels is not of others, which a checkout has under the same version."""
+    version, digest = tuned._version().split("+")
+    assert version == fa.__version__ and len(digest) == 12
+
+
+@pytest.mark.parametrize("named", ["/cache/of/mine", "relative", ""])
+def test_files_are_in_the_cache_folder_of_the_user(named, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    monkeypatch.setenv("HOME", "/home/me")
+    inside = named if named.startswith("/") else "/home/me/.cache"
+    assert str(tuned.folder()) == f"{inside}/fusedattn/tuning"
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """chosen(candidates): calls take what these choose."""
+
+    def of(candidates):
+        found = choose(candidates)
+        monkeypatch.setattr(tuned, "of", lambda device: found)
+        monkeypatch.setattr(table, "fitting", {})
+
+    monkeypatch.setattr(run, "capability", lambda device: 90)
+    return of
+
+
+def bf16(**options):
+    return call(dtype=torch.bfloat16, dim=128, dv=128, **options)
+
+
+def test_calls_take_the_tiles_that_were_chosen(chosen):
+    plain = table.tiles("forward", 90, 2, 128)
+    assert run.candidates("forward", bf16()) == plain
+    chosen([forward(plain[0], status="wrong"), forward(THIRD, full=1.0)])
+    assert run.candidates("forward", bf16()) == (THIRD, *plain[1:])
+    assert run.candidates("forward", call(dtype=torch.float16, dim=128, dv=128)) == plain
+    few = run.candidates("forward", bf16(sq=8))
+    assert few == (THIRD, *(tile for tile in plain[1:] if max(tile.rows, tile.keys) <= 64)), (
+        "no larger tile for few rows"
+    )
+
+
+def test_a_backward_is_in_the_passes_that_were_chosen(chosen):
+    every = [True, True, True, False, False, False]
+    assert "one_pass" in backward.passes(bf16(), every)
+    chosen(CANDIDATES)
+    assert backward.passes(bf16(), every) == ("preprocess", "dq", "dkdv")
+    assert "one_pass" in backward.passes(call(dtype=torch.bfloat16, dim=64, dv=64), every)
+
+
+def test_a_kernel_whose_every_tile_is_wrong_is_refused(chosen):
+    assert run.failed(bf16(), ["forward"]) is None
+    chosen([forward(tile, status="wrong") for tile in table.tiles("forward", 90, 2, 128)])
+    assert "found no 'forward' that gives right numbers" in str(run.failed(bf16(), ["forward"]))
+    assert run.failed(call(), ["forward"]) is None, "of another dtype"
+
+
+@compiled
+def test_the_kernel_for_hopper_is_chosen_where_it_was_found_faster(chosen, monkeypatch):
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    chosen(CANDIDATES)
+    inputs = [torch.randn(1, 2, 70, 128, dtype=torch.bfloat16) for _ in range(3)]
+    with absent.gpu(90):
+        found = fa.explain(*inputs, causal=True)
+        assert found.backend == "hopper" and [*found.tiles] == ["hopper", "preprocess", "dq", "dkdv"]
+        assert found.tiles["hopper"] == GRID
+        for options in ({}, dict(window=(4, 0)), dict(window=(4, 4))):
+            found = fa.explain(*inputs, **options)
+            assert found.backend == "triton"
+            assert "no tuning file says that it is right and faster here" in "; ".join(found.reasons["hopper"])
+        assert fa.explain(*inputs, backend="hopper").backend == "hopper"
+        chosen([forward(x, status="wrong") for x in table.HOPPER[128]])
+        found = fa.explain(*inputs, backend="hopper")
+        assert found.backend is None and "found no 'hopper' that gives right numbers" in str(found)
+        with pytest.raises(NotImplementedError, match="found no 'hopper'"):
+            fa.attention(*inputs, backend="hopper")
+        chosen([forward(tile, status="wrong") for tile in table.tiles("forward", 90, 2, 128)])
+        graph = torch.compile(fa.attention, backend="aot_eager", fullgraph=True)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with pytest.warns(UserWarning, match="takes a slower path: .* found no 'forward' that gives right numbers"):
+            got = torch.autograd.grad(graph(*leaves).sum(), leaves)
+    want = torch.autograd.grad(fa.attention(*leaves, backend="naive").sum(), leaves)
+    assert all(map(torch.equal, got, want)), "the gradients are of the path that computed the forward"
