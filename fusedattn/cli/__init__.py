@@ -62,6 +62,21 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--plot", nargs="?", const="bench.png", metavar="PNG", help="draw speeds and a roofline (bench.png)"
     )
+    tune = command(
+        "tune",
+        "prove the kernels on this GPU, time those that are right, and have calls take the fastest",
+        "Hold each tile and pipeline to float64 on this GPU, in processes that may hang or die; time those that are "
+        "right; keep what was found for this GPU, driver, torch, Triton and version in the user's cache folder, where "
+        "calls find it. A second run goes on where the first ended.",
+    )
+    tune.add_argument("--minutes", type=_minutes, metavar="N", help="after which nothing is begun (5; with --quick 1)")
+    tune.add_argument("--quick", action="store_true", help="bfloat16, calls without masks and options, one length")
+    tune.add_argument("--dtype", action="append", choices=DTYPES[:3], help="in this dtype (may be repeated)")
+    tune.add_argument("--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="time this size (may be repeated)")
+    does = tune.add_mutually_exclusive_group()
+    does.add_argument("--show", action="store_true", help="show what was found, and try nothing")
+    does.add_argument("--forget", action="store_true", help="remove what was found")
+    does.add_argument("--export", metavar="FILE", help="copy what was found, for fusedattn.tuning.load elsewhere")
     demo = command(
         "demo",
         "train a small language model on a text, check it, time it, draw it",
@@ -81,6 +96,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+def _minutes(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
     return number
 
 

@@ -225,7 +225,7 @@ def block_mask_size(capability):
     return 16 if capability is None else 64
 
 
-def row_width(width):
+def row_width(width: int) -> int:
     """The width that a row of a table has for the wider of D and Dv."""
     return 64 if width <= 64 else 128 if width <= 128 else 256
 

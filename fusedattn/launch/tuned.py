@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -184,14 +184,20 @@ def read(file: Path) -> tuple[dict[str, str], list[Candidate]]:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
         of = {str(name): str(value) for name, value in content["about"].items()}
-        return of, [_candidate(**entry) for entry in content["candidates"]]
+        return of, [candidate_of(entry) for entry in content["candidates"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{file} is no tuning file of fusedattn, or a damaged one: {cause}") from error
 
 
-def _candidate(kernel, dtype, width, load, form, status, why, ms):
-    """A Candidate of a file; TypeError or ValueError for what is none."""
+def entry(candidate: Candidate) -> dict[str, Any]:
+    """A Candidate as JSON has it."""
+    return candidate._asdict() | dict(form=None if candidate.form is None else candidate.form._asdict())
+
+
+def candidate_of(entry: dict[str, Any]) -> Candidate:
+    """The Candidate of what `entry` gave; KeyError, TypeError or ValueError for what is none."""
+    kernel, dtype, width, load, form, status, why, ms = (entry[name] for name in Candidate._fields)
     kind = FORMS[kernel]
     known = dtype in DTYPES and width in HOPPER and load in (LOADS if kernel != "hopper" else LOADS[:1])
     if not known or (kernel == "one_pass" and width > ONE_PASS):
@@ -208,8 +214,7 @@ def _candidate(kernel, dtype, width, load, form, status, why, ms):
 
 def write(file: Path, of: Mapping[str, str], candidates: Iterable[Candidate]) -> None:
     """Write a file whole, or leave the one before; a reader never sees a part of it."""
-    entries = [x._asdict() | dict(form=None if x.form is None else x.form._asdict()) for x in candidates]
-    content = dict(format=FORMAT, about=dict(of), host=platform.node(), candidates=entries)
+    content = dict(format=FORMAT, about=dict(of), host=platform.node(), candidates=[*map(entry, candidates)])
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:

@@ -33,6 +33,12 @@ class Case(NamedTuple):
         more |= {name: 4 * getattr(self, name) for name in ("dim", "value_dim")}
         return Case(**{**self._asdict(), **more})
 
+    def at_width(self, width: int) -> "Case":
+        """The same case where the wider of D and Dv takes the tiles of a width; what is odd stays odd."""
+        times = width // (1 << (max(self.dim, self.value_dim) - 1).bit_length())
+        dim, value_dim = (dim * times - dim % 2 * (times - 1) for dim in (self.dim, self.value_dim))
+        return self._replace(dim=dim, value_dim=value_dim)
+
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
         """(query, key, value and the gradients of out, lse and weights; options). What masks hide is NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))

@@ -60,7 +60,7 @@ def choose(arguments, on_gpu: bool) -> Preset:
         return preset
     if shapes:
         dtypes = arguments.dtype or ["bfloat16" if on_gpu else "float32"]
-        chosen = [_shape(text, arguments.causal, dtype) for text in shapes for dtype in dtypes]
+        chosen = [shape(text, arguments.causal, dtype) for text in shapes for dtype in dtypes]
         preset = Preset(chosen, FEW_ON_GPU if on_gpu else FEW, ONE_WAY)
     else:
         chosen = [case for case in preset.cases if case.causal or not arguments.causal]
@@ -106,7 +106,7 @@ def _list(option, texts, known):
     return named
 
 
-def _shape(text, causal, dtype):
+def shape(text: str, causal: bool, dtype: str) -> Case:
     try:
         sizes = batch, heads, kv_heads, rows, keys, dim = [int(number) for number in text.split(",")]
     except ValueError:
