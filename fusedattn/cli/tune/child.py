@@ -12,7 +12,7 @@ import sys
 import torch
 
 from ...bench import cases as bench_cases, engine, timing
-from ...launch import run, tiles, tuned
+from ...launch import tiles, tuned
 from ...launch.tuned import PASSED, Candidate, Choices
 from ...replay import cache
 from ...testing.cases import CASES, Case, compare
@@ -47,6 +47,8 @@ def asked(candidate: Candidate, known: Choices, device: str):
     kernel, dtype, width, load = candidate.place
     table: tuple[tiles.Tile, ...] = ()
     if kernel in tuned.KERNELS:
+        from ...launch import run
+
         itemsize = getattr(torch, dtype).itemsize
         table = tiles.tiles(kernel, run.capability(torch.device(device)), itemsize, width, load)
     tuned.ask(alone(candidate, known, table))
