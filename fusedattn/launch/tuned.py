@@ -22,7 +22,7 @@ import torch
 
 from ..private import constant
 from . import tiles
-from .tiles import HOPPER, ONE_PASS, Pipeline, Tile, row_width, same
+from .tiles import ONE_PASS, Pipeline, Tile, row_width, same
 
 FORMAT = 1
 PASSED = "passed"
@@ -77,7 +77,7 @@ class Choices(NamedTuple):
     def pipeline(self, dtype: str, width: int) -> Pipeline | None:
         """How the kernel for Hopper works on calls: the fastest way, or the table's first that is not wrong, if any."""
         place = "hopper", dtype, width, "plain"
-        known = [one for one in HOPPER[width] if one not in self.wrong.get(place, ())]
+        known = [one for one in tiles.HOPPER[width] if one not in self.wrong.get(place, ())]
         return next(iter((*self.right.get(place, ()), *known)), None)
 
 
@@ -199,7 +199,7 @@ def candidate_of(entry: dict[str, Any]) -> Candidate:
     """The Candidate of what `entry` gave; KeyError, TypeError or ValueError for what is none."""
     kernel, dtype, width, load, form, status, why, ms = (entry[name] for name in Candidate._fields)
     kind = FORMS[kernel]
-    known = dtype in DTYPES and width in HOPPER and load in (LOADS if kernel != "hopper" else LOADS[:1])
+    known = dtype in DTYPES and width in tiles.HOPPER and load in (LOADS if kernel != "hopper" else LOADS[:1])
     if not known or (kernel == "one_pass" and width > ONE_PASS):
         raise ValueError(f"there is no {kernel} of {dtype}, width {width} and {load} calls")
     taken = None if kind is None else kind(**form)

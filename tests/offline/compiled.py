@@ -18,7 +18,7 @@ import torch
 import triton
 
 from fusedattn.call.form import DIFFERENTIABLE, Call
-from fusedattn.launch import hopper, run as launch, tiles as tile_table
+from fusedattn.launch import run as launch, tiles as tile_table
 from fusedattn.operators import attention, cached
 
 from . import absent, flow, fusing, hazards, operands
@@ -170,7 +170,7 @@ def _everything_but_a_gpu(kernels, row, keep):
             absent.target(row.capability),
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
-            mock.patch.object(hopper, "pipeline", lambda call: row.tile),
+            mock.patch.object(launch, "pipeline", lambda call: row.tile),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
             triton.knobs.cache.scope(),
