@@ -210,6 +210,20 @@ RICH = {
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 2, spills=264, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
+# What plain calls take only where a machine has found it faster (`tuned`). With two stages a loop waits at its head for
+# the copy of this very step, which then overlaps nothing; with three for an earlier one. At D 64 two programs of four
+# warps share a multiprocessor, so that one multiplies under the other's softmax.
+CANDIDATES = {
+    ("forward", 90, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 8, 3)),
+    ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, spills=8), Tile(128, 64, 8, 3)),
+    ("forward", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(128, 32, 8, 4)),
+    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2),),
+    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3),),
+    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3),),
+    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 3, spills=192),),
+    ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True),),
+    ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=184, bulk=True),),
+}
 
 # What kernels were given so far, less what the device was found not to hold: {kind, as `run.kind_of` has it: tiles}.
 fitting: dict[tuple, tuple[Tile, ...]] = {}
@@ -267,6 +281,14 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
             if key in table:
                 return table[key]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")
+
+
+def candidates(kernel, capability, itemsize, width, load="plain"):
+    """Tiles that a machine should prove and time: those of `tiles`, and what it may find faster."""
+    known = tiles(kernel, capability, itemsize, width, load)
+    if capability is None or load != "plain":
+        return known
+    return (*known, *CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ()))
 
 
 def decoder(rows):

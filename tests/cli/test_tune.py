@@ -172,7 +172,7 @@ def test_candidates_are_all_that_calls_may_take(capability, pipelines):
     for place in {x.place for x in every if x.kernel in tuned.KERNELS}:
         kernel, dtype, width, load = place
         itemsize = getattr(torch, dtype).itemsize
-        known = {table.same(tile) for tile in table.tiles(kernel, capability, itemsize, width, load)}
+        known = {table.same(tile) for tile in table.candidates(kernel, capability, itemsize, width, load)}
         assert {x.form for x in every if x.place == place} == known
 
 

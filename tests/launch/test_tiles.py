@@ -30,7 +30,10 @@ def test_every_call_has_a_tile_on_every_gpu():
 
 def test_sizes_are_what_kernels_take():
     wrong = []
-    for place, tiles in (table.TABLE | table.MASKED | table.RICH | table.INTERPRETED).items():
+    for place, tiles in [
+        *(table.TABLE | table.MASKED | table.RICH | table.INTERPRETED).items(),
+        *table.CANDIDATES.items(),
+    ]:
         for tile in tiles:
             sizes = [tile.rows, tile.warps, *([tile.keys] if tile.keys else [])]
             multiplies = tile.keys is not None
@@ -66,6 +69,13 @@ def test_a_row_is_of_the_load_the_dtype_and_the_width_or_of_the_nearest():
     assert table.tiles("forward", None, 2, 256, "rich", narrow=True) == table.INTERPRETED["forward"]
     with pytest.raises(KeyError, match="no tiles for one_pass, sm_90, 2 bytes, width 256"):
         table.tiles("one_pass", 90, 2, 256)
+
+
+def test_candidates_are_no_tiles_that_calls_take_anyway():
+    for place, tiles in table.CANDIDATES.items():
+        assert place in table.TABLE and not {*map(table.same, tiles)} & {*map(table.same, table.TABLE[place])}
+        assert table.candidates(*place) == (*table.TABLE[place], *tiles)
+        assert table.candidates(*place, "rich") == table.tiles(*place, "rich")
 
 
 def test_bulk_sums_are_of_gpus_with_a_copy_engine():

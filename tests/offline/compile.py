@@ -173,6 +173,13 @@ def _packed_table(capability):
         yield Row(kernel, capability, "bf16", 128, "packed all", tiles[0], (0, len(tiles)))
 
 
+def _candidate_table():
+    """Rows of tiles that calls take only where a machine has found them faster."""
+    for (kernel, capability, _, width), tiles in tile_table.CANDIDATES.items():
+        for index, tile in enumerate(tiles, 1):  # neither the first of a row nor the last
+            yield Row(kernel, capability, "bf16", width, "full", tile, (index, len(tiles) + 2))
+
+
 def _small_table():
     """Rows of the tiles that GPUs of little shared memory have of their own."""
     for (kernel, capability, _, width), tiles in (tile_table.TABLE | tile_table.RICH).items():
@@ -212,6 +219,7 @@ def table(capabilities=(80, 90)):
     """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
     if 90 in capabilities:
         yield from _hopper_table()
+        yield from _candidate_table()
     if 86 not in capabilities:
         yield from _small_table()
     yield from _packed_table(capabilities[-1])

@@ -24,7 +24,7 @@ KERNELS = pathlib.Path(fusedattn.kernels.__file__).parent
 # From an operator to the launch, and what reads compiled code.
 PACKAGE = pathlib.Path(fusedattn.__file__).parent
 HOST = *(PACKAGE / room for room in ("call", "launch", "operators", "replay")), pathlib.Path(__file__).parent
-TABLES = ("TABLE", "MASKED", "RICH", "HOPPER")  # of tiles: a row has its own
+TABLES = ("TABLE", "MASKED", "RICH", "CANDIDATES", "HOPPER")  # of tiles: a row has its own
 
 
 def sources(path, root=KERNELS):

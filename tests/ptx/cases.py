@@ -40,7 +40,7 @@ def _case(name, dtype=BF16, **fields):
     return Case(name)._replace(dtype=dtype, **sizes)
 
 
-def _dense(*rows):
+def dense(*rows):
     """Entries of (name, fields of a Case or of an Entry)."""
     for name, fields in rows:
         own = {key: fields[key] for key in fields if key in Entry._fields}
@@ -55,7 +55,7 @@ FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
 
-_PLAIN = _dense(
+_PLAIN = dense(
     ("plain D64", {}),
     ("plain D64, two passes", TWO),
     ("plain D64 fp16", dict(dtype=FP16)),
@@ -87,7 +87,7 @@ _PLAIN = _dense(
     ("rows far apart", FAR_ROWS),
     ("plain, a repeated call", dict(times=3)),
 )
-_BANDS = _dense(
+_BANDS = dense(
     ("causal", dict(causal=True)),
     ("causal D128", dict(causal=True, **WIDE)),
     ("causal, two passes", dict(causal=True, **TWO)),
@@ -104,7 +104,7 @@ _BANDS = _dense(
     ("left window D128", dict(window=(90, None), **WIDE)),
     ("top left", dict(align="top_left", window=(30, 1))),
 )
-_OPTIONS = _dense(
+_OPTIONS = dense(
     ("key mask", dict(key_mask="own", B=2)),
     ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
     ("query mask", dict(query_mask="own", B=2)),
@@ -138,14 +138,14 @@ _OPTIONS = _dense(
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
-_PACKED = _dense(
+_PACKED = dense(
     ("packed", _TOGETHER),
     ("packed causal", _TOGETHER | dict(causal=True)),
     ("packed window D128", _TOGETHER | dict(window=(30, 9), **WIDE)),
     ("packed masks", _TOGETHER | dict(key_mask="own", query_mask="own", mask="batch", bias="heads")),
     ("packed, two passes", _TOGETHER | TWO),
 )
-_ON_HOPPER = _dense(
+_ON_HOPPER = dense(
     *(
         (f"hopper {name}", fields | dict(backend="hopper"))
         for name, fields in (

@@ -50,7 +50,7 @@ def asked(candidate: Candidate, known: Choices, device: str):
         from ...launch import run
 
         itemsize = getattr(torch, dtype).itemsize
-        table = tiles.tiles(kernel, run.capability(torch.device(device)), itemsize, width, load)
+        table = tiles.candidates(kernel, run.capability(torch.device(device)), itemsize, width, load)
     tuned.ask(alone(candidate, known, table))
     cache.forget()
     try:

@@ -27,7 +27,7 @@ def candidates(
             forms: Iterable = (None,)
             if kernel in tuned.KERNELS:
                 usable = kernel != "one_pass" or width <= tiles.ONE_PASS
-                forms = tiles.tiles(kernel, capability, itemsize, width, load) if usable else ()
+                forms = tiles.candidates(kernel, capability, itemsize, width, load) if usable else ()
             elif kernel == "hopper":
                 forms = tiles.HOPPER[width] if (capability, itemsize, load) == (90, 2, "plain") else ()
             elif width > tiles.ONE_PASS:
