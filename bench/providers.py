@@ -176,8 +176,8 @@ def pipeline_name(pipeline):
 
 
 def tile_name(tile):
-    """A Tile, as 64x128w8s2+bulk: rows x keys, warps, stages; +bulk is dq by the copy engine."""
-    return f"{tile.rows}x{tile.keys}w{tile.warps}s{tile.stages}" + "+bulk" * tile.bulk
+    """A Tile, as 64x128w8s2+bulk: rows x keys, warps, stages; +bulk is dq, +tma are loads by the copy engine."""
+    return f"{tile.rows}x{tile.keys}w{tile.warps}s{tile.stages}" + "+bulk" * tile.bulk + "+tma" * tile.tma
 
 
 def forms(case=None, prefix=""):

@@ -44,7 +44,7 @@ def _walk(
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
         out, state = attend(
-            out, state, q, k, v, k_rows, exists, r, c, band, masks, plane, kv, score, None, D, DV, PRECISION, CHECK
+            out, state, q, k, v, 0, k_rows, exists, r, c, band, masks, plane, kv, score, None, D, DV, PRECISION, CHECK
         )
     return out, state
 

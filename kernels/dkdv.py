@@ -33,11 +33,12 @@ def _walk_rows(
         if tile_list is not None:
             block, member, following = walk.step(tile_list, n, following)
         plane = span.query_head(kv, member, GROUP)
-        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        first = block * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
         exists = masking.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
         r, c = rows[None, :], cols[:, None]
-        q = tiles.load(tiles.of_rows(Q, plane), rows, exists, D)
-        do = tiles.load(tiles.of_rows(GradOut, plane), rows, exists, DV)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, exists, D, first)
+        do = tiles.load(tiles.of_rows(GradOut, plane), rows, exists, DV, first)
         row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
         shown = masking.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
@@ -66,7 +67,7 @@ def _walk_rows(
             dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
         if GradQ is not None:
             dq = tl.dot(ds.T, k, input_precision=PRECISION, out_dtype=dk.dtype)
-            tiles.add(GradQ, plane, rows, block * BLOCK_M, band.rows, dq, D)
+            tiles.add(GradQ, plane, rows, first, band.rows, dq, D)
         if tile_list is None:
             block += 1
             if GROUP > 1:
@@ -85,7 +86,7 @@ def dkdv(
 ):  # fmt: skip
     """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
 
-    GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the gradient of q less
+    Q and GradOut are Views, or descriptors. GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the gradient of q less
     what `scores.grad` does: the backward in one pass, with five products a tile instead of seven. Of grads, bias is a
     View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; bias_sums (B, Hq, Sk, 3), zeros before, has columns that
     add up to the sums by key of the gradient of the scores.
@@ -98,7 +99,7 @@ def dkdv(
     real = masking.real_keys(masks, kv, cols, k_len)
     k = tiles.load(tiles.of_keys(K, kv), cols, real, D)
     v = tiles.load(tiles.of_keys(V, kv), cols, real, DV)
-    wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
+    wide: tl.constexpr = tiles.wide(K.base.dtype.element_ty)
     dk = tl.zeros([BLOCK_N, tiles.width(D)], wide)
     dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
 

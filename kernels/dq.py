@@ -38,7 +38,8 @@ def _walk_keys(
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        k_tile, v_tile = tiles.load(k, cols, exists, D), tiles.load(v, cols, exists, DV)
+        first = j * BLOCK_N
+        k_tile, v_tile = tiles.load(k, cols, exists, D, first), tiles.load(v, cols, exists, DV, first)
         shown = masking.shown(masks, band, plane, r, c, CHECK)
         bias = scores.bias(score, band, plane, r, c, CHECK)
         copies.fence()
@@ -66,7 +67,7 @@ def dq(
 ):  # fmt: skip
     """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
 
-    Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen, and the sums
+    K and V are Views, or descriptors. Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen, and the sums
     by row, (B, Hq, Sq).
     """
     # ids

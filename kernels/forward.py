@@ -23,8 +23,9 @@ def _walk(
         exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         out, state = attend(
-            out, state, q, k, v, cols, exists, r, c, band, masks, plane, plane, score, dropout, D, DV, PRECISION, CHECK
-        )
+            out, state, q, k, v, j * BLOCK_N, cols, exists, r, c, band, masks, plane, plane, score, dropout,
+            D, DV, PRECISION, CHECK,
+        )  # fmt: skip
     return out, state
 
 
@@ -37,7 +38,7 @@ def forward(
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
-    Q, K, V and Out are Views; Lse and Stats are contiguous. tile_lists, of `block_mask`, is None if a band alone hides.
+    Q, K, V and Out are Views, or K and V descriptors; Lse and Stats are contiguous. tile_lists, of `block_mask`, is None if a band alone hides.
     With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
     # ids

@@ -73,7 +73,7 @@ def candidates(kernel, capability, itemsize, width):
 
 def timed(kernel, tile, chosen, writer, machine, options):
     """(TFLOP/s of a tile over all cases, what keeps it from being measured or ""); each case is a row."""
-    named = [case._replace(options=f"tile={providers.tile_name(tile).removesuffix('+bulk')}") for case in chosen]
+    named = [case._replace(options=f"tile={providers.tile_name(tile).replace('+bulk', '')}") for case in chosen]
     work = engine.units(named, ["fusedattn:triton"], [kernel])
     seconds = operations = 0.0
     for row, why in engine.measure(
@@ -87,7 +87,7 @@ def timed(kernel, tile, chosen, writer, machine, options):
 
 
 def text(tile):
-    return f"Tile({', '.join(map(str, tile[:4]))}{', bulk=True' if tile.bulk else ''})"
+    return f"Tile({', '.join(map(str, tile[:4]))}{', bulk=True' * tile.bulk}{', tma=True' * tile.tma})"
 
 
 def tune(kernel, dim, writer, machine, options, deadline):

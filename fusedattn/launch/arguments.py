@@ -1,6 +1,8 @@
 """Makes the arguments of kernels from a Call: Views of tensors, NamedTuples of options, numbers."""
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call.form import diagonal
@@ -8,7 +10,11 @@ from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.scores import score
 from ..kernels.vocabulary.tiles import View, width
+from ..private import has_storage
 from . import tiles
+
+
+COPIED_BYTES = 16  # addresses and strides that the copy engine knows are multiples of them
 
 
 def precision(dtype):
@@ -28,9 +34,45 @@ def of(tensor):
     )
 
 
-def descriptor(tensor, rows):
+def strided(tensor: Tensor) -> bool:
+    """Whether the copy engine can read and write a (B, H, S, D) tensor, as far as its strides say."""
+    *strides, last = tensor.stride()
+    *shape, columns = tensor.shape
+    steps = [step * tensor.element_size() for step, size in zip(strides, shape, strict=True) if size != 1]
+    return (last == 1 or columns == 1) and all(step > 0 and step % COPIED_BYTES == 0 for step in steps)
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether a tensor lies where the copy engine can find it; so is said of what has no address yet.
+
+    That is inside the compiler, under functorch's transforms, of fake tensors. The operator looks again.
+    """
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not has_storage(tensor):
+        return True
+    return tensor.data_ptr() % COPIED_BYTES == 0
+
+
+def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
+    """(shape, strides, shape of a block) of the descriptor of a `strided` tensor, so many rows of one head at a time."""
+    # The stride of a single element means nothing, and may not be what the copy engine wants.
+    least = COPIED_BYTES // tensor.element_size()
+    strides = [least if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    return list(tensor.shape), [*strides, 1], [1, 1, rows, width.fn(tensor.shape[3])]
+
+
+def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """A (B, H, S, D) tensor that the copy engine can reach, as so many rows of one head at a time."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width.fn(tensor.shape[3])])
+    return TensorDescriptor(tensor, *block(tensor, rows))
+
+
+def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, TensorDescriptor]:
+    """The `descriptor` of each tensor, in place of its View, if the copy engine can read all of them; else nothing.
+
+    hiding: the mask of their rows, if there is one. What it hides may be NaN, and only threads can leave that out.
+    """
+    if hiding is not None or not all(strided(x) and aligned(x) for x in tensors.values()):
+        return {}
+    return {name: descriptor(x, rows) for name, x in tensors.items()}
 
 
 def _bytes(mask, *shape):

@@ -19,6 +19,7 @@ class _Pass(NamedTuple):
     """
 
     call: Call
+    grad_out: torch.Tensor
     launched: dict[str, Any]
     block_mask: Any
     mask_size: int | None
@@ -102,14 +103,13 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums):
 
 def _dq(p, grad_query, grads):
     """The gradient of queries, and what is summed along keys."""
-    launched = p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
-    run.run_tiled(
-        "dq",
-        p.call,
-        lambda tile: blocks.slots(p.call, tile.rows) * p.heads,
-        launched,
-        lambda tile: blocks.walks(p.call, p.block_mask, p.mask_size, tile),
-    )
+    call, launched = p.call, p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
+
+    def more(tile):
+        described = arguments.described(tile.keys, call.key_mask, K=call.key, V=call.value) if tile.tma else {}
+        return described | blocks.walks(call, p.block_mask, p.mask_size, tile)
+
+    run.run_tiled("dq", call, lambda tile: blocks.slots(call, tile.rows) * p.heads, launched, more)
 
 
 def _dkdv(name, p, query_sums, grads):
@@ -122,9 +122,12 @@ def _dkdv(name, p, query_sums, grads):
 
     def more(tile):
         added = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
+        rows = dict(Q=call.query, GradOut=p.grad_out)
+        described = arguments.described(tile.rows, call.query_mask, **rows) if tile.tma else {}
+        described["GradQ"] = added
         if p.block_mask is None and not packed:
-            return dict(GradQ=added, sequences=None, tile_lists=None)
-        return dict(GradQ=added) | blocks.walks(call, p.block_mask, p.mask_size, tile, by_keys=True)
+            return described | dict(sequences=None, tile_lists=None)
+        return described | blocks.walks(call, p.block_mask, p.mask_size, tile, by_keys=True)
 
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
@@ -182,7 +185,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
-    p = _Pass(call, launched, block_mask, mask_size, batch, heads, rows, keys, batches, length)
+    p = _Pass(call, grad_out, launched, block_mask, mask_size, batch, heads, rows, keys, batches, length)
 
     where = None if grad_bias is None else _bias_sum(call)
     of_scores = arguments.of(grad_bias.zero_()) if where == "pairs" else None

@@ -28,11 +28,15 @@ def _forward(out, lse, stats, call):
     if arguments.can_pack_gqa(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
         call, out = arguments.pack_gqa(call, out)
     batch, heads, rows, _ = call.query.shape
+
+    def described(tile):
+        return arguments.described(tile.keys, call.key_mask, K=call.key, V=call.value) if tile.tma else {}
+
     launched = arguments.common(call) | dict(
         Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, tile_lists=None
     )
     if call.cu_seqlens_q is None and not arguments.hides(call):
-        run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched)
+        run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched, described)
         return
     block_mask = blocks.block_mask_of(call)
     run.run_tiled(
@@ -40,7 +44,7 @@ def _forward(out, lse, stats, call):
         call,
         lambda tile: blocks.slots(call, tile.rows) * heads,
         launched,
-        lambda tile: blocks.walks(call, *block_mask, tile),
+        lambda tile: described(tile) | blocks.walks(call, *block_mask, tile),
     )
 
 

@@ -4,12 +4,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from triton import cdiv
 
 from ..call.form import Call
-from ..kernels.vocabulary.tiles import width
-from ..private import has_storage
 from . import arguments as kernel_arguments, tiles
 from .tiles import Pipeline
 
@@ -27,24 +24,6 @@ _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
 )
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
-
-
-def _copied(tensor: Tensor) -> bool:
-    """Whether the copy engine can read and write a tensor of 16-bit numbers where it lies."""
-    *strides, last = tensor.stride()
-    *shape, columns = tensor.shape
-    steps = [step for step, size in zip(strides, shape, strict=True) if size != 1]
-    return (last == 1 or columns == 1) and all(step > 0 and step % 8 == 0 for step in steps)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies where the copy engine can find it; so is said of what has no address yet.
-
-    That is inside the compiler, under functorch's transforms, of fake tensors. The operator looks again.
-    """
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not has_storage(tensor):
-        return True
-    return tensor.data_ptr() % 16 == 0
 
 
 def limits(call: Call) -> list[str]:
@@ -75,16 +54,16 @@ def reasons(call: Call) -> list[str]:
     lacks = limits(call)
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
-        if not _copied(tensor):
+        if not kernel_arguments.strided(tensor):
             lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not 1 for the last and multiples of 8")
-        elif not _aligned(tensor):
+        elif not kernel_arguments.aligned(tensor):
             lacks.append(f"{name} lies at an address that is no multiple of 16")
     return lacks
 
 
 def readable(tensor: Tensor) -> Tensor:
     """A tensor, or a copy of it that the copy engine can read."""
-    if _copied(tensor) and _aligned(tensor):
+    if kernel_arguments.strided(tensor) and kernel_arguments.aligned(tensor):
         return tensor
     *shape, columns = tensor.shape
     return tensor.new_empty(*shape, cdiv(columns, 8) * 8)[..., :columns].copy_(tensor)
@@ -97,11 +76,8 @@ def _layout(rows, columns, dtype):
 
 def descriptor(tensor: Tensor, rows: int) -> "TensorDescriptor":
     """A (B, H, S, D) tensor, copied by so many rows of one head, zero past the last row and column."""
-    columns = width.fn(tensor.shape[3])
-    # The stride of a single element means nothing, and may not be what the copy engine wants.
-    strides = [8 if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    layout = _layout(rows, columns, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns], layout)
+    shape, strides, block = kernel_arguments.block(tensor, rows)
+    return TensorDescriptor(tensor, shape, strides, block, _layout(*block[2:], tensor.dtype))
 
 
 def is_descriptor(value) -> bool:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """What one program works on, and the bytes it may spill: more is an error of `make compile`. keys may be None.
 
-    bulk: whether tiles of dq are added in memory by the copy engine, which there is from 9.0 on, or by the threads.
+    What the copy engine does, which there is from 9.0 on, or else the threads do, bulk: add tiles of dq in memory;
+    tma: load what a loop walks, keys and values, or queries and the gradient of the output, where `arguments.described`
+    has them so.
     """
 
     rows: int
@@ -20,6 +22,7 @@ class Tile(NamedTuple):
     stages: int
     spills: int = 0
     bulk: bool = False
+    tma: bool = False
 
 
 class Pipeline(NamedTuple):
@@ -86,14 +89,20 @@ INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1
 
 # (pass, architecture, bytes of an element, width): from the best to what fits anywhere. The width is that of the wider
 # of D and Dv, a power of two; a narrower one takes the row of 64.
+# On 9.0 three stages come first: with two a loop waits at its head for the copies that its last step began at its end,
+# which then overlap nothing; with three for those of the step before. So it stands in machine code.
 TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-    ("forward", 90, 2, 128): (Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
-    ("forward", 90, 2, 256): (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+    ("forward", 90, 2, 128): (
+        Tile(128, 128, 8, 3, spills=8),  # by triton 3.6.0
+        Tile(128, 64, 8, 3),
+        Tile(64, 64, 4, 2),
+    ),
+    ("forward", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
     ("forward", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("forward", 80, 4, 128): (Tile(32, 16, 8, 2),),
     ("forward", 80, 4, 256): (Tile(16, 16, 8, 1),),
@@ -103,7 +112,7 @@ TABLE = {
     ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dq", 90, 2, 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     ("dq", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
+    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
     ("dq", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("dq", 80, 4, 128): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
     ("dq", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
@@ -111,19 +120,19 @@ TABLE = {
     ("dkdv", 80, 2, 128): (Tile(64, 64, 8, 2, spills=8), Tile(32, 64, 4, 2)),  # at D = 80, by triton 3.6.0
     ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
     ("dkdv", 86, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
-    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)),
     # dk and dv alone are half of the registers. 32 x 128 does not spill, and takes 30% more instructions a row.
-    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192), Tile(32, 64, 4, 2)),
-    ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168), Tile(16, 32, 4, 2)),
+    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 3, spills=192), Tile(32, 64, 4, 2)),
+    ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 3, spills=184), Tile(16, 32, 4, 2)),
     ("dkdv", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
     # dkdv and dq in one. A tile of dq takes registers, and where threads add it so do its addresses.
     ("one_pass", 80, 2, 64): (Tile(64, 128, 8, 2, spills=40), Tile(64, 64, 4, 2, spills=40)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
-    ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 2, bulk=True), Tile(64, 64, 4, 2, bulk=True)),
+    ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True), Tile(64, 64, 4, 2, bulk=True)),
     ("one_pass", 90, 2, 128): (
-        Tile(64, 128, 8, 2, spills=184, bulk=True),
+        Tile(64, 128, 8, 3, spills=208, bulk=True),  # at D = 80
         # With 8 warps it hardly spills, and takes 35 instructions a pair for 19.
         Tile(64, 64, 4, 1, spills=576, bulk=True),
     ),
@@ -183,8 +192,12 @@ TABLE = {
     ("append", 80, 2, 256): (Tile(16, None, 4, 1),),
 }
 
-# What calls take that would spill in the rows above: those with a mask of pairs, and those with more than that.
+# What calls take that would spill in the rows above, or pass what a block may hold of shared memory: those with a mask of
+# pairs, which is copied by stages too, and those with more than that.
 MASKED = {
+    ("forward", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
+    ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168), Tile(16, 32, 4, 2)),
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),
     ("one_pass", 80, 2, 64): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
 }
@@ -198,6 +211,7 @@ RICH = {
     ("dq", 80, 2, 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2, spills=32), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2, spills=24), Tile(32, 32, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2, spills=16)),
     ("dkdv", 80, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
@@ -210,19 +224,45 @@ RICH = {
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 2, spills=264, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
-# What plain calls take only where a machine has found it faster (`tuned`). With two stages a loop waits at its head for
-# the copy of this very step, which then overlaps nothing; with three for an earlier one. At D 64 two programs of four
-# warps share a multiprocessor, so that one multiplies under the other's softmax.
+# What plain calls take only where a machine has found it faster (`tuned`): fewer stages in less shared memory; two
+# programs of four warps that share a multiprocessor, so that one multiplies under the other's softmax; and loads by the
+# copy engine, which take fewer instructions and registers in the forward and in dq, and more spills in dk/dv at D 128.
 CANDIDATES = {
-    ("forward", 90, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 8, 3)),
-    ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, spills=8), Tile(128, 64, 8, 3)),
-    ("forward", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(128, 32, 8, 4)),
-    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2),),
-    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3),),
-    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3),),
-    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 3, spills=192),),
-    ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True),),
-    ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=184, bulk=True),),
+    ("forward", 90, 2, 64): (
+        Tile(128, 128, 8, 3, tma=True),
+        Tile(64, 128, 4, 3, tma=True),
+        Tile(128, 64, 4, 3, tma=True),
+        Tile(64, 128, 4, 3),
+        Tile(128, 64, 4, 3),
+        Tile(128, 64, 8, 3),
+    ),
+    ("forward", 90, 2, 128): (
+        Tile(128, 128, 8, 3, tma=True),
+        Tile(128, 64, 8, 4, tma=True),
+        Tile(64, 64, 4, 3, tma=True),
+        Tile(128, 128, 8, 2),
+    ),
+    ("forward", 90, 2, 256): (
+        Tile(128, 32, 8, 4, tma=True),
+        Tile(128, 64, 8, 2, tma=True),
+        Tile(128, 32, 8, 4),
+        Tile(128, 64, 8, 2),
+    ),
+    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2)),
+    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3, tma=True),),
+    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3, spills=64, tma=True),),
+    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3, tma=True), Tile(64, 128, 8, 2)),
+    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192), Tile(64, 64, 8, 3, tma=True)),
+    ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168),),
+    ("one_pass", 90, 2, 64): (
+        Tile(64, 128, 8, 3, bulk=True, tma=True),
+        Tile(64, 64, 4, 3, bulk=True, tma=True),
+        Tile(64, 128, 8, 2, bulk=True),
+    ),
+    ("one_pass", 90, 2, 128): (
+        Tile(64, 64, 8, 3, spills=40, bulk=True, tma=True),
+        Tile(64, 128, 8, 2, spills=184, bulk=True),
+    ),
 }
 
 # What kernels were given so far, less what the device was found not to hold: {kind, as `run.kind_of` has it: tiles}.

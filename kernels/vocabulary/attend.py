@@ -8,16 +8,16 @@ from . import copies, dropout as dropping, masks as masking, scores, softmax, ti
 
 @triton.jit
 def attend(
-    out, state, q, k, v, k_rows, exists, r, c, band, masks, plane, kv, score, dropout,
+    out, state, q, k, v, first, k_rows, exists, r, c, band, masks, plane, kv, score, dropout,
     D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
+    """(out, State) after the keys in rows k_rows, from `first` on, of the matrices k and v, of which those that exist are loaded.
 
     r [rows, 1] and c [1, keys] count rows and keys from the start of their sequence, for masks, scores and dropout.
     plane is that of the query heads, of one or of each row; kv one whose batch the masks of keys are those of. Without
     CHECK every row sees every key.
     """
-    k_tile = tiles.load(k, k_rows, exists, D)  # [keys, D]
+    k_tile = tiles.load(k, k_rows, exists, D, first)  # [keys, D]
     shown = masking.shown(masks, band, plane, r, c, CHECK)
     bias = scores.bias(score, band, plane, r, c, CHECK)
     copies.fence()
@@ -26,7 +26,7 @@ def attend(
     if CHECK:
         s = tl.where(masking.visible(masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, score.softmax_scale)
-    v_tile = tiles.load(v, k_rows, exists, DV)  # [keys, DV]
+    v_tile = tiles.load(v, k_rows, exists, DV, first)  # [keys, DV]
     p = tiles.opaque(dropping.drop(dropout, p, plane, r, c)).to(v_tile.dtype)
     out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
     return out, state

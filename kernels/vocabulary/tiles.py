@@ -16,6 +16,19 @@ class View(NamedTuple):
     strides: tuple
 
 
+class Described(NamedTuple):
+    """A (row, column) matrix that the copy engine reads, from `row` on of one head of a descriptor (B, H, rows, D).
+
+    packed is that of a Plane: behind the last row of a packed sequence lies the next one, elsewhere only zeros are read.
+    """
+
+    base: tl.tensor_descriptor
+    batch: tl.tensor
+    head: tl.tensor
+    row: tl.tensor
+    packed: tuple
+
+
 @triton.constexpr_function
 def width(D):
     """Columns of a tile that holds D: a power of two, and at least the 16 a tensor core needs."""
@@ -63,17 +76,29 @@ def pointers(m, r, c):
 
 
 @triton.jit
+def _described(descriptor, plane, row):
+    batch = plane.batch if len(plane.packed) == 0 else plane.batch * 0
+    return Described(descriptor, batch, plane.head, row, plane.packed)
+
+
+@triton.jit
 def of_rows(view, plane):
     """`matrix` of what has a row for each query: of those of all packed sequences, the plane's own."""
-    m = matrix(view, plane)
-    return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.row, plane.packed.row * 0), m.strides)
+    if isinstance(view, tl.tensor_descriptor):
+        return _described(view, plane, 0 if len(plane.packed) == 0 else plane.packed.row)
+    else:
+        m = matrix(view, plane)
+        return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.row, plane.packed.row * 0), m.strides)
 
 
 @triton.jit
 def of_keys(view, plane):
     """`matrix` of what has a row for each key."""
-    m = matrix(view, plane)
-    return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.key, plane.packed.key * 0), m.strides)
+    if isinstance(view, tl.tensor_descriptor):
+        return _described(view, plane, 0 if len(plane.packed) == 0 else plane.packed.key)
+    else:
+        m = matrix(view, plane)
+        return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.key, plane.packed.key * 0), m.strides)
 
 
 @triton.jit
@@ -92,10 +117,16 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 
 @triton.jit
-def load(m, rows, exists, D: tl.constexpr):
-    """[rows, width(D)] tile, zero past column D and in rows that do not exist; exists None is all of them."""
+def load(m, rows, exists, D: tl.constexpr, first=0):
+    """[rows, width(D)] tile, zero past column D and in rows that do not exist; exists None is all of them.
+
+    Of a Described matrix the rows are those from `first` on, and what does not exist lies past its end.
+    """
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
-    if exists is None:
+    if isinstance(m.base, tl.tensor_descriptor):
+        tile = m.base.load([m.batch, m.head, m.row + first, 0]).reshape([rows.shape[0], width(D)])
+        return tile if exists is None or len(m.packed) == 0 else tl.where(exists[:, None], tile, 0.0)
+    elif exists is None:
         if width(D) == D:
             return tl.load(pointers(m, r, c))
         else:

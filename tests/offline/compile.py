@@ -104,8 +104,13 @@ def faults(row, report, committed=None, known=None):
         yield f"is the last of its row, and takes {report.shared} bytes of shared memory, of {SMALLEST} on small GPUs"
     if row.tile.keys is not None and row.dtype != "ieee" and not any(map(report.counts.get, PRODUCTS)):
         yield "does not use the tensor cores"
-    if row.kernel == "one_pass" and (report.counts["tma"] > 0) != row.tile.bulk:
-        yield f"{'does not add' if row.tile.bulk else 'adds'} dq by the copy engine"
+    if not on_hopper and (report.counts["tma"] > 0) != (row.tile.bulk or row.tile.tma):
+        yield f"{'does not use' if row.tile.bulk or row.tile.tma else 'uses'} the copy engine"
+    if not on_hopper and report.loops:
+        does = {"add dq": ("UTMAREDG", row.tile.bulk), "load tiles": ("UTMALDG", row.tile.tma)}
+        for what, (instruction, wanted) in does.items():
+            if (instruction in report.copied) != wanted:
+                yield f"is {'' if wanted else 'not '}to {what} by the copy engine"
     if report.serialized and row.variant not in ALL:
         yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
     yield from map(str, report.overtaken)

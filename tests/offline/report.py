@@ -14,7 +14,7 @@ HEADING = """\
 Instructions, and bounds computed from them: **nothing here was measured.** `make compile ARGS=--report` writes this
 file; another version of Triton gives other numbers.
 
-- `tile`: rows x keys, warps, stages. `spills`: bytes a thread stores. `shared`: bytes a block. `blocks`, `warps`: how
+- `tile`: rows x keys, warps, stages; tma where the copy engine loads what a loop walks. `spills`: bytes a thread stores. `shared`: bytes a block. `blocks`, `warps`: how
   many a multiprocessor holds by registers, shared memory and their own number.
 - `hopper`: its `tile` has the warps that multiply, and pp where warpgroups take turns; a block has four more, of which
   one copies. `regs` are those of a thread when it starts. Nothing of it changes with the number of programs.
@@ -43,8 +43,10 @@ def _row(row, report):
         return f"{row}{used}     -"
     mix = sass.mix(report.loop)
     wide = width.fn(row.dim)
-    # A warp that is not in the loop copies k and v for those that are.
-    copied = 2 * row.tile.keys * wide * DTYPES[row.dtype].itemsize if row.warps > row.turning else 0
+    # A warp that is not in the loop, or the copy engine, copies what those in it walk.
+    walked = row.tile.rows if row.kernel in ("dkdv", "one_pass") else row.tile.keys
+    by_others = row.warps > row.turning or getattr(row.tile, "tma", False)
+    copied = 2 * walked * wide * DTYPES[row.dtype].itemsize if by_others else 0
     found = bounds.bound(report.loop, row.capability, row.turning, row.dim / wide, copied)
     kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in mix.items())
     clocks = " ".join(f"{found.clocks[name]:>{max(5, len(name))}.0f}" for name in CLOCKS)

@@ -171,7 +171,7 @@ def test_the_committed_table_has_the_tiles_that_there_are():
     committed = kernels.loops(offline.TABLE.read_text())
     assert list(committed) == rows
     forward = [line for line in rows if line.startswith("forward     sm_90   bf16  d128 full")]
-    assert len(forward) == len(tile_table.TABLE["forward", 90, 2, 128])
+    assert len(forward) == len(tile_table.candidates("forward", 90, 2, 128))
 
 
 @pytest.mark.parametrize("choice", [["--filter", "dq"], ["--capability", "90"]])

@@ -109,6 +109,7 @@ _OPTIONS = dense(
     ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
     ("query mask", dict(query_mask="own", B=2)),
     ("mask of pairs", dict(mask="pairs")),
+    ("mask of pairs D256", dict(mask="pairs", D=256, **SHORT)),
     ("mask over heads D128", dict(mask="batch", **WIDE)),
     ("bias of pairs", dict(bias="pairs")),
     ("bias over batch (dbias)", dict(bias="heads", B=2)),
@@ -217,7 +218,7 @@ FEW = (
 # `make test-all` runs these on both GPUs too, and so the first tile of each kernel.
 BOTH = (
     *("everything D256", "everything D128 fp16", "everything fp32 D40", "everything fp32 D128", "everything fp32 D256"),
-    *("plain D256", "tf32 D128 causal", "mask of pairs", "bias of rows", "bias of keys D128", "packed window D128"),
+    *("plain D256", "tf32 D128 causal", "mask of pairs", "mask of pairs D256", "bias of rows", "bias of keys D128", "packed window D128"),
     *("tf32 D128, dropout under masks", "dropout under masks D256"),
     *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
     *("far apart, two passes, masks", "decode: everything in pages", "decode: cache D128", "decode: D 256"),

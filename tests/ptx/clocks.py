@@ -133,7 +133,7 @@ class Clocks(Lanes):
         if (when > self.knows[row, other]).any():
             self.report.add("race", line, f"{what} that warp {other} has made, with no barrier between")
         if fenced and ((when > self.fenced[row, other]) & (when > self.fenced[maker, other])).any():
-            self.report.add("async", line, f"{what} that warp {other} has made, and nobody has fenced")
+            self.report.add("unfenced mbarrier", line, f"{what} that warp {other} has made, and nobody has fenced")
 
     def use(self, at, size, by):
         """Products and copies begin to use ranges (by = 1), or no longer do (by = -1)."""

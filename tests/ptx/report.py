@@ -14,6 +14,7 @@ class Report:
         race between CTAs: a block stores to global memory where another block stored, or loads from there.
         lanes differ: one instruction stores different numbers at one place.
         async: nobody waits for a product or a copy, nobody fences what it reads, or somebody overwrites what it uses.
+        unfenced mbarrier: a copy uses an mbarrier, and nobody has fenced what initialised it.
         unfenced: a register that a product uses was written after the last wgmma.fence.
     """
 

@@ -8,28 +8,62 @@ from fusedattn.launch import tiles, tuned
 from fusedattn.launch.tuned import Candidate, choose
 
 from . import calls
-from .cases import dense
+from .cases import _TOGETHER, dense
 
-CANDIDATES = [(place, tile) for place, some in tiles.CANDIDATES.items() for tile in some]
 STEPS = dict(Sq=300, Sk=520)  # more blocks, of either side, than there are stages
+CANDIDATES = [(place, tile, causal) for place, some in tiles.CANDIDATES.items() for tile in some for causal in (0, 1)]
+FIRST = [(place, some[0], 1) for place, some in tiles.CANDIDATES.items()]
+BACKWARD = Candidate("one_pass", "bfloat16", 64, "plain", tiles.CANDIDATES["one_pass", 90, 2, 64][0])
+FORWARD = Candidate("forward", "bfloat16", 128, "plain", tiles.CANDIDATES["forward", 90, 2, 128][0])
+# What else who loads by the copy engine has to do: sequences that end inside a tile, heads narrower than one, groups, and
+# launches that are repeated with other descriptors.
+LOADED = {
+    "packed, forward": (FORWARD, _TOGETHER | dict(causal=True, D=128)),
+    "narrow heads, forward": (FORWARD, dict(D=80)),
+    "heads 4:1, repeated, forward": (FORWARD, dict(D=128, Hq=4, Hkv=1, times=3)),
+    "packed, backward": (BACKWARD, _TOGETHER),
+    "narrow heads, backward": (BACKWARD, dict(D=48, causal=True)),
+    "heads 4:1, repeated, backward": (BACKWARD, dict(Hq=4, Hkv=1, times=3)),
+}
 
 
 def pytest_generate_tests(metafunc):
-    """With --everything: no call takes one of these where `fusedattn tune` has not proved it."""
-    some = CANDIDATES if metafunc.config.getoption("--everything", False) else []
-    metafunc.parametrize("place, tile", some, ids=lambda x: "-".join(map(str, x)))
+    """The first of each place, or with --everything all: no call takes one where `fusedattn tune` has not proved it."""
+    if "place" in metafunc.fixturenames:
+        some = CANDIDATES if metafunc.config.getoption("--everything", False) else FIRST
+        ids = [f"{'-'.join(map(str, place))}-{number}" for number, (place, *_) in enumerate(some)]
+        metafunc.parametrize("place, tile, causal", some, ids=ids)
+
+
+def executed(candidate, entry, capability=90):
+    """The Outcome of an Entry whose calls take a candidate."""
+    form = tiles.same(candidate.form)
+    tuned.ask(choose([candidate._replace(form=form)]))
+    try:
+        taken = {x.kernel: x.tile for x in calls.taken(entry, capability)}
+        assert tiles.same(taken[candidate.kernel]) == form
+        return calls.execute(entry, capability)
+    finally:
+        tuned.ask(None)
+
+
+def loads(outcome):
+    """Whether each kernel that was launched loads by the copy engine, by name."""
+    return {x.name: "cp.async.bulk.tensor.4d.shared::cta.global" in x.kernel.asm["ptx"] for x in outcome.device.launches}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_call_by_a_candidate(place, tile, causal):
-    kernel, capability, _, width = place
-    (entry,) = dense(("candidate", STEPS | dict(D=width, causal=causal, two_passes=kernel in ("dq", "dkdv"))))
-    tuned.ask(choose([Candidate(kernel, "bfloat16", width, "plain", tiles.same(tile))]))
-    try:
-        taken = {x.kernel: x.tile for x in calls.taken(entry, capability)}
-        assert tiles.same(taken[kernel]) == tiles.same(tile)
-        outcome = calls.execute(entry, capability)
-    finally:
-        tuned.ask(None)
+    kernel, _, _, width = place
+    fields = STEPS | dict(D=width, causal=bool(causal), two_passes=kernel in ("dq", "dkdv"))
+    outcome = executed(Candidate(kernel, "bfloat16", width, "plain", tile), *dense(("candidate", fields)))
     assert not outcome.wrong(), "\n".join(outcome.wrong())
+    assert loads(outcome)["dkdv" if kernel == "one_pass" else kernel] == tile.tma
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("candidate, fields", LOADED.values(), ids=LOADED)
+def test_a_call_that_is_loaded_by_the_copy_engine(candidate, fields):
+    outcome = executed(candidate, *dense(("loaded", fields)))
+    assert not outcome.wrong(), "\n".join(outcome.wrong())
+    assert loads(outcome)["forward" if candidate is FORWARD else "dkdv"]

@@ -329,7 +329,7 @@ AGAIN = f"@%p0 {IN} [%smem+1024], [%box, {{%r5, %r6}}], [%smem]; // here"
 BOX_HAZARDS = {  # name: (the kernel, what is replaced, by what, what is reported, where)
     "no wait for a load": (BOX_IN, TRY.format("filled", "", 0), "", "race", "// load"),
     "nobody waits for a load": (BOX_IN, TRY.format("filled", "", 0), "", "async", "// copy"),
-    "no fence of an mbarrier": (BOX_IN, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
+    "no fence of an mbarrier": (BOX_IN, "fence.proxy.async.shared::cta;", "", "unfenced mbarrier", "// copy"),
     "a load over what is read": (BOX_IN, "// load", f"\n{AGAIN}", "race", "// here"),
     "no proxy fence": (BOX_OUT, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
     "no barrier": (BOX_OUT, "fence.proxy.async.shared::cta;\nbar.sync 0;", "", "race", "// copy"),

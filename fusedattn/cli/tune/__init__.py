@@ -86,7 +86,7 @@ def named(candidate: Candidate) -> str:
     form = candidate.form
     size = "" if form is None else f" {form.rows}x{form.keys}"
     if isinstance(form, tuned.Tile):
-        size += f" w{form.warps} s{form.stages}" + " bulk" * form.bulk
+        size += f" w{form.warps} s{form.stages}" + " bulk" * form.bulk + " tma" * form.tma
     elif form is not None:
         size += f" s{form.stages}" + " grid" * (not form.persistent) + " ping-pong" * form.ping_pong
     return f"{candidate.kernel}{size}, {candidate.dtype} {candidate.width} {candidate.load}"
