@@ -86,10 +86,10 @@ def dkdv(
 ):  # fmt: skip
     """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
 
-    Q and GradOut are Views, or descriptors. GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype of sums, gets added the gradient of q less
-    what `scores.grad` does: the backward in one pass, with five products a tile instead of seven. Of grads, bias is a
-    View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; bias_sums (B, Hq, Sk, 3), zeros before, has columns that
-    add up to the sums by key of the gradient of the scores.
+    Q and GradOut are Views, or both descriptors. GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype
+    of sums, gets added the gradient of q less what `scores.grad` does: the backward in one pass, with five products a
+    tile instead of seven. Of grads, bias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; bias_sums
+    (B, Hq, Sk, 3), zeros before, has columns that add up to the sums by key of the gradient of the scores.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -109,7 +109,9 @@ def dkdv(
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
-    for n in tl.static_range(3 if tile_lists is None else 2):
+    # Of a band that is unbounded on the right walk 0 has no blocks: without its code there are fewer spills.
+    FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
+    for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)
         begin, end = walk.extent(ranges, tile_list, n)
         dk, dv = _walk_rows(

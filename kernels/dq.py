@@ -67,8 +67,8 @@ def dq(
 ):  # fmt: skip
     """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
 
-    K and V are Views, or descriptors. Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen, and the sums
-    by row, (B, Hq, Sq).
+    K and V are Views, or both descriptors. Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is
+    0 where nothing is seen, and the sums by row, (B, Hq, Sq).
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -90,7 +90,9 @@ def dq(
     grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    for n in tl.static_range(3 if tile_lists is None else 2):
+    # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
+    FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
+    for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         grad, sums = _walk_keys(

@@ -13,7 +13,6 @@ from ..kernels.vocabulary.tiles import View, width
 from ..private import has_storage
 from . import tiles
 
-
 COPIED_BYTES = 16  # addresses and strides that the copy engine knows are multiples of them
 
 
@@ -53,7 +52,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
-    """(shape, strides, shape of a block) of the descriptor of a `strided` tensor, so many rows of one head at a time."""
+    """(shape, strides, shape of a block) of a descriptor of a `strided` tensor, so many rows of one head at a time."""
     # The stride of a single element means nothing, and may not be what the copy engine wants.
     least = COPIED_BYTES // tensor.element_size()
     strides = [least if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]

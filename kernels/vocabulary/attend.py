@@ -11,9 +11,9 @@ def attend(
     out, state, q, k, v, first, k_rows, exists, r, c, band, masks, plane, kv, score, dropout,
     D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """(out, State) after the keys in rows k_rows, from `first` on, of the matrices k and v, of which those that exist are loaded.
+    """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
 
-    r [rows, 1] and c [1, keys] count rows and keys from the start of their sequence, for masks, scores and dropout.
+    first is the first of k_rows, for matrices that are Described. r [rows, 1] and c [1, keys] count rows and keys from the start of their sequence, for masks, scores and dropout.
     plane is that of the query heads, of one or of each row; kv one whose batch the masks of keys are those of. Without
     CHECK every row sees every key.
     """

@@ -1,4 +1,4 @@
-"""Tiles that the copy engine loads: what it gives is what the threads' loads give, bit by bit, where it can; else they load."""
+"""Tiles that the copy engine loads have the bits of those that threads load, which they do where the engine cannot."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ KERNELS = ("forward", "dq", "dkdv", "one_pass")
 BASE = Case("described", B=2, Hq=4, Hkv=2, Sq=37, Sk=51, D=16, Dv=16, dtype=torch.float16)
 # {name: (fields of the case, whether keys and values are loaded by descriptor, whether queries and gradients are)}
 CALLS = {
-    "plain": (dict(), True, True),
+    "plain": ({}, True, True),
     "causal, narrow heads": (dict(causal=True, D=24, Dv=8), True, True),
     "window, options": (dict(window=(9, 3), softcap=2.0, alibi="own", dropout=0.2), True, True),
     "a mask of pairs": (dict(mask="pairs"), True, True),

@@ -283,7 +283,7 @@ def reported(row):
 def few(rows):
     """The first of each kernel for each GPU, of each kernel with every option, of each other variant and dtype."""
     seen = set()
-    for row in sorted(rows, key=lambda row: row.variant != "full"):
+    for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full")):
         found = {(row.kernel, row.capability), row.variant, row.dtype}
         found |= {(row.kernel, row.variant)} if row.variant == "everything" else set()
         if not found <= seen:

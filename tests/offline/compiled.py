@@ -262,8 +262,7 @@ def compile_row(row, read=False, heads=None):
 def report(row, ptx, cubin, log, shared, seconds, read=False):
     """The Report of a Row, from its PTX, and what ptxas made and said of it."""
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
-    # What overtakes is looked for in each kernel: plain, and with most around its products. Reading takes a while.
-    read = plain or read or ("wgmma.mma_async" in ptx and row.variant in ("full", "packed all", "everything"))
+    read = plain or read or "wgmma.mma_async" in ptx  # to look for what overtakes, in each kernel that has them
     sass = disassemble(cubin) if read or row.kernel == "hopper" else ""
     loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))

@@ -14,8 +14,9 @@ HEADING = """\
 Instructions, and bounds computed from them: **nothing here was measured.** `make compile ARGS=--report` writes this
 file; another version of Triton gives other numbers.
 
-- `tile`: rows x keys, warps, stages; tma where the copy engine loads what a loop walks. `spills`: bytes a thread stores. `shared`: bytes a block. `blocks`, `warps`: how
-  many a multiprocessor holds by registers, shared memory and their own number.
+- `tile`: rows x keys, warps, stages; tma where the copy engine loads what a loop walks. `spills`: bytes a thread
+  stores. `shared`: bytes a block. `blocks`, `warps`: how many a multiprocessor holds by registers, shared memory and
+  their own number.
 - `hopper`: its `tile` has the warps that multiply, and pp where warpgroups take turns; a block has four more, of which
   one copies. `regs` are those of a thread when it starts. Nothing of it changes with the number of programs.
 - `loop`: the instructions of one warp in one step of the loop over blocks that take no mask, by kind (of `hopper`: of

@@ -89,6 +89,8 @@ class Boxes(GlobalMemory, Mbarriers):
                 self.writes_global(allocation, places, of.itemsize, self.number[lane], line)
                 allocation.view(data.dtype)[places // of.itemsize] = data
             elif of.kind == FLOAT32:
+                bad = allocation.unwritten(places, of.itemsize)
+                self.complain("uninitialised", bad, allocation, places, "was written by nobody", line)
                 allocation.view(F32)[places // of.itemsize] += data.view(F32)
             else:
                 raise NotImplementedError(f"line {line}: adds elements of type {of.kind}")

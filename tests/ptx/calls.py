@@ -24,9 +24,9 @@ from .tf32 import eager_by_tf32
 MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
 # What LLVM moves behind a `wgmma.fence`, ptxas moves before it again: see `unfenced` in `tests/offline/hazards.py`.
 HARMLESS = ("unfenced",)
-# Where Triton itself pipelines loads of descriptors, no version of it fences what initialises their mbarriers. That this
-# needs none was found by others (facebookexperimental/triton#1553), and that it does too (MoonshotAI/FlashKDA#24): so
-# such a tile is never the first, and a GPU has to prove it. What Gluon compiles fences by itself.
+# Where Triton itself pipelines loads of descriptors, tiles with `tma` alone, no version of it fences what initialises
+# their mbarriers. Some found that this needs no fence (facebookexperimental/triton#1553), some that it does
+# (MoonshotAI/FlashKDA#24): so such a tile is never the first, and a GPU has to prove it. The kernel in Gluon fences.
 OF_TRITON = (*HARMLESS, "unfenced mbarrier")
 
 

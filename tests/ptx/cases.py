@@ -218,7 +218,15 @@ FEW = (
 # `make test-all` runs these on both GPUs too, and so the first tile of each kernel.
 BOTH = (
     *("everything D256", "everything D128 fp16", "everything fp32 D40", "everything fp32 D128", "everything fp32 D256"),
-    *("plain D256", "tf32 D128 causal", "mask of pairs", "mask of pairs D256", "bias of rows", "bias of keys D128", "packed window D128"),
+    *(
+        "plain D256",
+        "tf32 D128 causal",
+        "mask of pairs",
+        "mask of pairs D256",
+        "bias of rows",
+        "bias of keys D128",
+        "packed window D128",
+    ),
     *("tf32 D128, dropout under masks", "dropout under masks D256"),
     *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
     *("far apart, two passes, masks", "decode: everything in pages", "decode: cache D128", "decode: D 256"),

@@ -13,7 +13,9 @@ TILES = 4  # the most that a row of a table has
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="all calls, tiles and GPUs, not each call once: an hour")
+    parser.addoption(
+        "--everything", action="store_true", help="all calls, tiles and GPUs, not each call once: an hour or two"
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -47,15 +49,12 @@ def _marked(entry, capability):
 def _everything():
     from . import calls  # which needs Triton
 
-    for entry, capability in itertools.product(ENTRIES.values(), CAPABILITIES):
+    for entry, capability in itertools.product(ENTRIES.values(), (*CAPABILITIES, *OTHERS)):
         before = set()
         for tile in range(TILES if entry.runs_on(capability) else 0):
             taken = calls.taken(entry, capability, tile)
             if taken - before:
                 yield _row(entry, capability, tile)
             before |= taken
-    for entry, capability in itertools.product(ENTRIES.values(), OTHERS):
-        if entry.runs_on(capability):
-            yield _row(entry, capability)
     for entry in small():
         yield _row(entry._replace(case=entry.case._replace(name=f"small {entry.name}")), HOPPER)

@@ -108,7 +108,7 @@ class Device:
         self.tensor_core = tensor_core
         self.order = None if order is None else np.random.default_rng(order)
         self.edit = None  # of (name of a kernel, its PTX): what is executed instead
-        self.most_steps = 1 << 20
+        self.steps, self.most_steps = 0, 1 << 20  # of what was executed last, and when it is taken to go on for ever
 
     def load(self, kernel):
         """Have the launcher of a compiled kernel execute it."""
@@ -130,12 +130,12 @@ class Device:
         blocks = np.stack(np.unravel_index(np.arange(total), grid[::-1])[::-1], 1)
         if self.order is not None:
             blocks = self.order.permutation(blocks)
-        together = max(1, self.max_lanes // code.kernel.threads)
+        together, self.steps = max(1, self.max_lanes // code.kernel.threads), 0
         for first in range(0, total, together):
             some = blocks[first : first + together]
             machine = Machine(code, self.memory, params, some, grid, shared, report, self.races, self.tensor_core)
             machine.most_steps = self.most_steps
-            machine.run()
+            self.steps = max(self.steps, machine.run())
         return report
 
     def _arguments(self, code, kernel, values):

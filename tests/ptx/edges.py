@@ -11,7 +11,7 @@ import fusedattn as fa
 from fusedattn.launch import run
 
 
-def _dense(rows, keys, window, backend="triton", two_passes=False, spread=1):
+def _dense(rows, keys, window, backend="triton", two_passes=False, spread=1, multiprocessors=132):
     torch.manual_seed(0)
     sizes = (2, rows), (1, keys), (1, keys)
     query, key, value = (torch.randn(1, h, n, 64).bfloat16() for h, n in sizes)
@@ -20,8 +20,9 @@ def _dense(rows, keys, window, backend="triton", two_passes=False, spread=1):
         x.requires_grad_()
     torch.use_deterministic_algorithms(two_passes)
     try:
-        out, _ = fa.attention(query, key, value, backend=backend, window=window, return_lse=True)
-        torch.autograd.grad(out, (query, key, value), torch.randn_like(out))
+        with mock.patch.object(run, "multiprocessors", lambda device: multiprocessors):
+            out, _ = fa.attention(query, key, value, backend=backend, window=window, return_lse=True)
+            torch.autograd.grad(out, (query, key, value), torch.randn_like(out))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -68,7 +69,8 @@ def _attended(**options):
 def _cached():
     """Sixteen caches a call, the last one full: of 0 and 1 keys, of tiles and a few more or less, and of any length.
 
-    Then caches that end at each part of the second of two blocks that a masked walk has.
+    Then caches that end at each part of the second of two blocks that a masked walk has. Each call has few enough rows
+    for one kernel, decode_16.
     """
     draw = random.Random(0)
     calls = []
@@ -76,9 +78,9 @@ def _cached():
         lengths = [n for n in _LENGTHS if n <= full]
         lengths += [draw.randint(0, full) for _ in range(15 - len(lengths))] + [full]
         spread = 1 if (i + 1) % 4 else _PEAKED
-        calls.append(functools.partial(_decoded, lengths, (left, 0), rows=1 + i % 5, spread=spread))
+        calls.append(functools.partial(_decoded, lengths, (left, 0), rows=1 + i % 4, spread=spread))
     for full, left in ((134, 2), (148, 1), (164, 1), (182, 2)):
-        calls += [functools.partial(_decoded, [full - 1, full], (x, 0), rows=61) for x in (left, 300)]
+        calls += [functools.partial(_decoded, [full - 1, full], (x, 0), rows=4) for x in (left, 300)]
     return calls
 
 
@@ -90,5 +92,9 @@ CALLS: dict[str, list[Callable]] = {
     "dkdv": _attended(),
     "dq": _attended(two_passes=True),
     "decode": _cached(),
-    "hopper": _attended(backend="hopper"),
+    # More blocks of rows than programs, and of keys than stages: each mbarrier has many phases.
+    "hopper": [
+        functools.partial(_dense, 700, 600, (700, 600), backend="hopper", multiprocessors=2),
+        *_attended(backend="hopper"),
+    ],
 }

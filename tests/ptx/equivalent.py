@@ -15,6 +15,10 @@ OWN_WARP = "each warp reads what it wrote itself, and a warp that has not parted
 FENCED_AGAIN = "each step of the loop behind it fences again, before its first product"
 TWO_BLOCKS = "a masked walk of decode has at most two blocks, which are copied before its loop"
 ONE_STEP = "a last walk without a block does one step on zeros, of which the bound hides each pair"
+WAITS_ITSELF = "each thread behind it waits for the mbarrier itself"
+K_BEFORE_V = "what overwrites these keys is copied behind values, for which there is another barrier further on"
+NO_WARP = "no warp comes there: of four warps that copy three sleep"
+OWN_ROWS = "each warp overwrites the rows of q that it alone has read"
 MASKED_TOO = "one tile more is masked, of which nothing is hidden"
 
 
@@ -81,7 +85,10 @@ EQUIVALENT = (
     Equivalent("added by all", "tiles.py: ", UNGUARDED, ("dkdv",), ("in 1",)),
     Equivalent("<= for <", "tiles.py: even, odd = tl.split(", UNGUARDED, ("dkdv",), ("in 1",)),
     Equivalent(">= for >", "span.py: return begin, full, tl.where(n <= length", MASKED_TOO, ("dkdv",)),
-    Equivalent("stored by all", "", SAME_NUMBER, ("decode",), text="st.shared"),
+    *(
+        Equivalent("stored by all", source, SAME_NUMBER, ("decode",), text="st.shared")
+        for source in ("decode.py: for j in tl.range(begin, end)", "tiles.py: return tl.load(pointers(m, r, c), mask=")
+    ),
     *(
         Equivalent(name, "masks.py: exists = c < n", TWO_BLOCKS, ("decode",), ("in 0", "in 2"))
         for name in ("copied unconditionally", "<= for <")
@@ -95,6 +102,10 @@ EQUIVALENT = (
             "dkdv.py: x = tl.dot(k, q.T",
         )
     ),
+    Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper",)),
+    Equivalent("barrier left out", "ring.py: mbarrier.arrive(ring.free", K_BEFORE_V, ("hopper",), ("in 0", "in 2")),
+    Equivalent("barrier left out", "forward.py: for n in range(schedule.share", NO_WARP, ("hopper",), ("in 9",)),
+    Equivalent("barrier left out", "forward.py: shared.out.index(g).reshape", OWN_ROWS, ("hopper",)),
     Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), ("before 0",)),
     Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), ("before 0",)),
 )

@@ -34,12 +34,13 @@ class Machine(Copies, Products, Boxes):
         self.most_steps = 1 << 20
 
     def run(self):
-        """Execute the program from its first block of instructions until all lanes have ended."""
+        """Execute the program from its first block of instructions until all lanes have ended, in so many steps."""
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(self.most_steps):
+            for steps in range(self.most_steps):
                 if not self.ready:
-                    return self.finish()
+                    self.finish()
+                    return steps
                 at = min(self.ready)
                 m = self.ready.pop(at)
                 found = self.program.function(at, m is not None)(self, self.R, m)

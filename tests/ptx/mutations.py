@@ -55,7 +55,15 @@ MUTATIONS = (
     Mutation(
         "layout", "next part of a matrix", r"^\tadd\.s64 (.*), 46116862(\d+);", _flipped("\tadd.s64 {}, 46116862{};", 2)
     ),
-    Mutation("ordering", "barrier left out", r"^\tbar\.sync\s+0;", ""),
+    Mutation("ordering", "barrier left out", r"^\tbar(rier)?\.sync\s+\d+(, \d+)?;", ""),
+    Mutation("ordering", "arrival left out", r"^\t@%p\d+ mbarrier\.arrive\.shared.*", ""),
+    Mutation(
+        "ordering",
+        "mbarrier not waited for",
+        r"^\tmbarrier\.try_wait.*complete, .*, (%r\d+);",
+        r"\tsetp.eq.s32 complete, \1, \1;",
+    ),
+    Mutation("ordering", "copy left out", r"^\t(@%p\d+ )?cp\.async\.(cg|ca|bulk\.tensor).*", ""),
     Mutation("ordering", "wait for copies left out", r"^\tcp\.async\.wait_group\s+\d+;", ""),
     Mutation(
         "ordering", "one copy less waited for", r"^\tcp\.async\.wait_group\s+(\d+);", _plus("\tcp.async.wait_group {};")

@@ -11,7 +11,6 @@ from . import device
 from .calls import HARMLESS
 from .report import Fault
 
-STEPS = 3000  # blocks of instructions, after which a mutant is taken to go on for ever
 # What LLVM counts as an error of the caller, not of a call: a mutant may come to it.
 SEEN = Fault, NotImplementedError, IndexError, RecursionError
 
@@ -48,10 +47,14 @@ class Storage:
 
 
 class Replay(NamedTuple):
-    """A launch that can be executed again: on which Device, its code, and its storages, which `values` keep."""
+    """A launch that can be executed again: on which Device, its code, in how many steps, and its storages.
+
+    values keep what the storages are of.
+    """
 
     device: device.Device
     ptx: str
+    steps: int
     params: dict
     grid: tuple
     shared: int
@@ -61,6 +64,7 @@ class Replay(NamedTuple):
     def again(self, ptx):
         """What is wrong with it by other PTX, or None."""
         self.device.memory.allocations = [each.allocation for each in self.storages]
+        self.device.most_steps = 2 * self.steps + 1000  # a mutant that takes more goes on for ever
         for each in self.storages:
             each.restore()
         try:
@@ -96,7 +100,7 @@ def recorded(call, capability, name):
                 report = execute(code, params, grid, shared)
                 for each in storages:
                     each.finish()
-                found.append(Replay(there, kernel.asm["ptx"], params, grid, shared, storages, values))
+                found.append(Replay(there, kernel.asm["ptx"], there.steps, params, grid, shared, storages, values))
                 return report
 
             there.execute = executed if kernel.name == name else execute
@@ -106,5 +110,5 @@ def recorded(call, capability, name):
         # A repeated call that encodes descriptors itself would name their tensors by address only.
         with mock.patch.object(launcher, "encoders", return_value=None):
             call()
-    there.execute, there.most_steps = execute, STEPS
+    there.execute = execute
     return found

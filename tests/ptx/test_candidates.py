@@ -28,7 +28,7 @@ LOADED = {
 
 
 def pytest_generate_tests(metafunc):
-    """The first of each place, or with --everything all: no call takes one where `fusedattn tune` has not proved it."""
+    """The first of each place, with --everything all: no call takes one that `fusedattn tune` has not proved."""
     if "place" in metafunc.fixturenames:
         some = CANDIDATES if metafunc.config.getoption("--everything", False) else FIRST
         ids = [f"{'-'.join(map(str, place))}-{number}" for number, (place, *_) in enumerate(some)]
@@ -49,7 +49,9 @@ def executed(candidate, entry, capability=90):
 
 def loads(outcome):
     """Whether each kernel that was launched loads by the copy engine, by name."""
-    return {x.name: "cp.async.bulk.tensor.4d.shared::cta.global" in x.kernel.asm["ptx"] for x in outcome.device.launches}
+    return {
+        x.name: "cp.async.bulk.tensor.4d.shared::cta.global" in x.kernel.asm["ptx"] for x in outcome.device.launches
+    }
 
 
 @pytest.mark.matrix

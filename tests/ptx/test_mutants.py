@@ -27,6 +27,8 @@ FIRST, *REST = (
         ("forward", 90, "proxy fence left out"),
         ("hopper", 90, "product not waited for"),
         ("hopper", 90, "next part of a matrix"),
+        ("hopper", 90, "arrival left out"),
+        ("hopper", 90, "mbarrier not waited for"),
     )
 )
 
@@ -39,8 +41,9 @@ def test_a_planted_mistake_is_seen(kernel, capability, name):
     assert judge.seen(mutant), f"line {mutant.line}: {mutant.text}"
 
 
-def test_the_original_is_not_taken_for_a_mutant():
-    judge = mutants.Judge("decode", 80)
+@pytest.mark.parametrize("kernel, capability", [("decode", 80), *matrix(("hopper", 90), ("dkdv", 90))])
+def test_the_original_is_not_taken_for_a_mutant(kernel, capability):
+    judge = mutants.Judge(kernel, capability)
     unbroken = mutations.Mutant(mutations.MUTATIONS[0], 1, "", "", "", judge.original() + "\n// the same")
     assert judge.seen(unbroken) is None
 
