@@ -38,8 +38,8 @@ def forward(
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
-    Q, K, V and Out are Views, or K and V descriptors; Lse and Stats are contiguous. tile_lists, of `block_mask`, is None
-    if a band alone hides. With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
+    Q, K, V and Out are Views, or K and V descriptors; Lse and Stats contiguous. tile_lists, of `block_mask`, is None if
+    a band alone hides. With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

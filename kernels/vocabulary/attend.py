@@ -13,9 +13,9 @@ def attend(
 ):  # fmt: skip
     """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
 
-    first is the first of k_rows, for matrices that are Described. r [rows, 1] and c [1, keys] count rows and keys from the start of their sequence, for masks, scores and dropout.
-    plane is that of the query heads, of one or of each row; kv one whose batch the masks of keys are those of. Without
-    CHECK every row sees every key.
+    first is the first of k_rows, which matrices that are Described are asked by. r [rows, 1] and c [1, keys] count rows
+    and keys from the start of their sequence, for masks, scores and dropout. plane is that of the query heads, of one
+    or of each row; kv one whose batch the masks of keys are those of. Without CHECK every row sees every key.
     """
     k_tile = tiles.load(k, k_rows, exists, D, first)  # [keys, D]
     shown = masking.shown(masks, band, plane, r, c, CHECK)

@@ -19,7 +19,7 @@ class View(NamedTuple):
 class Described(NamedTuple):
     """A (row, column) matrix that the copy engine reads: one head of a descriptor of (B, H, S, D), from `row` on.
 
-    packed is that of a Plane: behind the last row of a packed sequence lies the next one, elsewhere only zeros are read.
+    packed is that of a Plane: behind the last row of a packed sequence lies the next one, elsewhere zeros are read.
     """
 
     base: tl.tensor_descriptor

@@ -15,8 +15,8 @@ CANDIDATES = [(place, tile, causal) for place, some in tiles.CANDIDATES.items() 
 FIRST = [(place, some[0], 1) for place, some in tiles.CANDIDATES.items()]
 BACKWARD = Candidate("one_pass", "bfloat16", 64, "plain", tiles.CANDIDATES["one_pass", 90, 2, 64][0])
 FORWARD = Candidate("forward", "bfloat16", 128, "plain", tiles.CANDIDATES["forward", 90, 2, 128][0])
-# What else who loads by the copy engine has to do: sequences that end inside a tile, heads narrower than one, groups, and
-# launches that are repeated with other descriptors.
+# What else who loads by the copy engine has to do: sequences that end inside a tile, heads narrower than one, groups,
+# and launches that are repeated with other descriptors.
 LOADED = {
     "packed, forward": (FORWARD, _TOGETHER | dict(causal=True, D=128)),
     "narrow heads, forward": (FORWARD, dict(D=80)),
