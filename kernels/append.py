@@ -6,15 +6,15 @@ import triton.language as tl
 from .vocabulary import pages as paging, rotary as turning, span, tiles
 
 
-@triton.jit(do_not_specialize=["capacity", "added", "pages", "positions"])
+@triton.jit(do_not_specialize=["heads", "capacity", "added", "pages", "positions"])
 def append(
     K, V,
-    cache, rotary, capacity, added, pages, positions,
-    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    cache, rotary, heads, capacity, added, pages, positions,
+    D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Write K and V, Views of (B, Hkv, added, D or DV), into the cache; what has no place in it is dropped."""
-    block, plane = span.place(tl.program_id(0), added, HEADS, BLOCK_M)
+    block, plane = span.place(tl.program_id(0), added, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     before = paging.length(cache, plane, capacity)
     exists = rows < tl.minimum(added, capacity - before)

@@ -6,8 +6,8 @@ import triton.language as tl
 from .vocabulary import masks as masking, span, tiles, walk
 
 
-@triton.jit(do_not_specialize=["rows", "keys"])
-def block_mask(BlockMask, extents, masks, bias, rows, keys, HEADS: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["heads", "rows", "keys"])
+def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
     """BlockMask (B, H, blocks of rows, blocks of keys): a byte for each square block of pairs, contiguous.
 
     One program a block. Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others
@@ -15,7 +15,7 @@ def block_mask(BlockMask, extents, masks, bias, rows, keys, HEADS: tl.constexpr,
     becomes of it. With extents, of `sequences`, sizes are those of the longest, and what is past the end of one is not
     there.
     """
-    down, right, plane = span.place_tile(tl.program_id(0), rows, keys, HEADS, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
+    down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
     c = right * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[None, :]
     plane, own_rows, own_keys = span.within(extents, plane, rows, keys, ())
@@ -34,10 +34,10 @@ def block_mask(BlockMask, extents, masks, bias, rows, keys, HEADS: tl.constexpr,
     tl.store(BlockMask + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "tile_count", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "tile_count", "left", "right"])
 def tile_lists(
-    Lists, sequences, block_mask, q_len, k_len, tile_count, left, right,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
+    Lists, sequences, block_mask, heads, q_len, k_len, tile_count, left, right,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block of rows the tiles to compute.
@@ -50,7 +50,7 @@ def tile_lists(
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK, BY_KEYS)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
         block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # that is how slots are filled
     band = span.band(q_len, k_len, left, right, TOP_LEFT)

@@ -9,14 +9,14 @@ import triton.language as tl
 from .vocabulary import partials as splitting, softmax, span, tiles
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["heads", "rows", "splits"])
 def combine(
     Out, Lse,
-    partials, scale, rows, splits,
-    HEADS: tl.constexpr, DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
+    partials, scale, heads, rows, splits,
+    DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None, from up to MOST partials, BLOCK_M at once."""
-    row, plane = span.place(tl.program_id(0), rows, HEADS, 1)
+    row, plane = span.place(tl.program_id(0), rows, heads, 1)
     first, n = row * splits, rows * splits
     last = first + splits
     state = softmax.join(splitting.states(partials, plane, first + tl.arange(0, MOST)[:, None], last, n), scale)

@@ -6,28 +6,29 @@ import triton.language as tl
 from .vocabulary import copies, gradient, masks as masking, scores, span, tiles, walk
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "left", "right", "batches"])
+@triton.jit(do_not_specialize="heads bias_heads q_len k_len max_seqlen_q max_seqlen_k left right batches".split())
 def dbias(
     Q, K, V, GradOut, GradWeights, Rows, GradBias,
-    extents, masks, block_mask, dropout, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches, score,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BIAS_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    extents, masks, block_mask, dropout, score,
+    heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """GradBias, a View of (1 or B, BIAS_HEADS, max_seqlen_q, max_seqlen_k): each program sums a tile of it over planes.
+    """GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): a program sums a tile of it over planes.
 
-    They are `batches` batches, 1 or all of them, and as many heads as BIAS_HEADS stands for. block_mask is a View with
-    the planes of GradBias: it has what any of those has that GradBias is summed over. max_seqlen are q_len and k_len,
-    or, with extents, of `sequences`, those of the longest.
+    They are `batches` batches, 1 or all of them, and as many heads as one of bias_heads stands for. block_mask is a View
+    with the planes of GradBias: it has what any of those has that GradBias is summed over. max_seqlen are q_len and
+    k_len, or, with extents, of `sequences`, those of the longest.
     """
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
-    block, tile, own = span.place_tile(tl.program_id(0), max_seqlen_q, max_seqlen_k, BIAS_HEADS, BLOCK_M, BLOCK_N)
+    block, tile, own = span.place_tile(tl.program_id(0), max_seqlen_q, max_seqlen_k, bias_heads, BLOCK_M, BLOCK_N)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
     grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
-    heads: tl.constexpr = HEADS // BIAS_HEADS
+    together = heads // bias_heads
     met, own_rows, own_keys = tile >= 0, q_len, k_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if extents is None:
@@ -36,9 +37,9 @@ def dbias(
     met, every = walk.covered(
         block_mask, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, BLOCK_MASK_SIZE
     )
-    for n in tl.range(0, tl.where(met, batches * heads, 0)):
-        batch, head = own.batch + n // heads, own.head + n % heads
-        plane = span.Plane(batch, head, batch * HEADS + head, ())
+    for n in tl.range(0, tl.where(met, batches * together, 0)):
+        batch, head = own.batch + n // together, own.head + n % together
+        plane = span.Plane(batch, head, batch * heads + head, ())
         if extents is not None:
             plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len, ())
             band = span.band(own_rows, own_keys, left, right, TOP_LEFT)

@@ -49,11 +49,11 @@ def _walk(
     return out, state
 
 
-@triton.jit(do_not_specialize=["q_len", "capacity", "added", "pages", "positions", "splits", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "capacity", "added", "pages", "positions", "splits", "left", "right"])
 def decode(
     Q, Out, Lse,
-    partials, cache, rotary, masks, score, q_len, capacity, added, pages, positions, splits, left, right,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    partials, cache, rotary, masks, score, heads, q_len, capacity, added, pages, positions, splits, left, right,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def decode(
     """
     # ids
     split = tl.program_id(0) % splits
-    block, kv = span.place(tl.program_id(0) // splits, q_len * GROUP, HEADS, BLOCK_M)
+    block, kv = span.place(tl.program_id(0) // splits, q_len * GROUP, heads, BLOCK_M)
     first = span.latest_first(block, q_len * GROUP, BLOCK_M)
     folded = first + tl.arange(0, BLOCK_M)
     rows, member = folded // GROUP, folded % GROUP

@@ -77,11 +77,11 @@ def _walk_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def dkdv(
     Q, K, V, GradOut, GradWeights, Rows, GradQ,
-    grads, sequences, masks, tile_lists, dropout, q_len, k_len, left, right, score,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    grads, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
@@ -93,7 +93,7 @@ def dkdv(
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, kv, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS // GROUP, BLOCK_N, BY_KEYS=True)
+    block, kv, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads // GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = masking.real_keys(masks, kv, cols, k_len)

@@ -58,11 +58,11 @@ def _walk_keys(
     return dq, sums
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def dq(
     Q, K, V, GradOut, GradWeights, Rows, GradQ,
-    grads, sequences, masks, tile_lists, dropout, q_len, k_len, left, right, score,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    grads, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
@@ -72,7 +72,7 @@ def dq(
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(masks, plane, rows, q_len)

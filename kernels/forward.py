@@ -29,11 +29,11 @@ def _walk(
     return out, state
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def forward(
     Q, K, V, Out, Lse, Stats,
-    sequences, masks, tile_lists, dropout, q_len, k_len, left, right, score,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
@@ -43,7 +43,7 @@ def forward(
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(masks, plane, rows, q_len)

@@ -6,11 +6,11 @@ import triton.language as tl
 from .vocabulary import kept, scores, softmax, span, tiles
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len"])
 def preprocess(
     Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ,
-    q_len, k_len,
-    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    heads, q_len, k_len,
+    D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
@@ -21,7 +21,7 @@ def preprocess(
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
     None, is what `dkdv` will add to: it gets zeros.
     """
-    block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
+    block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
         zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
@@ -58,10 +58,10 @@ def preprocess(
     tiles.store_column(table, rows, q_len, 3, dlse)
 
 
-@triton.jit(do_not_specialize=["q_len"])
-def postprocess(Sums, GradQ, q_len, score, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
+@triton.jit(do_not_specialize=["heads", "q_len"])
+def postprocess(Sums, GradQ, heads, q_len, score, D: tl.constexpr, BLOCK_M: tl.constexpr):
     """GradQ (B, Hq, Sq, D), from what `dkdv` added up in Sums, another such View or the same."""
-    block, plane = span.place(tl.program_id(0), q_len, HEADS, BLOCK_M)
+    block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     total = tiles.load(tiles.matrix(Sums, plane), rows, rows < q_len, D)
     tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)

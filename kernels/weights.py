@@ -6,11 +6,11 @@ import triton.language as tl
 from .vocabulary import dropout as dropping, kept, masks as masking, scores, softmax, span, tiles
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "columns", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
 def weights(
     Q, K, Weights, Stats,
-    sequences, masks, dropout, q_len, k_len, columns, left, right, score,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    sequences, masks, dropout, heads, q_len, k_len, columns, left, right, score,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Weights, a View of (B, Hq, Sq, columns), after dropout, from the Stats of the forward.
@@ -19,7 +19,7 @@ def weights(
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, HEADS, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     if sequences is not None:
         block = tl.maximum(block, 0)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

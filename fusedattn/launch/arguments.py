@@ -147,7 +147,7 @@ def common(call):
         masks=masks_of(call),
         dropout=None if call.seed is None else dropout.of(call.seed, call.dropout_p),
         score=scored(call),
-        HEADS=query.shape[1],
+        heads=query.shape[1],
         GROUP=query.shape[1] // key.shape[1],
         D=query.shape[3],
         DV=value.shape[3],

@@ -86,7 +86,7 @@ def _totals(sums, offsets, batch):
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums):
     """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums, if any."""
-    names = "GradOut", "GradWeights", "q_len", "HEADS", "D", "DV", "PRECISION"
+    names = "GradOut", "GradWeights", "heads", "q_len", "D", "DV", "PRECISION"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),
         GradLse=grad_lse,
@@ -134,7 +134,7 @@ def _dkdv(name, p, query_sums, grads):
 
 def _postprocess(p, query_sums, grad_query):
     """The gradient of queries, from what was summed in one pass."""
-    launched = {name: p.launched[name] for name in ("q_len", "score", "HEADS", "D")}
+    launched = {name: p.launched[name] for name in ("heads", "q_len", "score", "D")}
     launched |= dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query))
     run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched)
 
@@ -149,7 +149,7 @@ def _dbias(p, grad_bias):
     launched = p.launched | dict(
         GradBias=arguments.of(grad_bias), block_mask=arguments.of(some), BLOCK_MASK_SIZE=p.mask_size
     )
-    launched |= dict(batches=p.batch // batch, BIAS_HEADS=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
+    launched |= dict(batches=p.batch // batch, bias_heads=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
     run.run_tiled(
         "dbias",
         p.call,

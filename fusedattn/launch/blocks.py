@@ -55,7 +55,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
             bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
             rows=rows,
             keys=keys,
-            HEADS=heads,
+            heads=heads,
             BLOCK_MASK_SIZE=mask_size,
         )
         with run.surroundings(run.device_of(block_mask)):
@@ -128,7 +128,7 @@ def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None)
             sequences=sequences,
             tile_count=across,
             block_mask=arguments.of(block_mask.expand(-1, -1, cdiv(rows, mask_size), cdiv(keys, mask_size))),
-            HEADS=planes,
+            heads=planes,
             GROUP=group if by_keys else 1,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,

@@ -23,7 +23,7 @@ def _common(decode: Decode):
         added=decode.added,
         pages=decode.key_cache.shape[0],
         positions=1 if cos is None else cos.shape[0],
-        HEADS=decode.key_cache.shape[1],
+        heads=decode.key_cache.shape[1],
         D=decode.key_cache.shape[3],
         DV=decode.value_cache.shape[3],
         ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
@@ -88,6 +88,6 @@ def attend(out, lse, decode: Decode):
     run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if "partials" in partials:
         sizes = dict(
-            rows=length, HEADS=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, scale=launched["score"].softmax_scale
+            rows=length, heads=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, scale=launched["score"].softmax_scale
         )
         run.run_tiled("combine", call, lambda tile: batch * heads * length, results | partials | sizes)

@@ -49,11 +49,11 @@ class Band(NamedTuple):
 
 
 @triton.jit
-def place(pid, length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def place(pid, length, heads, BLOCK: tl.constexpr):
     """(block of rows, Plane) of one program of a one-dimensional grid, the only kind without a limit of 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
-    return pid % blocks, Plane(index // HEADS, index % HEADS, index, ())
+    return pid % blocks, Plane(index // heads, index % heads, index, ())
 
 
 @triton.jit
@@ -68,33 +68,33 @@ def within(extents, plane, q_len, k_len, slot):
 
 
 @triton.jit
-def locate(sequences, pid, programs, q_len, k_len, HEADS: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     """(block of rows, or keys, its Plane, rows and keys there) of one of the programs of a one-dimensional grid.
 
     With sequences each head has all of their slots, so that what works at the same time reads the same keys. A program
     without a slot has no rows and no keys; its block of rows is -1, the first one when counted from the end.
     """
     if sequences is None:
-        block, plane = place(pid, k_len if BY_KEYS else q_len, HEADS, BLOCK)
+        block, plane = place(pid, k_len if BY_KEYS else q_len, heads, BLOCK)
         return block, plane, q_len, k_len
     else:
-        slots = programs // HEADS
+        slots = programs // heads
         slot, head = pid % slots, pid // slots
         entry = sequences.slots + slot.to(tl.int64) * 2
         batch, block = tl.load(entry), tl.load(entry + 1)
         none, batch = block < 0, tl.maximum(batch, 0)
         if BY_KEYS:
             block = tl.maximum(block, 0)
-        plane = Plane(batch, head, batch * HEADS + head, ())
+        plane = Plane(batch, head, batch * heads + head, ())
         plane, rows, keys = within(sequences.extents, plane, q_len, k_len, slot)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
 
 
 @triton.jit
-def place_tile(pid, rows, keys, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(block of rows, block of keys, Plane) of one program of a grid that has one for each tile."""
     across = tl.cdiv(keys, BLOCK_N)
-    block, plane = place(pid // across, rows, HEADS, BLOCK_M)
+    block, plane = place(pid // across, rows, heads, BLOCK_M)
     return block, pid % across, plane
 
 

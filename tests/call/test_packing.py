@@ -42,7 +42,7 @@ def test_heads_that_share_keys_share_a_tile(name, device, monkeypatch, poison):
 
     def seen(kernel, programs, arguments, *rest, **options):
         if kernel == "forward":
-            heads.append(arguments["HEADS"])
+            heads.append(arguments["heads"])
         run(kernel, programs, arguments, *rest, **options)
 
     monkeypatch.setattr(launch, "run_kernel", seen)

@@ -57,7 +57,7 @@ EQUIVALENT = (
         for source in (
             "span.py: blocks = tl.cdiv(length, BLOCK)",
             "span.py: index = pid // blocks",
-            "span.py: return pid % blocks, Plane(index // HEADS, index % HEADS",
+            "span.py: return pid % blocks, Plane(index // heads, index % heads",
             "span.py: return Plane(plane.batch, plane.head // GROUP",
             "span.py: return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK",
             "span.py: begin = tl.maximum(first + b.low, 0) // BLOCK",
