@@ -17,7 +17,7 @@ def dbias(
 ):  # fmt: skip
     """GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): a program sums a tile of it over planes.
 
-    They are `batches` batches, 1 or all of them, and as many heads as one of bias_heads stands for. block_mask is a View
+    """GradBias, a View (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): each program sums a tile of it over planes.
     with the planes of GradBias: it has what any of those has that GradBias is summed over. max_seqlen are q_len and
     k_len, or, with extents, of `sequences`, those of the longest.
     """
