@@ -17,9 +17,9 @@ def dbias(
 ):  # fmt: skip
     """GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): a program sums a tile of it over planes.
 
-    """GradBias, a View (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): each program sums a tile of it over planes.
-    with the planes of GradBias: it has what any of those has that GradBias is summed over. max_seqlen are q_len and
-    k_len, or, with extents, of `sequences`, those of the longest.
+    They are `batches` batches, 1 or all of them, and as many heads as one of bias_heads stands for. block_mask, a View
+    with the planes of GradBias, has what any of those has that GradBias is summed over. max_seqlen are q_len and k_len,
+    or, with extents, of `sequences`, those of the longest.
     """
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
