@@ -77,6 +77,22 @@ def _parser() -> argparse.ArgumentParser:
     does.add_argument("--show", action="store_true", help="show what was found, and try nothing")
     does.add_argument("--forget", action="store_true", help="remove what was found")
     does.add_argument("--export", metavar="FILE", help="copy what was found, for fusedattn.tuning.load elsewhere")
+    warmup = command(
+        "warmup",
+        "compile the kernels of given shapes ahead, several at a time",
+        "Compile the kernels that calls of given shapes take on this GPU, forward and backward, so that the first call "
+        "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. Batches, lengths and the number of "
+        "heads may be others later: head_dim, dtype and Hq / Hkv count. Exit status 1 if one does not compile.",
+    )
+    warmup.add_argument(
+        "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", required=True, help="of a call (may be repeated)"
+    )
+    warmup.add_argument("--dtype", action="append", choices=DTYPES[:3], help="bfloat16, or these (may be repeated)")
+    warmup.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="only calls that are causal, or that are not"
+    )
+    warmup.add_argument("--inference", action="store_true", help="only forwards of which no gradient is asked")
+    warmup.add_argument("--jobs", type=_positive, metavar="N", help="processes (as many as there are cores)")
     demo = command(
         "demo",
         "train a small language model on a text, check it, time it, draw it",

@@ -1,0 +1,104 @@
+"""fusedattn warmup: compiles the kernels that calls of given shapes take, several at a time, before the first call.
+
+Triton keeps what it compiles on disk, where later processes find it.
+"""
+
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
+
+import torch
+
+from ..bench.cases import Case
+from ..call.form import DIFFERENTIABLE, Arguments
+from ..call.rules import checked
+from . import machine
+from .bench import presets
+from .screen import Problem, Screen
+
+PASSES = ("backward", "training", "inference")  # the longest first; training is the forward that saves for a backward
+
+
+class Compiled(NamedTuple):
+    """What became of one pass of a case: how many kernels it launches, the seconds they took, and why it failed."""
+
+    case: Case
+    what: str
+    kernels: int
+    seconds: float
+    why: str = ""
+
+
+class _Counting:
+    """In the place of a Recorder: the launches of a call, on tensors without data, are compiled and no more."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.kernels = device, 0
+
+    def add(self, *launch) -> None:
+        self.kernels += 1
+
+    def position(self) -> int:
+        return self.kernels
+
+    def back(self, position: int) -> None:
+        self.kernels = position
+
+
+def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
+    """Compile what one of PASSES launches for a case on a device; nothing is launched, nor memory taken."""
+    from ..launch import backward, forward, hopper, run, tuned
+    from ..operators import attention
+
+    def tensor(*sizes):
+        return torch.empty(sizes, dtype=getattr(torch, case.dtype), device="meta")
+
+    began, counting = time.monotonic(), _Counting(device)
+    try:
+        keys = case.B, case.Hkv, case.Sk
+        arguments = Arguments(tensor(case.B, case.Hq, case.Sq, case.D), tensor(*keys, case.D), tensor(*keys, case.Dv))
+        call = checked(arguments._replace(causal=case.causal))
+        with run.surroundings(device), run.recording(counting):
+            out, _, weights, stats = attention.new_forward(*call, False, False, what != "inference", "triton")
+            if what == "backward":
+                need = [x is not None for x in call[:DIFFERENTIABLE]]
+                grads = attention.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
+                backward.fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call)
+            else:
+                width = tuned.row_width(run.widest(call))
+                faster = tuned.is_faster_on_hopper(device, call.query.dtype, width, case.causal)
+                on_hopper = faster and not hopper.reasons(call)
+                forward.forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
+    except Exception as error:  # whatever a compiler raises is what the command says of this pass
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        return Compiled(case, what, counting.kernels, time.monotonic() - began, why)
+    return Compiled(case, what, counting.kernels, time.monotonic() - began)
+
+
+def run(arguments) -> int:
+    screen = Screen(arguments.json)
+    if not torch.cuda.is_available() or machine.device() != "cuda":
+        raise Problem("it compiles kernels for an NVIDIA GPU, which torch does not find, or Triton is to interpret")
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtypes = arguments.dtype or ["bfloat16"]
+    bands = (False, True) if arguments.causal is None else (arguments.causal,)
+    cases = [presets.shape(text, band, dtype) for text in arguments.shape for dtype in dtypes for band in bands]
+    passes = PASSES[-1:] if arguments.inference else PASSES
+    work = [(case, what) for what in passes for case in dict.fromkeys(cases)]
+    jobs = min(arguments.jobs or machine.cores(), len(work))
+    began, done = time.monotonic(), []
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool, screen.progress("passes", len(work)) as advance:
+        for one in as_completed([pool.submit(compile_pass, *each, device) for each in work]):
+            done.append(one.result())
+            advance(f"{done[-1].case.name}, {done[-1].what}")
+    done.sort(key=lambda one: (cases.index(one.case), passes.index(one.what)))
+    rows = [[one.case.name, one.what, one.kernels, f"{one.seconds:.1f}", one.why or "ok"] for one in done]
+    seconds = time.monotonic() - began
+    screen.table("What the first calls need not wait for", ["shape", "pass", "kernels", "seconds", ""], rows)
+    screen.say(f"{sum(one.kernels for one in done)} kernels in {seconds:.1f} s, by {jobs} processes.")
+    failed = [one for one in done if one.why]
+    entries = [one._asdict() | dict(case=one.case.name) for one in done]
+    screen.finish(dict(seconds=seconds, jobs=jobs, failed=len(failed), passes=entries))
+    return 1 if failed else 0

@@ -1,0 +1,120 @@
+"""fusedattn warmup: what it has compiled no later call compiles again, and what it says."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from fusedattn.bench.cases import Case
+
+import fusedattn as fa
+from fusedattn import cli
+from fusedattn.cli import machine, warmup
+from fusedattn.launch import failures, run
+
+from ..inside import compiled, only_interpreted, passes_compiled
+
+CASE = Case(4, 8, 2, 512, 512, 64, 64, True, "bfloat16")
+
+
+@only_interpreted
+def test_this_file_without_the_interpreter():
+    passes_compiled(__file__)
+
+
+def kernels(folder):
+    """The kernels that Triton keeps in a folder."""
+    return sorted(path.name for path in folder.rglob("*.json") if not path.name.startswith("__grp__"))
+
+
+@compiled
+@pytest.mark.parametrize("what", warmup.PASSES)
+def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
+    from ..offline import absent
+
+    with absent.gpu(90, folder=str(tmp_path)):
+        done = warmup.compile_pass(CASE, what, torch.device("cpu"))
+    assert done.why == "" and done.kernels == {"backward": 3, "training": 1, "inference": 1}[what]
+    names = kernels(tmp_path)
+    assert len(names) == done.kernels
+    with absent.gpu(90, folder=str(tmp_path)):  # as a process that begins
+        for batch, heads, kv_heads, rows in ((1, 4, 1, 77), (3, 32, 8, 640)):
+            query, key, value = (
+                torch.zeros(batch, rows, h, 64, dtype=torch.bfloat16)
+                .transpose(1, 2)
+                .requires_grad_(what != "inference")
+                for h in (heads, kv_heads, kv_heads)
+            )
+            with torch.set_grad_enabled(what != "inference"):
+                out = fa.attention(query, key, value, causal=True, backend="triton")
+            if what == "backward":
+                torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
+    assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
+
+
+@compiled
+def test_what_does_not_compile_is_said(monkeypatch):
+    from ..offline import absent
+
+    def fails(*arguments, **options):
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(run.launcher, "load", fails)
+    try:
+        with absent.gpu(90):
+            done = warmup.compile_pass(CASE, "inference", torch.device("cpu"))
+    finally:
+        failures.forget()
+    assert "no such instruction" in done.why and done.kernels == 0
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is not there, in whose processes, which are threads, nothing is compiled; what was asked for."""
+    asked = []
+
+    def answered(case, what, device):
+        asked.append((case, what))
+        return warmup.Compiled(case, what, 2, 0.5, "no room" if case.D == 256 else "")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(machine, "device", lambda: "cuda")
+    monkeypatch.setattr(warmup, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(warmup, "compile_pass", answered)
+    return asked
+
+
+def test_the_command_compiles_each_pass_of_each_shape(gpu, capsys):
+    options = ["--shape", "4,8,2,512,512,64", "--shape", "1,8,8,64,64,128", "--dtype", "float16", "--dtype", "bfloat16"]
+    assert cli.main(["warmup", "--json", *options]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(gpu) == len({*gpu}) == 2 * 2 * 2 * 3 == len(said["passes"]) and said["failed"] == 0
+    assert [what for _, what in gpu][:8] == ["backward"] * 8, "the longest first"
+    assert said["passes"][0] == dict(case=gpu[0][0].name, what="backward", kernels=2, seconds=0.5, why="")
+    gpu.clear()
+    assert cli.main(["warmup", "--shape", "4,8,2,512,512,64", "--inference", "--causal", "--jobs", "1"]) == 0
+    assert [(case.causal, what) for case, what in gpu] == [(True, "inference")]
+    assert "2 kernels in" in capsys.readouterr().out
+
+
+def test_a_pass_that_fails_is_a_row_and_the_status(gpu, capsys):
+    assert cli.main(["warmup", "--shape", "4,8,2,512,512,256", "--no-causal"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("no room") == 3 and "causal" not in said
+
+
+@pytest.mark.parametrize("options", [["--shape", "1,2"], ["--shape", "1,3,2,8,8,64"]])
+def test_a_shape_that_is_none_is_said(options, gpu, capsys):
+    assert cli.main(["warmup", *options]) == 2
+    assert capsys.readouterr().err.startswith("fusedattn warmup: shape: expected") and not gpu
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert cli.main(["warmup", "--shape", "4,8,2,512,512,64"]) == 2
+    assert "which torch does not find" in capsys.readouterr().err
