@@ -27,7 +27,15 @@ from .tiles import ONE_PASS, Pipeline, Tile, row_width, same
 FORMAT = 1
 PASSED = "passed"
 KERNELS = ("forward", "dq", "dkdv", "one_pass")
-FORMS: Mapping[str, type | None] = {**dict.fromkeys(KERNELS, Tile), "hopper": Pipeline, "two_passes": None}
+PEERS = ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient")  # PyTorch's own, which ours stand beside
+MODES = ("forward", "backward")
+OF_PEERS = tuple(f"{peer} {mode}" for peer in PEERS for mode in MODES)
+FORMS: Mapping[str, type | None] = {
+    **dict.fromkeys(KERNELS, Tile),
+    "hopper": Pipeline,
+    "two_passes": None,
+    **dict.fromkeys(OF_PEERS),
+}
 DTYPES = ("bfloat16", "float16", "float32")
 LOADS = ("plain", "masked", "rich")
 
@@ -35,7 +43,8 @@ LOADS = ("plain", "masked", "rich")
 class Candidate(NamedTuple):
     """One way to compute a pass, and what became of it.
 
-    kernel: of FORMS, which says what its form is; two_passes are the dq and dkdv that were found best, and have none.
+    kernel: of FORMS, which says what its form is; two_passes are the dq and dkdv that were found best, and have none,
+    like what is timed beside ours, a backend of PyTorch's own in one of MODES, of which nothing is chosen.
     width: of the wider of D and Dv, 64, 128 or 256. load: of the calls, as `launch.tiles.tiles` has it.
     status: PASSED, or what kept it from that; why: a sentence then.
     ms: {case: milliseconds}, of its forward, or of the gradients that it makes; a causal one's name ends in "causal".

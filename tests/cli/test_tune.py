@@ -100,6 +100,21 @@ def test_a_tile_of_the_backward_is_the_one_that_is_judged_and_timed(kernel, monk
         child.stop()
 
 
+def test_pytorchs_own_is_timed_by_the_process_or_refuses(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    child = children.Child()
+    cases = {"small": tuple(SMALL._replace(dtype="float32"))}
+    try:
+        for name, status in {"flash forward": PASSED, "flash backward": PASSED, "cudnn forward": "refused"}.items():
+            of = candidate(0, kernel=f"sdpa:{name}")._replace(form=None)
+            request = dict(device="cpu", known=[], candidate=tuned.entry(of), what="measure", cases=cases)
+            found = child.ask(request)
+            assert found["status"] == status, found
+            assert [*found["ms"]] == ["small"] * (status == PASSED) and all(ms > 0 for ms in found["ms"].values())
+    finally:
+        child.stop()
+
+
 def test_a_process_that_does_not_start_is_said():
     child = children.Child((sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(RuntimeError, match="does not start: try `fusedattn check`"):
@@ -130,6 +145,41 @@ def test_what_is_right_is_timed_and_two_passes_come_last():
     ]
     assert len(kept) == len(notes) == 5 and len(kept[0]) == 1, "each answer is kept at once"
     assert notes[1] == "prove forward 32x16 w4 s1, float32 64 plain: wrong"
+
+
+def test_what_is_pytorchs_own_is_timed_and_not_proved(capsys):
+    peer = candidate(0, kernel="sdpa:flash forward")._replace(form=None)
+    child = Answers({None: dict(status="refused", why="it takes no float32")})
+    search = tune.Search([[candidate(16), peer]], [], nothing)
+    assert searched(search, [child])[0]
+    assert child.asked == [("prove", "forward", 16), ("measure", "forward", 16), ("measure", peer.kernel, None)]
+    assert [x.status for x in search.tried()] == [PASSED, "refused"]
+    again = Answers()
+    assert searched(tune.Search([[candidate(16), peer]], search.tried(), nothing), [again])[0] and not again.asked
+
+
+def test_ours_stands_beside_the_best_of_pytorchs():
+    known = [candidate(16, status=PASSED, full=2.0), candidate(32, status=PASSED, full=1.0)]
+    known += [candidate(64, status="wrong", full=0.1), candidate(0, kernel="dq", status=PASSED, full=0.2)]
+    known += [
+        candidate(0, kernel=f"sdpa:{name}", status=status, full=ms)._replace(form=None)
+        for name, status, ms in (
+            ("cudnn forward", PASSED, 3.0),
+            ("flash forward", PASSED, 1.5),
+            ("flash backward", PASSED, 9.0),
+            ("efficient forward", "refused", 0.1),
+        )
+    ]
+    assert [*tune._beside(known)] == [["float32", "full", "forward", 1.0, 1.5, "sdpa:flash", "1.50x"]]
+    assert tuned.choose(known).right["forward", "float32", 64, "plain"][0].rows == 32
+
+
+@pytest.mark.parametrize("kernel", ["sdpa:math backward", "sdpa:flash sideways", "sdpa:flash"])
+def test_a_peer_that_there_is_not_is_no_candidate(kernel):
+    entry = tuned.entry(candidate(0, kernel="sdpa:flash forward")._replace(form=None))
+    assert tuned.candidate_of(entry).kernel == "sdpa:flash forward"
+    with pytest.raises(KeyError):
+        tuned.candidate_of(entry | dict(kernel=kernel))
 
 
 def test_a_second_run_goes_on_and_keeps_what_it_does_not_ask_for():
@@ -244,7 +294,8 @@ def test_what_is_wrong_is_said_and_is_no_failure_of_the_command(gpu, capsys, mon
 def test_an_interrupt_says_how_to_go_on(gpu, capsys, monkeypatch):
     monkeypatch.setattr(children, "Child", lambda: Answers({64: KeyboardInterrupt()}))
     assert cli.main(["tune", "--quick"]) == 0
-    assert "goes on from here" in capsys.readouterr().out and len(tuned.read(tuned.path(ABOUT))[1]) == 1
+    before = [tile.rows for tile in table.candidates("forward", 90, 2, 128)].index(64)
+    assert "goes on from here" in capsys.readouterr().out and len(tuned.read(tuned.path(ABOUT))[1]) == before
 
 
 def test_a_damaged_file_is_begun_again(gpu, capsys):

@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +39,8 @@ class Search:
         for group in self.groups:
             for only_last in (False, True):  # two passes are proved and timed with the best of each
                 numbers = [n for n, x in enumerate(group) if (x.kernel == "two_passes") == only_last]
-                waiting = [n for n in numbers if group[n].status == plan.WAITING]
+                others = {n for n in numbers if group[n].kernel in tuned.OF_PEERS}  # which PyTorch has proved
+                waiting = [n for n in numbers if group[n].status == plan.WAITING and n not in others]
 
                 def prove(child, group=group, waiting=waiting):
                     while waiting and time.monotonic() < deadline:
@@ -48,7 +49,8 @@ class Search:
                 _at_once(prove, children)
                 for number in numbers:
                     wanted = cases(group[number])
-                    if group[number].status != PASSED or set(wanted) <= set(group[number].ms):
+                    fit = group[number].status in ((PASSED, plan.WAITING) if number in others else (PASSED,))
+                    if not fit or set(wanted) <= set(group[number].ms):
                         continue
                     if time.monotonic() >= deadline:
                         return False
@@ -119,7 +121,7 @@ def run(arguments) -> int:
     if not (arguments.show or arguments.export is not None):
         known, complete = _search(arguments, screen, device, about, file, known)
     _show(screen, known, file)
-    wrong = [x for x in known if x.status != PASSED]
+    wrong = [x for x in known if x.status != PASSED and x.kernel not in tuned.OF_PEERS]
     entries = [tuned.entry(x) for x in known]
     screen.finish(dict(file=str(file), about=about, complete=complete, wrong=len(wrong), candidates=entries))
     return 0 if known else 1
@@ -170,7 +172,8 @@ def _search(arguments, screen, device, about, file, known):
 
 
 def _show(screen: Screen, known: Sequence[Candidate], file: Path) -> None:
-    """The best of each place, what it takes, and what is wrong."""
+    """The best of each place, what it takes, and what is wrong; then ours beside PyTorch's own."""
+    everything, known = known, [x for x in known if x.kernel not in tuned.OF_PEERS]
     choices, rows = tuned.choose(known), []
     for place in dict.fromkeys(x.place for x in known):
         alike = [x for x in known if x.place == place]
@@ -183,3 +186,22 @@ def _show(screen: Screen, known: Sequence[Candidate], file: Path) -> None:
     for x in known:
         if x.status != PASSED:
             screen.say(f"{x.status}: {named(x)}: {x.why}", style="red")
+    if beside := list(_beside(everything)):
+        screen.table("Beside PyTorch's own", ["dtype", "case", "", "ours, ms", "its best, ms", "", "faster"], beside)
+
+
+def _beside(known: Sequence[Candidate]) -> Iterator[list]:
+    """Of each case that both were timed on a row of our best time, of that of PyTorch's backends, and their ratio."""
+    ours = dict(forward="forward", hopper="forward", one_pass="backward", two_passes="backward")
+    timed: dict[tuple, dict[str, tuple[float, str]]] = {}
+    for x in (x for x in known if x.status == PASSED):
+        peer, _, mode = x.kernel.partition(" ")
+        mode = mode or ours.get(x.kernel, "")
+        for case, ms in x.ms.items() if mode else ():
+            best = timed.setdefault((x.dtype, case, mode), {})
+            side = "its" if x.kernel in tuned.OF_PEERS else "ours"
+            best[side] = min(best.get(side, (ms, peer)), (ms, peer))
+    for (dtype, case, mode), best in timed.items():
+        if len(best) == 2:
+            (mine, _), (its, peer) = best["ours"], best["its"]
+            yield [dtype, case, mode, mine, its, peer, f"{its / mine:.2f}x"]

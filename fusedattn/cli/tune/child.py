@@ -12,6 +12,7 @@ import sys
 import torch
 
 from ...bench import cases as bench_cases, engine, timing
+from ...bench.calls import Unsupported
 from ...launch import tiles, tuned
 from ...launch.tuned import PASSED, Candidate, Choices
 from ...replay import cache
@@ -110,12 +111,29 @@ def measure(candidate: Candidate, backend: str, device: str, at, cases) -> Candi
     return candidate._replace(ms=ms)
 
 
+def measure_peer(candidate: Candidate, device: str, at, cases) -> Candidate:
+    """The candidate, which is PyTorch's own, with the milliseconds that it takes for each of the cases."""
+    peer, mode = candidate.kernel.split(" ")
+    ms = {}
+    for name, fields in cases.items():
+        at(name)
+        try:
+            workload = engine.prepare(bench_cases.Case(*fields), device)
+            with workload.step(mode, workload.setup(peer)) as step:
+                ms[name] = timing.measure(step, device, BUDGET_MS).p50
+        except Unsupported as refused:
+            return candidate._replace(status="refused", why=str(refused))
+    return candidate._replace(status=PASSED, ms=ms)
+
+
 def answer(request: dict, at) -> Candidate:
     """The candidate of a request, with what became of it."""
     candidate = tuned.candidate_of(request["candidate"])
     known = tuned.choose(map(tuned.candidate_of, request["known"]))
     device = request["device"]
     try:
+        if candidate.kernel in tuned.OF_PEERS:
+            return measure_peer(candidate, device, at, request["cases"])
         with asked(candidate, known, device) as backend:
             if request["what"] == "prove":
                 return prove(candidate, backend, device, at)

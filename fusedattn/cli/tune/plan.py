@@ -30,8 +30,6 @@ def candidates(
                 forms = tiles.candidates(kernel, capability, itemsize, width, load) if usable else ()
             elif kernel == "hopper":
                 forms = tiles.HOPPER[width] if (capability, itemsize, load) == (90, 2, "plain") else ()
-            elif width > tiles.ONE_PASS:
-                forms = ()  # there is nothing else
             group += [Candidate(kernel, dtype, width, load, form and tiles.same(form), WAITING) for form in forms]
         yield group
 
