@@ -6,9 +6,13 @@ which a comparison that is off by one differs: rows and keys at 0 and 1, and aro
 """
 
 import argparse
+import functools
+import itertools
+import os
 import random
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -63,20 +67,18 @@ class Verdict(NamedTuple):
     why: str
 
 
-def verdicts(capabilities, kernels, each, kind):
-    """The Verdict of each mutant, which are the same in every run."""
-    for capability in capabilities:
-        for kernel in kernels:
-            if kernel == "hopper" and capability != 90:
-                continue
-            judge = Judge(kernel, capability)
-            for mutant in mutants(judge.original(), each, random.Random(0), kind):
-                if why := judge.seen(mutant):
-                    yield Verdict(kernel, capability, mutant, "seen", why)
-                elif why := equivalent.reason(kernel, mutant):
-                    yield Verdict(kernel, capability, mutant, "equivalent", why)
-                else:
-                    yield Verdict(kernel, capability, mutant, "survived", "")
+def verdicts(kernel, capability, each, kind):
+    """The Verdict of each mutant of a kernel, which are the same in every run."""
+    torch.set_num_threads(1)
+    judge, found = Judge(kernel, capability), []
+    for mutant in mutants(judge.original(), each, random.Random(0), kind):
+        result, why = "seen", judge.seen(mutant)
+        if why is None:
+            why = equivalent.reason(kernel, mutant)
+            result = "survived" if why is None else "equivalent"
+        found.append(Verdict(kernel, capability, mutant, result, why or ""))
+        print(tally.line(found[-1]), flush=True)
+    return found
 
 
 def main(arguments=None):
@@ -87,12 +89,12 @@ def main(arguments=None):
     parser.add_argument("--kernels", nargs="+", default=list(CALLS), choices=CALLS)
     parser.add_argument("--report", action="store_true", help=f"write {tally.REPORT.name}")
     chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    found, began = [], time.monotonic()
-    for verdict in verdicts(chosen.capabilities, chosen.kernels, chosen.each, chosen.kind):
-        found.append(verdict)
-        print(tally.line(verdict), f"({time.monotonic() - began:.0f} s)", flush=True)
-    print(tally.summary(found))
+    began = time.monotonic()
+    work = [(kernel, on) for on in chosen.capabilities for kernel in chosen.kernels if kernel != "hopper" or on == 90]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        parts = pool.map(functools.partial(verdicts, each=chosen.each, kind=chosen.kind), *zip(*work, strict=True))
+        found = list(itertools.chain.from_iterable(parts))
+    print(f"{tally.summary(found)}, in {time.monotonic() - began:.0f} s")
     if chosen.report:
         tally.write(found, sys.argv[1:] if arguments is None else arguments)
     return tally.share(found) < ENOUGH
