@@ -76,7 +76,8 @@ def verdicts(kernel, capability, each, kind):
         if why is None:
             why = equivalent.reason(kernel, mutant)
             result = "survived" if why is None else "equivalent"
-        found.append(Verdict(kernel, capability, mutant, result, why or ""))
+        told = mutant._replace(mutation=mutant.mutation._replace(becomes=""), ptx="")  # no code, nor functions
+        found.append(Verdict(kernel, capability, told, result, why or ""))
         print(tally.line(found[-1]), flush=True)
     return found
 
