@@ -8,10 +8,12 @@ import pytest
 pytest.importorskip("triton", reason="kernels need Triton")
 
 
+from fusedattn.bench.cases import Case
+
 from fusedattn.launch import tiles as tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
-from . import bounds, compile as offline, compiled as compiling, hazards, operands, report as kernels, sass
+from . import bounds, compile as offline, compiled as compiling, first_call, hazards, operands, report as kernels, sass
 
 
 @pytest.mark.matrix  # `make test` compiles a row of each kernel besides
@@ -38,6 +40,25 @@ def test_a_kernel_is_within_its_budget(kernel):
     found = report(kernel)
     assert list(offline.faults(first(kernel), found)) == []
     assert found.counts["wgmma"] > 0 and len(found.loop) > 100
+
+
+@compiled
+def test_a_first_call_is_compiled_whole_and_its_seconds_counted():
+    case = Case(1, 8, 8, 512, 512, 64, 64, True, "bfloat16")
+    seconds, count = first_call.measure(case, "backward", 90)
+    assert count == 3 and 0.5 < seconds < 60
+    assert first_call.measure(case, "backward", 90)[0] > seconds / 3, "nothing is cached"
+
+
+@compiled
+def test_a_tile_that_the_copy_engine_is_to_load_is_loaded_by_it():
+    row = first("forward")._replace(tile=tile_table.CANDIDATES["forward", 90, 2, 64][0], place=(1, 9))
+    found = compiling.compile_row(row)
+    assert row.tile.tma and list(offline.faults(row, found)) == []
+    by_threads = row._replace(tile=row.tile._replace(tma=False))
+    assert [*offline.faults(by_threads, found)] == ["uses the copy engine", "is not to load tiles by the copy engine"]
+    by_both = row._replace(tile=row.tile._replace(bulk=True))
+    assert [*offline.faults(by_both, found)] == ["is to add dq by the copy engine"]
 
 
 @compiled
