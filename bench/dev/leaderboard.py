@@ -8,7 +8,7 @@ from fusedattn.bench import providers, report, rows
 from fusedattn.bench.report import Goal, over
 
 OURS = "fusedattn:triton"  # as it comes
-HOPPER, BACKWARD = providers.PIPELINE, providers.BACKWARD
+HOPPER, FORWARD, BACKWARD = providers.PIPELINE, providers.FORWARD, providers.BACKWARD
 
 
 def names(prefix):
@@ -107,6 +107,7 @@ GOALS = {
         _goal("hopper everywhere", 0.85, f"{HOPPER}*"),
         *(_goal(f"universal d{dim}", ask, OURS, dim) for dim, ask in ((128, 0.80), (64, 0.95))),
     ],
+    FORWARD: [_goal(f"forward d{d} {kind}", _LONG[d][c], f"{FORWARD}*", d, c) for d in _LONG for c, kind in _KINDS],
     BACKWARD: [
         *(
             _backward(f"d{d} {kind}", ask, d, c)

@@ -204,12 +204,17 @@ def test_the_first_backward_is_held_to_the_goals():
     assert over in shown and "goal backward d256 full >= 1.2: not measured" in shown
 
 
-def test_forms_are_two_passes_and_the_tiles_of_one_with_dq_by_either_way():
+def test_forms_are_all_tiles_of_the_forward_two_passes_and_the_tiles_of_one_with_dq_by_either_way():
     for case in cases.TINY_BACKWARD:
-        forms = names(providers.BACKWARD, case)
-        tiles = tile_table.tiles("one_pass", 90, 2, case.D) if case.D <= tile_table.ONE_PASS else ()
-        ways = [providers.tile_name(tile._replace(bulk=bulk)) for tile in tiles for bulk in (True, False)]
-        assert forms == ["two-passes", *ways] and set(forms) <= set(names(providers.BACKWARD))
+        forms, fits = names(providers.BACKWARD, case), case.D <= tile_table.ONE_PASS
+        tiles = tile_table.candidates("one_pass", 90, 2, case.D) if fits else ()
+        ways = [
+            *tiles,
+            *(tile._replace(bulk=False) for tile in tiles if tile in tile_table.tiles("one_pass", 90, 2, case.D)),
+        ]
+        assert forms == ["two-passes", *map(providers.tile_name, ways)] and set(forms) <= set(names(providers.BACKWARD))
+        tiles = tile_table.candidates("forward", 90, 2, case.D)
+        assert names(providers.FORWARD, case) == list(map(providers.tile_name, tiles)) and len(tiles) > 4
     work = questions.units(cases.BACKWARD, BACKWARD.providers("cuda"), ["backward"], questions.flex_last)
     wide = [name for case, name, _ in work if case.D == 256 and name.startswith(providers.BACKWARD)]
     assert set(wide) == {"fusedattn:backward/two-passes"}
@@ -244,6 +249,20 @@ def test_a_backward_is_taken_while_it_is_called_and_no_longer(monkeypatch):
         assert name == "two-passes" or providers.tile_name(launched["one_pass"]) == name
     assert not torch.are_deterministic_algorithms_enabled()
     assert backward.passes(_call(tensors), (True,) * 3 + (False,) * 3)[1] == "one_pass"
+
+
+def test_a_forward_is_by_its_tile():
+    pytest.importorskip("triton", reason="kernels need Triton")
+    if not launch.interpreting():
+        pytest.skip("kernels run on CPU tensors in the interpreter alone")
+    case = cases.TINY_BACKWARD[0]
+    tensors = case.draw("cpu")
+    for name in names(providers.FORWARD, case):
+        call = providers.find(providers.FORWARD + name)(case, tensors)
+        with calls.step("forward", call, tensors) as step:
+            result, (tile,) = step(), launch.candidates("forward", _call(tensors))
+        assert accuracy.judge(case, "forward", result, accuracy.truth(case, tensors))[2] == ""
+        assert providers.tile_name(tile) == name
 
 
 def _call(tensors):
