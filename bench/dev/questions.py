@@ -284,6 +284,7 @@ def ask(name, arguments):
     known = f"{','.join([*providers.PROVIDERS, *providers.ASIDE])},fusedattn:BACKEND and forms of kernels"
     words.add_argument("--providers", type=lambda text: text.split(","), help=f"some of {known}")
     words.add_argument("--modes", type=lambda text: text.split(","), default=question.modes, help=",".join(every))
+    words.add_argument("--without", metavar="PREFIX", help="leave out the providers whose names begin so")
     words.add_argument("--tests", help="of pytest's --junitxml: time only the forms that passed every test there")
     options = words.parse_args(arguments)
     usual = question.providers(options.device)
@@ -295,6 +296,8 @@ def ask(name, arguments):
             words.error(str(error))
     if not set(options.modes) <= {*every}:
         words.error(f"--modes: expected some of {','.join(every)}")
+    if options.without:
+        names = [name for name in names if not name.startswith(options.without)]
     if options.tests is not None:
         names = leaderboard.proven(names, options.tests)
     writer, machine = opened(options)
