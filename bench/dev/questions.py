@@ -285,7 +285,7 @@ def ask(name, arguments):
     words.add_argument("--providers", type=lambda text: text.split(","), help=f"some of {known}")
     words.add_argument("--modes", type=lambda text: text.split(","), default=question.modes, help=",".join(every))
     words.add_argument("--without", metavar="PREFIX", help="leave out the providers whose names begin so")
-    words.add_argument("--tests", help="of pytest's --junitxml: time only the forms that passed every test there")
+    words.add_argument("--tests", help="what pytest -v printed: time only the forms that passed every test there")
     options = words.parse_args(arguments)
     usual = question.providers(options.device)
     names = options.providers or usual

@@ -128,18 +128,33 @@ def test_what_is_measured_of_the_hopper_kernel_without_a_gpu_is_why_it_cannot_be
     assert len(first) == 7 and first[0] == "fusedattn:hopper/128x128s2" and "sdpa:cudnn" in first
 
 
-def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monkeypatch):
-    (good, bad, crashed, untested), path = names(providers.PIPELINE, cases.TINY_HOPPER[0]), tmp_path / "tests.xml"
+def printed(among, **names):
+    """What `pytest -v` prints of tests, with pytest-xdist or without, until it is killed."""
+    outcomes = {
+        "t/a.py::test_a[full-{good}]": "PASSED",
+        "t/a.py::test_b[causal-{good}-(8, 9)]": "PASSED",
+        "t/a.py::test_a[full-{bad}]": "PASSED",
+        "t/a.py::test_b[causal-{bad}]": "FAILED",
+        "t/a.py::test_c": "PASSED",
+        "t/a.py::test_a[full-{crashed}]": "ERROR",
+        "t/a.py::test_b[full-{waits}]": "PASSED",
+        "t/a.py::test_a[full-{waits}]": "",
+    }
+    lines = ["collected 8 items", ""]
+    for name, outcome in outcomes.items():
+        if among:
+            lines += [f"{name} ", *([f"[gw11] [ 12%] {outcome} {name} "] if outcome else [])]
+        else:
+            lines.append(f"{name} {outcome}{' ' * 9}[ 12%]" if outcome else f"{name} ")
+    return "\n".join([*lines, "tests/a.py:12: in check", ""]).format(**names)
+
+
+@pytest.mark.parametrize("among", [False, True], ids=["alone", "xdist"])
+def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(among, tmp_path, monkeypatch):
+    (good, bad, crashed, waits), path = names(providers.PIPELINE, cases.TINY_HOPPER[0]), tmp_path / "tests.log"
     forms = [*providers.forms(prefix=providers.PIPELINE)]
-    assert leaderboard.proven([*forms, "flex"], path) == ["flex"]  # pytest was killed before it wrote
-    path.write_text(
-        f"""<testsuites><testsuite>
-        <testcase name="test_a[full-{good}]"/><testcase name="test_b[causal-{good}-8]"/><testcase name="test_c"/>
-        <testcase name="test_a[full-{bad}]"/><testcase name="test_b[causal-{bad}]"><failure message="no"/></testcase>
-        <testcase name="test_a[full-{crashed}]"><error message="worker crashed"/></testcase>
-        <testcase name="test_a[full-{untested}]"><skipped/></testcase>
-        <testcase name="test_c[7]"><failure/></testcase></testsuite></testsuites>"""
-    )
+    assert leaderboard.proven([*forms, "flex"], path) == ["flex"]  # pytest did not begin
+    path.write_text(printed(among, good=good, bad=bad, crashed=crashed, waits=waits))
     asked = []
     monkeypatch.setattr(questions, "run", lambda work, *_: asked.append([name for _, name, _ in work]) or True)
     questions.main(["hopper", "--device", "cpu", "--tests", str(path)])
