@@ -193,7 +193,7 @@ def test_a_first_slot_is_in_time_and_tests_and_questions_are_there():
     }
     seconds |= {name: int(number) for name, number in re.findall(r"^(tune|check) (\d+)$", script, re.M)}
     assert set(seconds) == set(STEPS)
-    limit = int(re.search(r"echo (\d+) \|\|", script).group(1))
+    limit = int(re.search(r"^limit=(\d+)", script, re.M).group(1))
     assert limit + 2 * 5 < 540 and sum(seconds[name] for name in FIRST) + 15 + 25 <= limit  # 25 s for what comes then
     assert all(name in questions.ASKS and int(margin) < int(end) - 5 for _, name, end, margin, _ in timed)
     assert [part for part, *_ in tested if part] == list(warm.PARTS)
