@@ -191,7 +191,7 @@ def test_a_first_slot_is_in_time_and_tests_and_questions_are_there():
     seconds = {name: int(number) for name, _, number, *_ in timed} | {
         name: int(number) for _, name, number, *_ in tested
     }
-    seconds |= {name: int(number) for name, number in re.findall(r"^(tune|check) (\d+)$", script, re.M)}
+    seconds |= {name: int(number) for name, number in re.findall(r"fusedattn (tune|check) (\d+) \d+ ", script)}
     assert set(seconds) == set(STEPS)
     limit = int(re.search(r"^limit=(\d+)", script, re.M).group(1))
     assert limit + 2 * 5 < 540 and sum(seconds[name] for name in FIRST) + 15 + 25 <= limit  # 25 s for what comes then
