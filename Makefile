@@ -57,8 +57,8 @@ check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go)
-	bash bench/gpu.sh
+gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go; ARGS="--resume out/results.tgz")
+	bash bench/gpu.sh $(ARGS)
 
 bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
 	$(PY) -m fusedattn.bench $(ARGS)

@@ -165,8 +165,9 @@ def label(name, case, tensors):
     return f"{name}:{backend}"
 
 
-# Forms of our kernels: the forward for Hopper by one pipeline, the backward in two passes, or in one by one tile.
-PIPELINE, BACKWARD = "fusedattn:hopper/", "fusedattn:backward/"
+# Forms of our kernels: the forward for Hopper by one pipeline, or that of every GPU by one tile; the backward in two
+# passes, or in one by one tile.
+PIPELINE, FORWARD, BACKWARD = "fusedattn:hopper/", "fusedattn:forward/", "fusedattn:backward/"
 
 
 def pipeline_name(pipeline):
@@ -183,7 +184,7 @@ def tile_name(tile):
 def forms(case=None, prefix=""):
     """{provider: (backend, the context in which the form is the one taken)} at the width of a case, or at all.
 
-    The backward in one pass has the tiles of Hopper, with dq added by the copy engine and by the threads.
+    Tiles are those of Hopper and its candidates, and of one pass those of the table once more with dq added by threads.
     """
 
     def fitting(widths):
@@ -194,12 +195,15 @@ def forms(case=None, prefix=""):
     every = {}
     for pipeline in (pipeline for width in fitting((64, 128, 256)) for pipeline in tile_table.HOPPER[width]):
         every[PIPELINE + pipeline_name(pipeline)] = "hopper", functools.partial(by_pipeline, pipeline)
+    for tile in (tile for width in fitting((64, 128, 256)) for tile in tile_table.candidates("forward", 90, 2, width)):
+        every[FORWARD + tile_name(tile)] = "triton", functools.partial(only, "forward", tile_table.same(tile))
     # It gives the same bits each time; the rest of torch need not.
     same_bits = functools.partial(_patched, torch, "are_deterministic_algorithms_enabled", lambda: True)
     every[BACKWARD + "two-passes"] = "triton", same_bits
-    for tile in (tile for width in fitting((64, 128)) for tile in tile_table.tiles("one_pass", 90, 2, width)):
-        for tile in (tile._replace(spills=0, bulk=bulk) for bulk in (True, False)):
-            every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile)
+    for width in fitting((64, 128)):
+        by_threads = (tile._replace(bulk=False) for tile in tile_table.tiles("one_pass", 90, 2, width))
+        for tile in (*tile_table.candidates("one_pass", 90, 2, width), *by_threads):
+            every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile_table.same(tile))
     return {name: form for name, form in every.items() if name.startswith(prefix)}
 
 

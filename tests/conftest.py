@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import pathlib
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,18 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     _unwrap_of, language._unwrap_if_constexpr = language._unwrap_if_constexpr, _unwrap
     _careful = upstream.interpreter_builder.options
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--but", metavar="FILE", help="leave out the tests that a file names, one a line")
+
+
+def pytest_collection_modifyitems(config, items):
+    """What passed in a run that ended before its time is not run again by the next."""
+    if config.getoption("but") is not None:
+        named = set(pathlib.Path(config.getoption("but")).read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in named])
+        items[:] = [item for item in items if item.nodeid not in named]
 
 
 def pytest_configure(config):

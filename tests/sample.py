@@ -26,3 +26,11 @@ def product(*axes):
         pytest.param(*values, id="-".join(getattr(each, "name", str(each)) for each in values))
         for values in itertools.product(*axes)
     ]
+
+
+def checkered(*axes):
+    """A parameter of each combination; `make test` runs those of one colour, as on a chess board."""
+    places = itertools.product(*(range(len(axis)) for axis in axes))
+    return [
+        x for at, each in zip(places, product(*axes), strict=True) for x in (matrix(each) if sum(at) % 2 else [each])
+    ]

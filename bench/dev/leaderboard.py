@@ -1,14 +1,15 @@
 """Forms of one of our kernels side by side, with ours as it comes and the peers: the standings, and the goals."""
 
 import os
+import pathlib
+import re
 import statistics
-import xml.etree.ElementTree
 
 from fusedattn.bench import providers, report, rows
 from fusedattn.bench.report import Goal, over
 
 OURS = "fusedattn:triton"  # as it comes
-HOPPER, BACKWARD = providers.PIPELINE, providers.BACKWARD
+HOPPER, FORWARD, BACKWARD = providers.PIPELINE, providers.FORWARD, providers.BACKWARD
 
 
 def names(prefix):
@@ -69,16 +70,19 @@ def winners(last, prefix):
 def proven(names, path):
     """The providers of these names whose form, if they are one, is in names of tests that all passed.
 
-    path: a file of pytest's --junitxml; where there is none, no form is proven.
+    path: of what `pytest -v` printed, where a test that began and has no outcome did not pass; without, no form did.
     """
-    passed, others = set(), set()
-    if os.path.exists(path):
-        for test in xml.etree.ElementTree.parse(path).iter("testcase"):
-            words = test.get("name", "").partition("[")[2].rstrip("]").split("-")
-            (passed if len(test) == 0 else others).update(words)  # a child is a failure, an error or a skip
+    printed = pathlib.Path(path).read_text() if os.path.exists(path) else ""
+    outcomes, passed, others = {}, set(), set()
+    for among, test, alone in re.findall(OUTCOME, printed, re.M):
+        outcomes[test] = among or alone or outcomes.get(test)
+    for test, outcome in outcomes.items():
+        (passed if outcome == "PASSED" else others).update(test.partition("[")[2].rstrip("]").split("-"))
     return [name for name in names if name not in providers.forms() or name.partition("/")[2] in passed - others]
 
 
+# A test as it begins, and with its outcome: before it with pytest-xdist, or after it.
+OUTCOME = r"^(?:\[gw\d+\] \[ *\d+%\] ([A-Z]+) )?(\S+::.*?)(?: +([A-Z]+)(?: \(.*\))? +\[ *\d+%\])? *$"
 SHORT = 1024  # tokens up to which the goal of the kernel for Hopper is another one
 
 
@@ -107,6 +111,7 @@ GOALS = {
         _goal("hopper everywhere", 0.85, f"{HOPPER}*"),
         *(_goal(f"universal d{dim}", ask, OURS, dim) for dim, ask in ((128, 0.80), (64, 0.95))),
     ],
+    FORWARD: [_goal(f"forward d{d} {kind}", _LONG[d][c], f"{FORWARD}*", d, c) for d in _LONG for c, kind in _KINDS],
     BACKWARD: [
         *(
             _backward(f"d{d} {kind}", ask, d, c)

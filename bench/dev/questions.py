@@ -173,6 +173,7 @@ ASKS = {
     "decode": "Is one more token, after a cache or pages, bound by the bytes of the cache alone?",
     "varlen": "Is packing sequences of unequal lengths faster than padding them, and as fast as equal ones?",
     "hopper": "Which pipeline of the Hopper kernel is the fastest, and how near the best peer?",
+    "forward_forms": "Which tile of the forward is the fastest, and how near the best peer?",
     "backward_forms": "Which backward is the fastest, in one pass or two, and how near the best peer?",
     "module": "Is our module faster than torch.nn.MultiheadAttention?",
     "end_to_end": "How many tokens a second does the demo's model take?",
@@ -198,6 +199,7 @@ QUESTIONS = {
     "decode": Question(("forward", "graph"), "decode", decode_providers, decode_tier, DECODE),
     "varlen": Question(engine.MODES[:2], "varlen", providers.usual_packed, flex_last, VARLEN, padding),
     "hopper": _forms("forward", "hopper", leaderboard.HOPPER),
+    "forward_forms": _forms("forward", "backward", leaderboard.FORWARD),
     "backward_forms": _forms("backward", "backward", leaderboard.BACKWARD),
     "module": _whole(module.MODES, "module", module.PROVIDERS),
     "end_to_end": _whole(models.MODES, "demo", models.ATTENDS, more=models.speeds, prepare=models.Demo),
@@ -282,7 +284,8 @@ def ask(name, arguments):
     known = f"{','.join([*providers.PROVIDERS, *providers.ASIDE])},fusedattn:BACKEND and forms of kernels"
     words.add_argument("--providers", type=lambda text: text.split(","), help=f"some of {known}")
     words.add_argument("--modes", type=lambda text: text.split(","), default=question.modes, help=",".join(every))
-    words.add_argument("--tests", help="of pytest's --junitxml: time only the forms that passed every test there")
+    words.add_argument("--without", metavar="PREFIX", help="leave out the providers whose names begin so")
+    words.add_argument("--tests", help="what pytest -v printed: time only the forms that passed every test there")
     options = words.parse_args(arguments)
     usual = question.providers(options.device)
     names = options.providers or usual
@@ -293,6 +296,8 @@ def ask(name, arguments):
             words.error(str(error))
     if not set(options.modes) <= {*every}:
         words.error(f"--modes: expected some of {','.join(every)}")
+    if options.without:
+        names = [name for name in names if not name.startswith(options.without)]
     if options.tests is not None:
         names = leaderboard.proven(names, options.tests)
     writer, machine = opened(options)

@@ -11,21 +11,37 @@ from . import questions
 
 NAMES = "fusedattn", "flex"
 PACKED = "fusedattn", "fusedattn+packed", "flex+packed"
+CACHES = "fusedattn:cache", "fusedattn:pages=256", "fusedattn:pages=16"
 
 
 def tasks(chosen, names=NAMES):
     """(case, provider) whose compiled code covers all cases: ours is the same at any length, FlexAttention's is not."""
     kinds = {case._replace(B=0, Sq=0, Sk=0): case for case in reversed(chosen)}
-    return [(case, name) for name in names for case in (kinds.values() if name in providers.OURS else chosen)]
+    return [(case, name) for name in names for case in (chosen if name.startswith("flex") else [*kinds.values()][::-1])]
 
 
-def everything(on_gpu):
-    """The `tasks` of all questions; FlexAttention is in none where calls are small, or in a model."""
+def forms():
+    """The `tasks` of the tiles that are compared, of the backward and of the forward."""
+    every = [*providers.forms(prefix=providers.BACKWARD), *providers.forms(prefix=providers.FORWARD)]
+    return [(case, name) for case, name in tasks(cases.BACKWARD, every) if providers.concerns(name, case)]
+
+
+# {part: its tasks}. FlexAttention, which compiles for long, is in none where calls are small, or in a model.
+_RICH = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
+_INNER = cases.SMALL + cases.MODULE + cases.DEMO
+PARTS = {
+    "first": lambda: tasks(cases.BACKWARD, NAMES[:1]) + forms(),
+    "caches": lambda: tasks(cases.DECODE, CACHES) + tasks(cases.VARLEN, PACKED),
+    "rest": lambda: tasks(_RICH + _INNER, NAMES[:1]) + tasks(_RICH, NAMES[1:]),
+}
+
+
+def everything(on_gpu, part=None):
+    """The `tasks` of all questions, or of a part of them; those of FlexAttention last."""
     if not on_gpu:
         return tasks(cases.TINY + cases.TINY_OPTIONS, NAMES[:1])
-    chosen = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
-    inner = cases.SMALL + cases.MODULE + cases.DEMO
-    return list(dict.fromkeys(tasks(chosen) + tasks(inner, NAMES[:1]) + tasks(cases.VARLEN, PACKED)))
+    chosen = [task for name, of in PARTS.items() if part in (None, name) for task in of()]
+    return sorted(dict.fromkeys(chosen), key=lambda task: task[1].startswith("flex"))
 
 
 def compile_one(case, name, device):
@@ -34,7 +50,8 @@ def compile_one(case, name, device):
     try:
         workload = engine.prepare(case, device)
         provider = workload.setup(name)
-        for mode in ("forward", "forward_backward"):
+        forward_alone = name in CACHES or name.startswith(providers.FORWARD)
+        for mode in ("forward",) if forward_alone else ("forward", "forward_backward"):
             with workload.step(mode, provider) as step:
                 step()
         if torch.device(device).type == "cuda":
@@ -48,9 +65,10 @@ def compile_one(case, name, device):
 def main(arguments):
     words = questions.parser("warm", "cases")
     words.add_argument("--jobs", type=int, default=8)
+    words.add_argument("--part", choices=PARTS, help="of all that there is; default: everything")
     options = words.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
-    work = everything(on_gpu)
+    work = everything(on_gpu, options.part)
     if options.cases:
         work = tasks(cases.TABLES[options.cases], NAMES if on_gpu else NAMES[:1])
     start = time.monotonic()

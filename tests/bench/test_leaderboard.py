@@ -128,18 +128,33 @@ def test_what_is_measured_of_the_hopper_kernel_without_a_gpu_is_why_it_cannot_be
     assert len(first) == 7 and first[0] == "fusedattn:hopper/128x128s2" and "sdpa:cudnn" in first
 
 
-def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(tmp_path, monkeypatch):
-    (good, bad, crashed, untested), path = names(providers.PIPELINE, cases.TINY_HOPPER[0]), tmp_path / "tests.xml"
+def printed(among, **names):
+    """What `pytest -v` prints of tests, with pytest-xdist or without, until it is killed."""
+    outcomes = {
+        "t/a.py::test_a[full-{good}]": "PASSED",
+        "t/a.py::test_b[causal-{good}-(8, 9)]": "PASSED",
+        "t/a.py::test_a[full-{bad}]": "PASSED",
+        "t/a.py::test_b[causal-{bad}]": "FAILED",
+        "t/a.py::test_c": "PASSED",
+        "t/a.py::test_a[full-{crashed}]": "ERROR",
+        "t/a.py::test_b[full-{waits}]": "PASSED",
+        "t/a.py::test_a[full-{waits}]": "",
+    }
+    lines = ["collected 8 items", ""]
+    for name, outcome in outcomes.items():
+        if among:
+            lines += [f"{name} ", *([f"[gw11] [ 12%] {outcome} {name} "] if outcome else [])]
+        else:
+            lines.append(f"{name} {outcome}{' ' * 9}[ 12%]" if outcome else f"{name} ")
+    return "\n".join([*lines, "tests/a.py:12: in check", ""]).format(**names)
+
+
+@pytest.mark.parametrize("among", [False, True], ids=["alone", "xdist"])
+def test_what_did_not_pass_its_tests_in_the_same_run_is_not_timed(among, tmp_path, monkeypatch):
+    (good, bad, crashed, waits), path = names(providers.PIPELINE, cases.TINY_HOPPER[0]), tmp_path / "tests.log"
     forms = [*providers.forms(prefix=providers.PIPELINE)]
-    assert leaderboard.proven([*forms, "flex"], path) == ["flex"]  # pytest was killed before it wrote
-    path.write_text(
-        f"""<testsuites><testsuite>
-        <testcase name="test_a[full-{good}]"/><testcase name="test_b[causal-{good}-8]"/><testcase name="test_c"/>
-        <testcase name="test_a[full-{bad}]"/><testcase name="test_b[causal-{bad}]"><failure message="no"/></testcase>
-        <testcase name="test_a[full-{crashed}]"><error message="worker crashed"/></testcase>
-        <testcase name="test_a[full-{untested}]"><skipped/></testcase>
-        <testcase name="test_c[7]"><failure/></testcase></testsuite></testsuites>"""
-    )
+    assert leaderboard.proven([*forms, "flex"], path) == ["flex"]  # pytest did not begin
+    path.write_text(printed(among, good=good, bad=bad, crashed=crashed, waits=waits))
     asked = []
     monkeypatch.setattr(questions, "run", lambda work, *_: asked.append([name for _, name, _ in work]) or True)
     questions.main(["hopper", "--device", "cpu", "--tests", str(path)])
@@ -204,12 +219,17 @@ def test_the_first_backward_is_held_to_the_goals():
     assert over in shown and "goal backward d256 full >= 1.2: not measured" in shown
 
 
-def test_forms_are_two_passes_and_the_tiles_of_one_with_dq_by_either_way():
+def test_forms_are_all_tiles_of_the_forward_two_passes_and_the_tiles_of_one_with_dq_by_either_way():
     for case in cases.TINY_BACKWARD:
-        forms = names(providers.BACKWARD, case)
-        tiles = tile_table.tiles("one_pass", 90, 2, case.D) if case.D <= tile_table.ONE_PASS else ()
-        ways = [providers.tile_name(tile._replace(bulk=bulk)) for tile in tiles for bulk in (True, False)]
-        assert forms == ["two-passes", *ways] and set(forms) <= set(names(providers.BACKWARD))
+        forms, fits = names(providers.BACKWARD, case), case.D <= tile_table.ONE_PASS
+        tiles = tile_table.candidates("one_pass", 90, 2, case.D) if fits else ()
+        ways = [
+            *tiles,
+            *(tile._replace(bulk=False) for tile in tiles if tile in tile_table.tiles("one_pass", 90, 2, case.D)),
+        ]
+        assert forms == ["two-passes", *map(providers.tile_name, ways)] and set(forms) <= set(names(providers.BACKWARD))
+        tiles = tile_table.candidates("forward", 90, 2, case.D)
+        assert names(providers.FORWARD, case) == list(map(providers.tile_name, tiles)) and len(tiles) > 4
     work = questions.units(cases.BACKWARD, BACKWARD.providers("cuda"), ["backward"], questions.flex_last)
     wide = [name for case, name, _ in work if case.D == 256 and name.startswith(providers.BACKWARD)]
     assert set(wide) == {"fusedattn:backward/two-passes"}
@@ -244,6 +264,20 @@ def test_a_backward_is_taken_while_it_is_called_and_no_longer(monkeypatch):
         assert name == "two-passes" or providers.tile_name(launched["one_pass"]) == name
     assert not torch.are_deterministic_algorithms_enabled()
     assert backward.passes(_call(tensors), (True,) * 3 + (False,) * 3)[1] == "one_pass"
+
+
+def test_a_forward_is_by_its_tile():
+    pytest.importorskip("triton", reason="kernels need Triton")
+    if not launch.interpreting():
+        pytest.skip("kernels run on CPU tensors in the interpreter alone")
+    case = cases.TINY_BACKWARD[0]
+    tensors = case.draw("cpu")
+    for name in names(providers.FORWARD, case):
+        call = providers.find(providers.FORWARD + name)(case, tensors)
+        with calls.step("forward", call, tensors) as step:
+            result, (tile,) = step(), launch.candidates("forward", _call(tensors))
+        assert accuracy.judge(case, "forward", result, accuracy.truth(case, tensors))[2] == ""
+        assert providers.tile_name(tile) == name
 
 
 def _call(tensors):

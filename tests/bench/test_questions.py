@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fusedattn.bench import cases, engine, module, providers, rows, timing
-from fusedattn.bench.dev import models, questions, warm
+from fusedattn.bench.dev import models, questions
 from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
@@ -181,43 +180,6 @@ def test_a_real_model_is_timed_with_each_attention_and_a_wrong_one_is_found(tmp_
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     statuses = {row.status for row in ask("minilm", tmp_path / "c.csv")}
     assert statuses == {"unsupported: transformers 5 is not installed: pip install 'fusedattn[hf]'"}
-
-
-def test_gpu_sh_is_in_time_and_compiles_ahead_what_it_runs():
-    script = (ROOT / "bench" / "gpu.sh").read_text()
-    steps = re.findall(r"^(?:\[.*\] \|\| )?timings (\w+) (\d+) (\d+)", script, re.M)
-    ends = [(name, int(end)) for name, end, _ in steps]
-    once = re.findall(r"^once (\w+) (\d+)", script, re.M)
-    for (_, before), (name, end, margin) in zip(ends, steps[1:], strict=False):  # one that leaves nothing of its time
-        assert int(end) - before > int(margin) + 5, name
-    assert ends[-1][1] + sum(int(seconds) for _, seconds in once) <= 530  # and under nine minutes with the tables
-    named = {name for name, _ in [*ends, *once]}
-    assert named > {"hopper", "backward_forms", "attention", "options", "varlen", "decode", "small", "module", "minilm"}
-    ahead = {case._replace(B=0, Sq=0, Sk=0) for case, name in warm.everything(True) if name == "fusedattn"}
-    every = cases.SMALL + cases.MODULE + cases.DEMO + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
-    every += cases.BACKWARD
-    assert {case._replace(B=0, Sq=0, Sk=0) for case in every} <= ahead
-    packed = {name: {case for case, each in warm.everything(True) if each == name} for name in warm.PACKED[1:]}
-    assert {case.words.get("lengths") for case in packed["fusedattn+packed"]} == {None, "zipf", "uniform", "one-long"}
-    assert packed["flex+packed"] == set(cases.VARLEN)
-
-
-def test_gpu_sh_tests_the_kernel_for_hopper_apart_and_times_what_passed():
-    """It may wait for ever, which costs neither the other tests nor the timings that come after."""
-    script = (ROOT / "bench" / "gpu.sh").read_text().replace("\\\n", " ")
-    others, apart = re.findall(r"^run_tests (\S+) (\d+) (\d+) (.*)$", script, re.M)
-    files = ["tests/kernels/test_hopper.py", "tests/kernels/test_gpu_hopper.py"]
-    assert others[3].split() == ["tests", *(f"--ignore={file}" for file in files)]
-    assert apart[3].split()[0] == files[1] and all((ROOT / file).exists() for file in files)
-    limit = int(re.search(r"faulthandler_timeout=(\d+) +-o faulthandler_exit_on_timeout=true", apart[3]).group(1))
-    assert 2 * limit < int(apart[1])  # the test that waits is told, and another worker goes on
-    assert 'timeout -s INT -k "$kill" "$seconds"' in script
-    (path,) = re.findall(r'--junitxml=("\S+")', apart[3])
-    (timed,) = re.findall(r"^timings hopper (\d+) .*--tests ", script, re.M)
-    assert f"--tests {path}" in script
-    worst = sum(int(number) for number in (*others[1:3], *apart[1:3]))
-    check = int(re.search(r"timeout -k 5 (\d+) \S+ -m fusedattn check --json >", script).group(1))
-    assert worst + check + 5 + 45 <= int(timed)  # if all were late, there is still time for the most telling cells
 
 
 def test_pytest_benchmark_times_them_with_our_clock(tmp_path):

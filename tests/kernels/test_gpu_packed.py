@@ -8,6 +8,7 @@ import torch
 import fusedattn as fa
 from fusedattn.testing.compare import with_gradients
 
+from .. import sample
 from ..cases import Case
 from ..close import assert_close
 from ..sequences import attention_varlen, by_sequence, offsets
@@ -33,8 +34,7 @@ def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
     return *inputs, torch.randn(shapes[0], device=cuda, dtype=dtype), offsets(rows, cuda), offsets(keys, cuda)
 
 
-@pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name, dim", sample.checkered(LARGE, [64, 128]))
 def test_options_in_many_tiles(name, dim, cuda, poison):
     rows, keys = (457, 0, 130, 1, 256), (333, 12, 571, 0, 256)
     sizes = dict(B=5, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[len(name) % 2])
