@@ -71,8 +71,8 @@ class Boxes(GlobalMemory, Mbarriers):
             owner, pieces = self.pieces(lane, at, of.itemsize)
             self.writes(self.gwarp[owner], pieces, 16, line)
             self.smem[at[:, None] + np.arange(of.itemsize)] = 0xFF
-            address = int(self.full(barrier)[lane]) + barrier_offset
-            self.barrier(self.gwarp[lane], address, line, fenced=True).copies.append((at, data, line))
+            address, begun = int(self.full(barrier)[lane]) + barrier_offset, self.begins_async(int(self.cta[lane]))
+            self.barrier(self.gwarp[lane], address, line, fenced=True).copies.append((at, data, begun, line))
             self.wake_up()
 
     def bulk_out(self, m, add, descriptor, coordinates, pointer, offset, line):

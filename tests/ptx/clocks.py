@@ -107,15 +107,19 @@ class Clocks(Lanes):
         self.hazard("async", bad, cells, gwarp, f"has {what} read a store", other, "that nobody fenced", line)
         self.use(at, size, 1)
 
-    def writes_async(self, cta, at, size):
-        """The copy engine of a block writes ranges; returns the time on its clock."""
+    def begins_async(self, cta):
+        """When a copy by a block's engine begins, on its clock: who knows of one knows of those before."""
         if not self.races:
             return 0
-        cells, row = self.cells(at, size), cta * self.clocks + self.W
-        now = self.knows[row, self.W]
-        self.wrote[cells], self.wrote_at[cells] = self.W, now
+        row = cta * self.clocks + self.W
         self.knows[row, self.W] += 1
-        return now
+        return int(self.knows[row, self.W]) - 1
+
+    def writes_async(self, at, size, begun):
+        """The copy engine writes ranges, of a copy that began then."""
+        if self.races:
+            cells = self.cells(at, size)
+            self.wrote[cells], self.wrote_at[cells] = self.W, begun
 
     # What is no byte
 

@@ -15,8 +15,8 @@ from .shared import SharedMemory
 class Barrier:
     """An mbarrier of a block: how many threads and bytes its phase still waits for.
 
-    copies: (places in `smem`, elements, line) of copies in flight. coming, known: what the threads that arrived in this
-    phase had published, and in the phase before. made: which warp has initialised it, and when.
+    copies: (places in `smem`, elements, when it began, line) of copies in flight. coming, known: what the threads that
+    arrived in this phase had published, and in the phase before. made: which warp has initialised it, and when.
     """
 
     def __init__(self, cta, count, clocks, made):
@@ -83,9 +83,10 @@ class Mbarriers(SharedMemory):
 
     def deliver(self, barrier):
         """The copies to a barrier arrive."""
-        for at, data, _ in barrier.copies:
+        for at, data, begun, _ in barrier.copies:
             self.smem.view(data.dtype)[at // data.itemsize] = data
-            barrier.coming[self.W] = self.writes_async(barrier.cta, at, data.itemsize)
+            self.writes_async(at, data.itemsize, begun)
+            barrier.coming[self.W] = max(barrier.coming[self.W], begun)
             barrier.bytes -= data.nbytes
         barrier.copies = []
         self.complete(barrier)
