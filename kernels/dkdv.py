@@ -55,7 +55,8 @@ def _walk_rows(
             if tile_list is None:
                 done = block + 1 == end
             else:
-                done = (n + 1 == end) | ((following >> 32) != member)
+                # Read once more: what tells loads where to go ahead, and stores when, fails to compile by stages.
+                done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
             table = tiles.table(grads.bias_sums, plane, band.keys, 3, BY_KEYS=True)
             tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)

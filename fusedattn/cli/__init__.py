@@ -65,9 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     tune = command(
         "tune",
         "prove the kernels on this GPU, time those that are right, and have calls take the fastest",
-        "Hold each tile and pipeline to float64 on this GPU, in processes that may hang or die; time those that are "
-        "right; keep what was found for this GPU, driver, torch, Triton and version in the user's cache folder, where "
-        "calls find it. A second run goes on where the first ended.",
+        "Hold each tile and pipeline to float64 on this GPU, by named cases of some 200 to 500 rows and keys, in "
+        "processes that may hang or die; time those that are right beside PyTorch's own; keep what was found for this "
+        "GPU, driver, torch, Triton and version in the user's cache folder, where calls find it. A second run goes on "
+        "where the first ended.",
     )
     tune.add_argument("--minutes", type=_minutes, metavar="N", help="after which nothing is begun (5; with --quick 1)")
     tune.add_argument("--quick", action="store_true", help="bfloat16, calls without masks and options, one length")
@@ -81,8 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "warmup",
         "compile the kernels of given shapes ahead, several at a time",
         "Compile the kernels that calls of given shapes take on this GPU, forward and backward, so that the first call "
-        "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. Batches, lengths and the number of "
-        "heads may be others later: head_dim, dtype and Hq / Hkv count. Exit status 1 if one does not compile.",
+        "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. Batches, lengths and, but for "
+        '"hopper", the number of heads may be others later: head_dim, dtype and Hq / Hkv count. Exit status 1 if one '
+        "does not compile.",
     )
     warmup.add_argument(
         "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", required=True, help="of a call (may be repeated)"

@@ -6,6 +6,7 @@ Triton keeps what it compiles on disk, where later processes find it.
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
 
     began, counting = time.monotonic(), _Counting(device)
     try:
+        if max(case.D, case.Dv) > 256:
+            raise NotImplementedError("no kernel takes heads of over 256")
         keys = case.B, case.Hkv, case.Sk
         arguments = Arguments(tensor(case.B, case.Hq, case.Sq, case.D), tensor(*keys, case.D), tensor(*keys, case.Dv))
         call = checked(arguments._replace(causal=case.causal))
@@ -90,9 +93,12 @@ def run(arguments) -> int:
     began, done = time.monotonic(), []
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(jobs, mp_context=context) as pool, screen.progress("passes", len(work)) as advance:
-        for one in as_completed([pool.submit(compile_pass, *each, device) for each in work]):
-            done.append(one.result())
-            advance(f"{done[-1].case.name}, {done[-1].what}")
+        try:
+            for one in as_completed([pool.submit(compile_pass, *each, device) for each in work]):
+                done.append(one.result())
+                advance(f"{done[-1].case.name}, {done[-1].what}")
+        except BrokenProcessPool:
+            raise Problem("a process that compiles was ended from outside; try fewer --jobs") from None
     done.sort(key=lambda one: (cases.index(one.case), passes.index(one.what)))
     rows = [[one.case.name, one.what, one.kernels, f"{one.seconds:.1f}", one.why or "ok"] for one in done]
     seconds = time.monotonic() - began

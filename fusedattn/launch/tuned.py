@@ -25,7 +25,9 @@ from . import tiles
 from .tiles import ONE_PASS, Pipeline, Tile, row_width, same
 
 FORMAT = 1
+ABOUT = ("gpu", "capability", "driver", "torch", "triton", "fusedattn")  # what a file says that it is about
 PASSED = "passed"
+UNFIT, UNKNOWN = "does not fit", "unknown"  # what needs more than this GPU has, and what nothing is known of: not wrong
 KERNELS = ("forward", "dq", "dkdv", "one_pass")
 PEERS = ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient")  # PyTorch's own, which ours stand beside
 MODES = ("forward", "backward")
@@ -108,18 +110,19 @@ def choose(candidates: Iterable[Candidate]) -> Choices:
         return sorted((x for x in places.get(place, ()) if x.status == PASSED), key=lambda x: _time(x, places[place]))
 
     right = {place: tuple(same(x.form) for x in ranked(place)) for place in places}
-    wrong = {place: tuple(same(x.form) for x in some if x.status != PASSED) for place, some in places.items()}
+    fine = PASSED, UNFIT, UNKNOWN
+    wrong = {place: tuple(same(x.form) for x in some if x.status not in fine) for place, some in places.items()}
     wrong = {place: forms for place, forms in wrong.items() if forms}
     on_hopper, two_passes = set(), set()
     for _, *where in places:
         dtype, width, load = where
         universal, special = ranked(("forward", *where))[:1], ranked(("hopper", *where))[:1]
         for causal in (False, True):
-            if special and universal and _sum(special[0], causal) < _sum(universal[0], causal):
+            if special and universal and _is_faster(special[0], universal[0], causal):
                 on_hopper.add((dtype, width, causal))
         one, two = ranked(("one_pass", *where))[:1], ranked(("two_passes", *where))[:1]
-        no_other = not one and ("one_pass", *where) in places
-        if no_other or (one and two and _sum(two[0]) < _sum(one[0])):
+        no_other = not one and wrong.get(("one_pass", *where))
+        if no_other or (one and two and _is_faster(two[0], one[0])):
             two_passes.add((dtype, width, load))
     return Choices(right, wrong, frozenset(on_hopper), frozenset(two_passes))
 
@@ -130,10 +133,10 @@ def _time(candidate, alike):
     return sum(candidate.ms.values()) if cases and cases == set(candidate.ms) else float("inf")
 
 
-def _sum(candidate, causal=None):
-    """Milliseconds of the causal cases, of the others, or of all; infinite without any."""
-    some = [ms for case, ms in candidate.ms.items() if causal is None or case.endswith("causal") == causal]
-    return sum(some) if some else float("inf")
+def _is_faster(one, other, causal=None):
+    """Whether one takes less time in the cases of both, causal ones, others, or all of them; False without any."""
+    both = [case for case in one.ms if case in other.ms and causal in (None, case.endswith("causal"))]
+    return sum(one.ms[case] for case in both) < sum(other.ms[case] for case in both)
 
 
 def about(device: torch.device) -> dict[str, str]:
@@ -176,6 +179,11 @@ def folder() -> Path:
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "fusedattn" / "tuning"
 
 
+def files(gpu: str) -> list[Path]:
+    """What there is of a GPU by name, of whatever versions."""
+    return sorted(folder().glob(f"{_slug(gpu)}-{'[0-9a-f]' * 12}.json"))
+
+
 def path(of: Mapping[str, str]) -> Path:
     """The file of what `about` says."""
     digest = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:12]
@@ -192,9 +200,9 @@ def read(file: Path) -> tuple[dict[str, str], list[Candidate]]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
-        of = {str(name): str(value) for name, value in content["about"].items()}
+        of = {name: str(content["about"][name]) for name in ABOUT}
         return of, [candidate_of(entry) for entry in content["candidates"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{file} is no tuning file of fusedattn, or a damaged one: {cause}") from error
 
@@ -208,17 +216,26 @@ def candidate_of(entry: dict[str, Any]) -> Candidate:
     """The Candidate of what `entry` gave; KeyError, TypeError or ValueError for what is none."""
     kernel, dtype, width, load, form, status, why, ms = (entry[name] for name in Candidate._fields)
     kind = FORMS[kernel]
-    known = dtype in DTYPES and width in tiles.HOPPER and load in (LOADS if kernel != "hopper" else LOADS[:1])
+    loads = LOADS if kernel != "hopper" else LOADS[:1]
+    known = dtype in DTYPES and type(width) is int and width in tiles.HOPPER and load in loads
     if not known or (kernel == "one_pass" and width > ONE_PASS):
         raise ValueError(f"there is no {kernel} of {dtype}, width {width} and {load} calls")
     taken = None if kind is None else kind(**form)
-    sizes = () if taken is None else taken._asdict().values()
-    if not all(isinstance(x, int) and 0 <= x <= 1024 for x in sizes):
+    if taken is not None and not _is_one(taken):
         raise ValueError(f"there is no form {form} of {kernel}")
     times = {str(case): float(time) for case, time in ms.items()}
     if not all(0 < time < float("inf") for time in times.values()):
         raise ValueError(f"{kernel} has a time that is none")
     return Candidate(kernel, dtype, width, load, taken, str(status), str(why), times)
+
+
+def _is_one(form):
+    """Whether a kernel can take a form: what a person, or a damaged disk, wrote into a file may be anything."""
+    if isinstance(form, Pipeline):
+        return any(form in some for some in tiles.HOPPER.values())
+    powers = all(type(x) is int and 0 < x <= 1024 and x & (x - 1) == 0 for x in (form.rows, form.keys, form.warps))
+    flags, stages = {type(form.bulk), type(form.tma)} == {bool}, type(form.stages) is int and 1 <= form.stages <= 8
+    return powers and flags and stages
 
 
 def write(file: Path, of: Mapping[str, str], candidates: Iterable[Candidate]) -> None:
@@ -240,12 +257,15 @@ _loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `load`
 @functools.cache
 def _found(device):
     """The Choices of a GPU, from a file that was loaded or that lies in the folder."""
-    if not (_loaded or folder().is_dir()):
+    try:
+        if not (_loaded or folder().is_dir()):
+            return NOTHING
+    except (OSError, RuntimeError):  # a home that nobody may look into, or none at all
         return NOTHING
     name = torch.cuda.get_device_name(device)
     if name in _loaded:
         return _loaded[name]
-    others = list(folder().glob(f"{_slug(name)}-*.json"))
+    others = files(name)
     if not others:
         return NOTHING
     of = about(device)

@@ -1,16 +1,19 @@
 """The process of `fusedattn tune`, with a timer that is not one, and mistakes in the candidates that a test names.
 
-python -m tests.cli.planted MISTAKE=ROWSxKEYS ...       MISTAKE: hangs, aborts, raises, doubles or breaks
+python -m tests.cli.planted MISTAKE=ROWSxKEYS ...       MISTAKE: hangs, aborts, raises, doubles, breaks, or has no room
+in shared memory (unfit), or, when it is timed, in that of the GPU (exhausts)
 """
 
 import os
 import sys
 import time
 
+import torch
 from fusedattn.bench import timing
+from triton.runtime.errors import OutOfResources
 
 from fusedattn.cli.tune import child
-from fusedattn.launch import run
+from fusedattn.launch import failures, run
 from fusedattn.testing import cases
 
 CASES = ("plain", "causal more keys")
@@ -31,6 +34,8 @@ def main():
             os.abort()
         if mistake == "raises":
             raise ValueError("an operand too many")
+        if mistake == "unfit":
+            raise failures.remember(rest[1], OutOfResources(300_000, 232_448, "shared memory"))
         if mistake == "breaks":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         run_kernel(name, programs, arguments, *rest, **options)
@@ -41,11 +46,13 @@ def main():
         """Milliseconds that are the rows and keys of the last tile that a step took."""
         taken.clear()
         step()
+        if "exhausts" in map(mistakes.get, taken):
+            raise torch.OutOfMemoryError("CUDA out of memory")
         rows, keys = (int(side) for side in next(size for size in taken if "None" not in size).split("x"))
         return timing.quantiles([float(rows + keys)])
 
     run.run_kernel, timing.measure = planted, measured
-    child.CASES = [case for case in cases.CASES if case.name in CASES]
+    child.CASES, child.TIMES = [case for case in cases.CASES if case.name in CASES], 1
     child.main()
 
 

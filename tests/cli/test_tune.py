@@ -55,7 +55,7 @@ def nothing():
     pass
 
 
-@pytest.mark.parametrize("mistake", ["hangs", "aborts", "raises", "doubles", "breaks"])
+@pytest.mark.parametrize("mistake", ["hangs", "aborts", "raises", "doubles", "breaks", "unfit"])
 def test_a_mistake_costs_its_candidate_and_nothing_else(mistake, monkeypatch):
     """By the process itself, kernels interpreted: the second tile has the mistake, the others are proved and timed."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -76,11 +76,27 @@ def test_a_mistake_costs_its_candidate_and_nothing_else(mistake, monkeypatch):
             "raises": ("fails", "ValueError: an operand too many"),
             "doubles": ("wrong", "plain, out: "),
             "breaks": ("fails", "CUDA error: an illegal memory access"),
+            "unfit": (tuned.UNFIT, "shared memory"),
         }[mistake]
         assert found["status"] == status and why in found["why"]
+        assert asked("prove", candidate(64))["status"] == PASSED, "what one has left is not the next one's"
         assert asked("measure", candidate(16, status=PASSED)) == dict(status=PASSED, why="", ms={"small causal": 32.0})
     finally:
         child.stop()
+
+
+def test_what_is_too_large_to_be_timed_is_right_all_the_same(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    child = children.Child((sys.executable, "-m", "tests.cli.planted", "exhausts=32x16"), silent_s=20.0)
+    group = [candidate(32), candidate(16)]
+    search = tune.Search([group], [], nothing)
+    try:
+        assert searched(search, [child], cases=lambda of: {"small": tuple(SMALL._replace(dtype="float32"))})[0]
+    finally:
+        child.stop()
+    assert [(x.status, [*x.ms]) for x in search.tried()] == [(PASSED, []), (PASSED, ["small"])]
+    assert "too little memory" in search.tried()[0].why
+    assert [tile.rows for tile in tuned.choose(search.tried()).right[candidate(16).place]] == [16, 32]
 
 
 @pytest.mark.parametrize("kernel", ["dq", "dkdv", "one_pass", "two_passes"])
@@ -267,9 +283,14 @@ def answer(capsys, *options):
 
 
 def test_the_command_tries_keeps_shows_exports_and_forgets(gpu, capsys):
+    assert cli.main(["tune", "--quick", "--shape", "1,8,8,512,512,64"]) == 0
+    assert "for 1 minutes" in capsys.readouterr().out and answer(capsys, "--forget")[0] == 0
+    older = tuned.path(ABOUT | dict(torch="2.10.0"))
+    tuned.write(older, ABOUT, [])
     status, said = answer(capsys, "--quick", "--shape", "1,8,8,512,512,64")
+    older.unlink()
     assert status == 0 and said["complete"] and said["wrong"] == 0 and said["about"] == ABOUT
-    (file,) = gpu.iterdir()
+    (file,) = gpu.glob("*.json")
     assert said["file"] == str(file) == str(tuned.path(ABOUT))
     about, known = tuned.read(file)
     assert about == ABOUT and {x.width for x in known} == {64} and {x.load for x in known} == {"plain"}
@@ -296,6 +317,29 @@ def test_an_interrupt_says_how_to_go_on(gpu, capsys, monkeypatch):
     assert cli.main(["tune", "--quick"]) == 0
     before = [tile.rows for tile in table.candidates("forward", 90, 2, 128)].index(64)
     assert "goes on from here" in capsys.readouterr().out and len(tuned.read(tuned.path(ABOUT))[1]) == before
+
+
+def test_of_two_that_write_one_file_the_second_says_so(gpu, capsys):
+    first = tune._taken(tuned.path(ABOUT))
+    assert cli.main(["tune", "--quick"]) == 2
+    assert "another `fusedattn tune` is writing" in capsys.readouterr().err
+    first.close()
+    assert cli.main(["tune", "--quick"]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_tried(gpu, capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / "file" / "tuning")
+    assert cli.main(["tune", "--quick"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_forgetting_removes_what_other_versions_have_left(gpu, capsys):
+    older = tuned.path(ABOUT | dict(torch="2.10.0"))
+    other = tuned.path(ABOUT | dict(gpu="NVIDIA H200 NVL"))
+    for file in (older, other):
+        tuned.write(file, ABOUT, [])
+    assert answer(capsys, "--forget")[0] == 0 and not older.exists() and other.exists()
 
 
 def test_a_damaged_file_is_begun_again(gpu, capsys):

@@ -1,6 +1,7 @@
 """Tuning files: what is read, what is ignored with a warning, and what calls take of it."""
 
 import json
+import types
 import warnings
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+import triton
+
 import fusedattn as fa
 from fusedattn import backends
 from fusedattn.launch import backward, run, tiles as table, tuned
 from fusedattn.launch.tuned import NOTHING, Candidate, choose
+from fusedattn.replay import cache
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from ..offline import absent
@@ -85,6 +89,63 @@ def test_what_lacks_a_time_comes_last_and_is_no_faster():
     assert choose([]) == NOTHING
 
 
+def test_what_does_not_fit_or_is_not_known_is_not_wrong():
+    open_ones = [forward(FIRST, status=tuned.UNFIT), forward(SECOND, status=tuned.UNKNOWN)]
+    found = choose(open_ones)
+    assert not found.wrong and found.tiles(open_ones[0].place, (FIRST, THIRD)) == (FIRST, THIRD)
+
+
+def test_times_are_compared_of_the_same_cases():
+    """A second run may have timed other shapes, of some candidates."""
+    universal, special = forward(FIRST, long=4.0, mine=1.0), forward(GRID, long=4.5)
+    assert not choose([universal, special]).on_hopper
+    assert choose([universal, forward(GRID, long=3.5)]).on_hopper == {("bfloat16", 128, False)}
+    assert not choose([universal, forward(GRID, other=0.5)]).on_hopper
+
+
+@pytest.mark.parametrize("error", [PermissionError("not yours"), RuntimeError("no home")], ids=str)
+def test_a_home_that_cannot_be_looked_into_has_no_file(error, files, monkeypatch):
+    def folder():
+        raise error
+
+    monkeypatch.setattr(tuned, "folder", folder)
+    assert said() == (NOTHING, [])
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(files, monkeypatch):
+    path = files / "mine.json"
+    tuned.write(path, ABOUT, CANDIDATES)
+    before = path.read_bytes()
+
+    def fails(self, target):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(type(path), "replace", fails)
+    with pytest.raises(OSError, match="gone"):
+        tuned.write(path, ABOUT, [])
+    assert path.read_bytes() == before and [*files.iterdir()] == [path]
+
+
+def test_a_file_that_is_loaded_or_forgotten_reaches_calls_that_were_made_before(files, monkeypatch):
+    tuned.write(files / "mine.json", ABOUT, CANDIDATES)
+    forgotten = []
+    monkeypatch.setattr(cache, "forget", lambda: forgotten.append(True))
+    for step in (lambda: fa.tuning.load(files / "mine.json"), fa.tuning.forget):
+        table.fitting["a kind of call"] = ()
+        step()
+        assert not table.fitting and forgotten.pop(), "tiles, and recorded launches, are those of before"
+
+
+def test_a_file_is_about_the_gpu_and_all_versions(monkeypatch):
+    gpu = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(tuned, "driver", lambda: "580.1")
+    found = tuned.about(GPU)
+    assert tuple(found) == tuned.ABOUT and found["capability"] == "9.0" and found["driver"] == "580.1"
+    assert found["torch"] == torch.__version__ and found["triton"] == triton.__version__
+    assert found["fusedattn"] == tuned._version()
+
+
 def test_where_one_pass_is_wrong_two_are_taken_and_where_all_pipelines_are_none_is():
     wrong = [
         Candidate("one_pass", "float16", 64, "plain", FIRST, "hangs", "it was"),
@@ -130,7 +191,14 @@ DAMAGED = {
     "it is empty": (lambda content: "", "damaged"),
     "it is a list": (lambda content: "[]", "damaged"),
     "it is not text": (lambda content: "\udcff", "damaged"),
-    "it has no candidates": (lambda content: json.dumps({"format": 1, "about": {}}), "it has no 'candidates'"),
+    "it has no candidates": (lambda content: json.dumps({"format": 1, "about": ABOUT}), "it has no 'candidates'"),
+    "it is about nothing": (changed(about={}), "it has no 'gpu'"),
+    "it has no end": (lambda content: "[" * 100_000, "damaged"),
+    "a number of 400 digits": (entry(ms=dict(full=10**400)), "damaged"),
+    "a tile without rows": (entry(form=dict(rows=0, keys=64, warps=4, stages=2)), "there is no form"),
+    "three warps": (entry(form=dict(rows=64, keys=64, warps=3, stages=2)), "there is no form"),
+    "no stage": (entry(form=dict(rows=64, keys=64, warps=4, stages=0)), "there is no form"),
+    "half a width": (entry(width=128.0), "width 128.0"),
     "another format": (changed(format=2), "its format is 2, and this version reads 1"),
     "another machine": (changed(about=ABOUT | dict(gpu="NVIDIA A100")), "gpu NVIDIA A100 and not NVIDIA H200"),
     "an older version": (changed(about=ABOUT | dict(fusedattn="0+abc")), "fusedattn 0.abc and not 1.abc"),

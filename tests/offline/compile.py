@@ -263,6 +263,8 @@ def table(capabilities=(80, 90)):
                     yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
                 yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
+            if dtype == "bf16" and kernel in ("one_pass", "dkdv"):  # where its sums are stored in the loop
+                yield Row(kernel, capability, dtype, width, "bias keys", rich[0], (0, len(rich)))
             if dtype == "bf16" and width == 64 and not seldom and capability == capabilities[-1]:
                 yield Row(kernel, capability, "fp16", 64, "full", *best)
                 yield Row(kernel, capability, dtype, 32, "full", *best)

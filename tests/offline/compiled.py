@@ -62,6 +62,7 @@ VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Cal
         seed=_meta(1, dtype=torch.int64),
     ),
 }
+VARIANTS["bias keys"] = dict(bias=_meta(1, HEADS, 1, LENGTH, dtype=torch.bfloat16))
 _OFFSETS = dict(cu_seqlens_q=_meta(9, dtype=torch.int32), cu_seqlens_k=_meta(9, dtype=torch.int32))
 VARIANTS |= {
     "packed": _OFFSETS,

@@ -27,7 +27,8 @@ HEADING = """\
 Seconds of CPU time, of one core, that Triton {version} and its ptxas take to compile what a call launches, with nothing
 cached, made by `python -m tests.offline.first_call --report`; causal calls without masks and options. A call that
 differs in the dtype, in head_dim, in how many query heads share a kv head, in which side of the window is bounded or in
-which options there are compiles anew; another batch, length or number of heads does not. `inference` is a forward of
+which options there are compiles anew; another batch, length or number of heads does not (of the kernel for Hopper the
+number of heads does). `inference` is a forward of
 which no gradient is asked, `training` one that saves for the `backward`. `fusedattn warmup` compiles several at a time.
 """
 

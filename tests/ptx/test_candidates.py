@@ -4,10 +4,11 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from fusedattn.cli.tune import child as process
 from fusedattn.launch import tiles, tuned
 from fusedattn.launch.tuned import Candidate, choose
 
-from . import calls
+from . import calls, device
 from .cases import _TOGETHER, dense
 
 STEPS = dict(Sq=300, Sk=520)  # more blocks, of either side, than there are stages
@@ -69,3 +70,29 @@ def test_a_call_that_is_loaded_by_the_copy_engine(candidate, fields):
     outcome = executed(candidate, *dense(("loaded", fields)))
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     assert loads(outcome)["forward" if candidate is FORWARD else "dkdv"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [place for place in tiles.CANDIDATES if place[3] == 64], ids=lambda x: x[0])
+def test_tune_proves_what_calls_take(place, monkeypatch):
+    """Tiles of the table, and candidates, by compiled code: their calls have rows enough to take them."""
+    kernel, capability, itemsize, width = place
+    monkeypatch.setattr(process, "CASES", [case for case in process.CASES if case.name in ("plain", "one row")])
+    monkeypatch.setattr(process, "TIMES", 4)
+    steps = []
+    with device.gpu(capability):
+        for tile in tiles.candidates(kernel, capability, itemsize, width)[:2]:
+            of = Candidate(kernel, "bfloat16", width, "plain", tiles.same(tile), "waiting")
+            request = dict(what="prove", device="cpu", known=[], candidate=tuned.entry(of))
+            found = process.answer(request, steps.append)
+            assert (found.status, found.why) == (tuned.PASSED, ""), found
+    assert steps == ["plain", "one row"] * 2
+
+
+@pytest.mark.matrix
+def test_tune_does_not_prove_by_calls_that_take_another_tile(monkeypatch):
+    monkeypatch.setattr(process, "CASES", [case for case in process.CASES if case.name == "one row"])
+    of = Candidate("forward", "bfloat16", 64, "plain", tiles.same(tiles.TABLE["forward", 90, 2, 64][0]), "waiting")
+    with device.gpu(90):
+        found = process.answer(dict(what="prove", device="cpu", known=[], candidate=tuned.entry(of)), lambda what: None)
+    assert found.status == tuned.UNKNOWN and "none of the named cases" in found.why

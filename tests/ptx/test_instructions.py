@@ -303,7 +303,7 @@ BODIES = {
         [0] * 32,
     ),
     "vectors": (
-        """st.global.v2.b32 [%in+8], {%t, 4}; ld.global.v2.b32 {_, %r1}, [%in+8]; ld.global.b32 %r2, [%in+8];
+        """st.global.v2.b32 [%in+8], {%t, 4}; ld.global.v2.b32 {_, %r1}, [%in+8]; ld.volatile.global.b32 %r2, [%in+8];
         add.s32 %r0, %r1, %r2;""",
         [i + 4 for i in RANGE],
     ),

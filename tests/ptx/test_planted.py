@@ -53,7 +53,7 @@ UNSEEN = (
     (
         "dq in other rows",
         "dkdv.py",
-        "rows, block * BLOCK_M, band.rows, dq",
+        "rows, first, band.rows, dq",
         "rows, block * 16, band.rows, dq",
         PLAIN,
         90,

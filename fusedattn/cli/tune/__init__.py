@@ -1,11 +1,13 @@
 """fusedattn tune: proves kernels on this GPU, times those that are right, and keeps what it found for calls to take."""
 
+import itertools
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -17,6 +19,8 @@ from ..screen import Problem, Screen
 from . import children, plan
 
 MINUTES, QUICK_MINUTES = 5.0, 1.0
+# What is proved and timed together, one after the other.
+STEPS = (("forward", "hopper"), ("dq", "dkdv", "one_pass"), ("two_passes",), tuned.OF_PEERS)
 JOBS = 8  # processes that prove; each compiles, which keeps a core busy
 
 
@@ -35,40 +39,44 @@ class Search:
         return self.others + [x for group in self.groups for x in group if x.status != plan.WAITING]
 
     def run(self, children: Sequence, request: dict, cases: Callable, deadline: float, advance: Callable) -> bool:
-        """Prove and time what was not yet; whether all of it was done before a deadline, of time.monotonic()."""
-        for group in self.groups:
-            for only_last in (False, True):  # two passes are proved and timed with the best of each
-                numbers = [n for n, x in enumerate(group) if (x.kernel == "two_passes") == only_last]
-                others = {n for n in numbers if group[n].kernel in tuned.OF_PEERS}  # which PyTorch has proved
-                waiting = [n for n in numbers if group[n].status == plan.WAITING and n not in others]
+        """Prove and time what was not yet; whether all of it was done before a deadline, of time.monotonic().
 
-                def prove(child, group=group, waiting=waiting):
-                    while waiting and time.monotonic() < deadline:
-                        self._ask(child, group, waiting.pop(0), request | dict(what="prove"), advance)
+        A backward is proved with forwards that are known to be right, and two passes with the best of each.
+        """
+        for group, kernels in itertools.product(self.groups, STEPS):
+            numbers = [n for n, x in enumerate(group) if x.kernel in kernels]
+            peers = {n for n in numbers if group[n].kernel in tuned.OF_PEERS}  # which PyTorch has proved
+            waiting = [n for n in numbers if group[n].status == plan.WAITING and n not in peers]
 
-                _at_once(prove, children)
-                for number in numbers:
-                    wanted = cases(group[number])
-                    fit = group[number].status in ((PASSED, plan.WAITING) if number in others else (PASSED,))
-                    if not fit or set(wanted) <= set(group[number].ms):
-                        continue
-                    if time.monotonic() >= deadline:
-                        return False
-                    self._ask(children[0], group, number, request | dict(what="measure", cases=wanted), advance)
-                if waiting:
+            def prove(child, group=group, waiting=waiting):
+                while waiting and time.monotonic() < deadline:
+                    self._ask(child, group, waiting.pop(0), request | dict(what="prove"), advance)
+
+            _at_once(prove, children)
+            for number in numbers:
+                wanted = cases(group[number])
+                fit = group[number].status in ((PASSED, plan.WAITING) if number in peers else (PASSED,))
+                if not fit or set(wanted) <= set(group[number].ms):
+                    continue
+                if time.monotonic() >= deadline:
                     return False
+                self._ask(children[0], group, number, request | dict(what="measure", cases=wanted), advance)
+            if waiting:
+                return False
         return True
 
     def _ask(self, child, group, number, request, advance):
         """Have a process try a candidate, and keep what became of it."""
         candidate = group[number]
-        known = [tuned.entry(x) for x in self.tried() if x.status == PASSED]
+        known = [tuned.entry(x) for x in self.tried()]
         answer = child.ask(request | dict(candidate=tuned.entry(candidate), known=known))
+        status, why = answer["status"], answer["why"]
+        if request["what"] == "measure" and status == tuned.UNKNOWN:
+            status = candidate.status  # it is right, and no time is known of it
         with self.lock:
-            ms = candidate.ms | answer["ms"]
-            group[number] = candidate._replace(status=answer["status"], why=answer["why"], ms=ms)
+            group[number] = candidate._replace(status=status, why=why, ms=candidate.ms | answer["ms"])
             self.keep()
-        advance(f"{request['what']} {named(candidate)}: {answer['status']}")
+        advance(f"{request['what']} {named(candidate)}: {status}")
 
 
 def _at_once(work, children):
@@ -104,7 +112,11 @@ def run(arguments) -> int:
     about = tuned.about(device)
     file = tuned.path(about)
     if arguments.forget:
-        file.unlink(missing_ok=True)
+        for old in {file, *tuned.files(about["gpu"])}:  # those of other versions, too
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                raise Problem(f"forget: cannot remove {old}: {error}") from error
         screen.say(f"{file} is removed.")
         screen.finish(dict(file=str(file), candidates=[]))
         return 0
@@ -138,6 +150,23 @@ def _known(file: Path, screen: Screen) -> list[Candidate]:
         return []
 
 
+def _taken(file: Path) -> IO:
+    """A lock on a tuning file, until it is closed: of two that write one the last would drop what the other found."""
+    import fcntl  # of Linux, as the kernels are
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise Problem(f"cannot write {file}: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise Problem(f"another `fusedattn tune` is writing {file}; wait until it has ended") from None
+    return lock
+
+
 def _search(arguments, screen, device, about, file, known):
     """(all that is known, whether everything was tried), after as many minutes as there are."""
     minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
@@ -152,11 +181,12 @@ def _search(arguments, screen, device, about, file, known):
     search = Search(groups, known, lambda: tuned.write(file, about, search.tried()))
     waiting = sum(x.status == plan.WAITING for group in search.groups for x in group)
     screen.say(f"{waiting} candidates on {about['gpu']}, for {minutes:g} minutes; what is found is kept in {file}.")
+    busy = _taken(file)
     some = [children.Child() for _ in range(max(1, min(JOBS, machine.cores() - 1)))]
     complete = False
     try:
         with screen.progress("candidates", 2 * waiting) as advance:
-            request = dict(device=str(device))
+            request = dict(device=str(device), few=bool(arguments.quick))
             complete = search.run(some, request, lambda x: plan.cases(x, shapes, lengths), deadline, advance)
     except KeyboardInterrupt:
         screen.say("Stopped; the same command goes on from here.")
@@ -165,6 +195,7 @@ def _search(arguments, screen, device, about, file, known):
     finally:
         for child in some:
             child.stop()
+        busy.close()
     if not complete:
         screen.say("Not everything was tried: the same command goes on from here.")
     tuned.read_again()

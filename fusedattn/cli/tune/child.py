@@ -8,20 +8,28 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Collection
+from unittest import mock
 
 import torch
 
+from ... import attention, reference
 from ...bench import cases as bench_cases, engine, timing
 from ...bench.calls import Unsupported
-from ...launch import tiles, tuned
-from ...launch.tuned import PASSED, Candidate, Choices
+from ...launch import failures, tiles, tuned
+from ...launch.tuned import PASSED, UNFIT, UNKNOWN, Candidate, Choices
 from ...replay import cache
-from ...testing.cases import CASES, Case, compare
+from ...testing.cases import CASES, Case
+from ...testing.compare import INPUTS, LEARNED, in_float64, with_gradients
+from ...testing.tolerance import Verdict, verdicts
 
 # What a kernel is judged by, and which gradients it is timed on: of query, key and value.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
 RESULTS |= dict.fromkeys(("one_pass", "two_passes"), ("query", "key", "value"))
 BUDGET_MS = 60.0
+# Named cases are of few rows, for an interpreter: with so many times as many there are more blocks than stages.
+TIMES = 11
+FEW = ("plain", "causal more keys", "one kv head for 3", "value wider")  # what `--quick` proves by
 
 
 def load_of(case: Case) -> str:
@@ -32,69 +40,114 @@ def load_of(case: Case) -> str:
 
 
 def alone(candidate: Candidate, known: Choices, table: tuple[tiles.Tile, ...]) -> Choices:
-    """Choices with which calls take a candidate and nothing else in its place; elsewhere what is known to be best."""
+    """Choices with which calls take a candidate and nothing else in its place; elsewhere what is known to be best.
+
+    Calls of few rows or in narrow bands, which take no large tile, have the small ones of the table.
+    """
     kernel, place = candidate.kernel, candidate.place
     right, wrong = {**known.right}, {**known.wrong}
     if candidate.form is not None:
+        small = () if tiles.small_enough((candidate.form,)) else tuple(map(tiles.same, tiles.small_enough(table)))
         right[place] = (candidate.form,)
-        wrong[place] = tuple(tiles.same(tile) for tile in table if tiles.same(tile) != candidate.form)
+        wrong[place] = tuple(tile for tile in map(tiles.same, table) if tile not in (candidate.form, *small))
     in_two = kernel in ("dq", "dkdv", "two_passes")
     return Choices(right, wrong, two_passes=frozenset([candidate.place[1:]] if in_two else []))
 
 
 @contextlib.contextmanager
 def asked(candidate: Candidate, known: Choices, device: str):
-    """Inside, calls take a candidate; yields the backend to name."""
+    """Inside, calls take a candidate where they can; yields (the backend to name, what was launched since `clear`).
+
+    That is a set of (kernel, rows, keys, warps, stages).
+    """
+    from ...launch import run
+
     kernel, dtype, width, load = candidate.place
     table: tuple[tiles.Tile, ...] = ()
     if kernel in tuned.KERNELS:
-        from ...launch import run
-
         itemsize = getattr(torch, dtype).itemsize
         table = tiles.candidates(kernel, run.capability(torch.device(device)), itemsize, width, load)
+    launched: set[tuple] = set()
+    run_kernel = run.run_kernel
+
+    def noted(name, programs, arguments, *rest, **options):
+        sizes = (arguments.get(x) for x in ("BLOCK_M", "BLOCK_N"))
+        run_kernel(name, programs, arguments, *rest, **options)
+        launched.add((name, *sizes, options.get("num_warps"), options.get("num_stages")))
+
+    failures.forget()  # what an earlier candidate left
     tuned.ask(alone(candidate, known, table))
     cache.forget()
     try:
-        yield "hopper" if kernel == "hopper" else "triton"
+        with mock.patch.object(run, "run_kernel", noted):
+            yield "hopper" if kernel == "hopper" else "triton", launched
     finally:
         tuned.ask(None)
         cache.forget()
 
 
-def prove(candidate: Candidate, backend: str, device: str, at) -> Candidate:
-    """The candidate, held to float64 on each named case of its load."""
-    dtype, judged = getattr(torch, candidate.dtype), RESULTS[candidate.kernel]
+def takes(candidate: Candidate, launched: Collection[tuple]) -> bool:
+    """Whether what was launched is by a candidate."""
+    names = {name for name, *_ in launched}
+    if candidate.kernel in tuned.KERNELS:
+        return (candidate.kernel, *candidate.form[:4]) in launched  # type: ignore[index]
+    return {"hopper"} <= names if candidate.kernel == "hopper" else {"dq", "dkdv"} <= names
+
+
+def judged(case: Case, names: Collection[str], backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:
+    """{name: Verdict} of out, lse, and those of the gradients that are named; no other is computed."""
+    tensors, options = case.draw(device, dtype)
+    wanted = [name for name in INPUTS if name in names]
+    inputs = {name: tensors[name].detach().requires_grad_(name in (wanted or INPUTS)) for name in INPUTS}
+    out, lse = attention(**{**options, **inputs}, return_lse=True, backend=backend)
+    got = dict(out=out.detach(), lse=lse.detach())
+    grads = "out" if case.grads == "out" else "out and lse"
+    if wanted:
+        given = {"out": (out, tensors["out"].to(out.dtype)), "lse": (lse, tensors["lse"].to(lse.dtype))}
+        results, incoming = zip(*(pair for name, pair in given.items() if name in grads), strict=True)
+        got |= dict(zip(wanted, torch.autograd.grad(results, [inputs[name] for name in wanted], incoming), strict=True))
+    eager = with_gradients(reference.eager, tensors, options, grads, learned=())
+    exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
+    oracle = with_gradients(reference.attention, in_float64(tensors), exact, grads, learned=())
+    return verdicts(got, {name: eager[name] for name in got}, {name: oracle[name] for name in got})
+
+
+def prove(candidate: Candidate, backend: str, device: str, at, launched: set, few: bool) -> Candidate:
+    """The candidate, held to float64 on the named cases of its load whose calls take it; if few, on some of them."""
+    dtype, names = getattr(torch, candidate.dtype), RESULTS[candidate.kernel]
     proved = 0
     for case in CASES:
-        if load_of(case) != candidate.load:
+        if load_of(case) != candidate.load or (few and candidate.load == "plain" and case.name not in FEW):
             continue
         at(case.name)
+        launched.clear()
+        sized = case.at_width(candidate.width)._replace(rows=TIMES * case.rows, keys=TIMES * case.keys)
         try:
-            verdicts = compare(case.at_width(candidate.width), backend, device, dtype)
+            found = judged(sized, names, backend, device, dtype)
         except NotImplementedError as refused:
-            if candidate.kernel != "hopper":
-                return candidate._replace(status="refused", why=str(refused))
-            continue  # it takes some of the named cases
+            if candidate.kernel == "hopper":
+                continue  # it takes some of the named cases
+            return candidate._replace(status=UNFIT if "OutOfResources" in str(refused) else "fails", why=str(refused))
+        if not takes(candidate, launched):
+            continue
         proved += 1
-        for name in judged:
-            if name in verdicts and not verdicts[name].ok:
-                return candidate._replace(status="wrong", why=f"{case.name}, {name}: {verdicts[name].why}")
+        for name in names:
+            if not found[name].ok:
+                return candidate._replace(status="wrong", why=f"{case.name}, {name}: {found[name].why}")
     if not proved:
-        return candidate._replace(status="refused", why="it takes none of the named cases")
+        return candidate._replace(status=UNKNOWN, why="none of the named cases takes it")
     return candidate._replace(status=PASSED)
 
 
 def measure(candidate: Candidate, backend: str, device: str, at, cases) -> Candidate:
     """The candidate, with the milliseconds that it takes for each of the cases."""
-    from ... import attention
-
-    ms, judged = {}, RESULTS[candidate.kernel]
+    ms, names = {}, RESULTS[candidate.kernel]
     for name, fields in cases.items():
         at(name)
         case = bench_cases.Case(*fields)
         tensors = case.draw(device)
         leaves = dict(query=tensors.query, key=tensors.key, value=tensors.value)
-        wanted = [leaf.requires_grad_() for key, leaf in leaves.items() if key in judged] or [
+        wanted = [leaf.requires_grad_() for key, leaf in leaves.items() if key in names] or [
             tensors.query.requires_grad_()
         ]
         options = case.arguments(tensors.masks)
@@ -107,7 +160,7 @@ def measure(candidate: Candidate, backend: str, device: str, at, cases) -> Candi
         def backward(out=out, wanted=wanted, given=tensors.grad_out):
             return torch.autograd.grad(out, wanted, given, retain_graph=True)
 
-        ms[name] = timing.measure(forward if judged[0] == "out" else backward, device, BUDGET_MS).p50
+        ms[name] = timing.measure(forward if names[0] == "out" else backward, device, BUDGET_MS).p50
     return candidate._replace(ms=ms)
 
 
@@ -134,11 +187,13 @@ def answer(request: dict, at) -> Candidate:
     try:
         if candidate.kernel in tuned.OF_PEERS:
             return measure_peer(candidate, device, at, request["cases"])
-        with asked(candidate, known, device) as backend:
+        with asked(candidate, known, device) as (backend, launched):
             if request["what"] == "prove":
-                return prove(candidate, backend, device, at)
+                return prove(candidate, backend, device, at, launched, request.get("few", False))
             return measure(candidate, backend, device, at, request["cases"])
     except Exception as error:  # whatever a candidate raises on somebody's GPU is what is wrong with it
+        if engine.out_of_memory(error):
+            return candidate._replace(status=UNKNOWN, why="there is too little memory for its cases")
         return candidate._replace(status="fails", why=f"{type(error).__name__}: {error}".partition("\n")[0][:300])
 
 

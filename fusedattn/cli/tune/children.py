@@ -30,6 +30,8 @@ class Child:
 
         Raises: Stopped if another thread stops it; RuntimeError if no process starts.
         """
+        if self.stopped:
+            raise Stopped
         if self.process is None or self.process.poll() is not None:
             self._start()
         assert self.process is not None and self.process.stdin is not None
@@ -70,6 +72,9 @@ class Child:
         # A session of its own: Ctrl-C is for who asks.
         streams = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.process = subprocess.Popen(self.command, **streams, text=True, start_new_session=True)
+        if self.stopped:  # meanwhile, by a thread that saw no process yet
+            self._kill()
+            raise Stopped
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_pass_on, args=(self.process.stdout, self.lines), daemon=True).start()
         try:

@@ -29,13 +29,12 @@ def load_param(e, op, register, operand):
     e.write(register, source, dtype, vote=False)
 
 
-@instruction("ld.global ld.shared ld.shared::cta", NUMBERS, " ".join(VECTORS))
+@instruction("ld.global ld.volatile.global ld.shared ld.shared::cta", NUMBERS, " ".join(VECTORS))
 def load(e, op, registers, operand):
     registers = _vector(e, op, registers)
     dtype = _dtype(e, op, next(register for register in registers if register != "_"))
-    source = e.call(
-        op.name.removesuffix("::cta").replace("ld.", "load_"), *e.pointer(operand), dtype.__name__, len(registers)
-    )
+    name = f"load_{op.name.removesuffix('::cta').rpartition('.')[2]}"  # a volatile one is like any other
+    source = e.call(name, *e.pointer(operand), dtype.__name__, len(registers))
     e.write_all(registers, source, dtype, vote=False)
 
 
