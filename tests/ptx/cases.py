@@ -49,6 +49,7 @@ def dense(*rows):
 
 EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="own", bias="heads", alibi="own")
 EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
+ONE_BATCH = EVERYTHING | dict(B=1, bias="batch")  # whose heads share a bias, as two batches do
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
@@ -131,11 +132,11 @@ _OPTIONS = dense(
     ("far apart, two passes, masks", dict(key_mask="own", mask="pairs", **FAR, **TWO)),
     ("masks, a repeated call", dict(mask="pairs", key_mask="own", B=2, times=3)),
     ("everything", EVERYTHING),
-    ("everything D128 fp16", EVERYTHING | dict(dtype=FP16, **SHORT, **WIDE)),
-    ("everything D256", EVERYTHING | dict(D=256, **SHORT)),
-    ("everything fp32 D40", EVERYTHING | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
-    ("everything fp32 D128", EVERYTHING | dict(dtype=FP32, Sq=70, Sk=90, **WIDE)),
-    ("everything fp32 D256", EVERYTHING | dict(dtype=FP32, D=256, Sq=70, Sk=90)),
+    ("everything D128 fp16", ONE_BATCH | dict(dtype=FP16, **SHORT, **WIDE)),
+    ("everything D256", ONE_BATCH | dict(D=256, **SHORT)),
+    ("everything fp32 D40", ONE_BATCH | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
+    ("everything fp32 D128", ONE_BATCH | dict(dtype=FP32, Sq=40, Sk=60, **WIDE)),
+    ("everything fp32 D256", ONE_BATCH | dict(dtype=FP32, D=256, Sq=40, Sk=60)),
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)

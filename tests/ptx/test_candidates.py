@@ -11,7 +11,7 @@ from fusedattn.launch.tuned import Candidate, choose
 from . import calls, device
 from .cases import _TOGETHER, dense
 
-STEPS = dict(Sq=300, Sk=520)  # more blocks, of either side, than there are stages
+STEPS = dict(Sq=260, Sk=400)  # more blocks, of either side, than there are stages, or as many
 CANDIDATES = [(place, tile, causal) for place, some in tiles.CANDIDATES.items() for tile in some for causal in (0, 1)]
 FIRST = [(place, some[0], 1) for place, some in tiles.CANDIDATES.items()]
 BACKWARD = Candidate("one_pass", "bfloat16", 64, "plain", tiles.CANDIDATES["one_pass", 90, 2, 64][0])
