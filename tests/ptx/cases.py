@@ -50,6 +50,7 @@ def dense(*rows):
 EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="own", bias="heads", alibi="own")
 EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
 ONE_BATCH = EVERYTHING | dict(B=1, bias="batch")  # whose heads share a bias, as two batches do
+RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
@@ -132,11 +133,11 @@ _OPTIONS = dense(
     ("far apart, two passes, masks", dict(key_mask="own", mask="pairs", **FAR, **TWO)),
     ("masks, a repeated call", dict(mask="pairs", key_mask="own", B=2, times=3)),
     ("everything", EVERYTHING),
-    ("everything D128 fp16", ONE_BATCH | dict(dtype=FP16, **SHORT, **WIDE)),
-    ("everything D256", ONE_BATCH | dict(D=256, **SHORT)),
-    ("everything fp32 D40", ONE_BATCH | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
-    ("everything fp32 D128", ONE_BATCH | dict(dtype=FP32, Sq=40, Sk=60, **WIDE)),
-    ("everything fp32 D256", ONE_BATCH | dict(dtype=FP32, D=256, Sq=40, Sk=60)),
+    ("bias, slopes, cap, weights D128 fp16", RICH | dict(dtype=FP16, **WIDE)),
+    ("bias, slopes, cap, weights D256", RICH | dict(D=256)),
+    ("bias, slopes, cap, weights fp32 D40", RICH | dict(dtype=FP32, D=40)),
+    ("bias, slopes, cap, weights fp32 D128", RICH | dict(dtype=FP32, **WIDE)),
+    ("bias, slopes, cap, weights fp32 D256", RICH | dict(dtype=FP32, D=256)),
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
@@ -216,30 +217,41 @@ FEW = (
     *("packed causal", "decode: new keys in pages", "hopper causal", "hopper D128"),
 )
 
-# `make test-all` runs these on both GPUs too, and so the first tile of each kernel.
-BOTH = (
-    *("everything D256", "everything D128 fp16", "everything fp32 D40", "everything fp32 D128", "everything fp32 D256"),
-    *(
-        "plain D256",
-        "tf32 D128 causal",
-        "mask of pairs",
-        "mask of pairs D256",
-        "bias of rows",
-        "bias of keys D128",
-        "packed window D128",
+# `make test-all` runs each named call on one GPU, and these on this one too: so each first tile is taken there.
+ALSO = {
+    80: (
+        *("bias of rows", "mask of pairs", "plain D128, two passes", "far apart, two passes, masks"),
+        *("bias, slopes, cap, weights fp32 D40", "bias, slopes, cap, weights fp32 D256"),
+        *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
+        *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
+        *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 fp32 D256"),
     ),
-    *("tf32 D128, dropout under masks", "dropout under masks D256"),
-    *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
-    *("far apart, two passes, masks", "decode: everything in pages", "decode: cache D128", "decode: D 256"),
-    *("decode: fp32", "decode: fp32, split and merged D128", "decode: fp32, split and merged D256"),
-    *("decode: decode_32", "decode: decode_32, window", "decode: decode_32 D128", "decode: decode_32 D256"),
-    *("decode: decode_32 fp32", "decode: decode_32 fp32 D128", "decode: decode_32 fp32 D256"),
-    *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 D256"),
-    *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 fp32 D256"),
+    HOPPER: (
+        *("bias, slopes, cap, weights D128 fp16", "bias, slopes, cap, weights D256"),
+        *("bias, slopes, cap, weights fp32 D128", "bias of keys D128", "mask of pairs D256", "packed window D128"),
+        *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
+        *("decode: cache D128", "decode: fp32, split and merged D256", "decode: decode_32, window"),
+        *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
+        *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 D256"),
+    ),
+}
+
+_WHOLE = dense(
+    ("everything D128 fp16", ONE_BATCH | dict(dtype=FP16, **SHORT, **WIDE)),
+    ("everything D256", ONE_BATCH | dict(D=256, **SHORT)),
+    ("everything fp32 D40", ONE_BATCH | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
+    ("everything fp32 D128", ONE_BATCH | dict(dtype=FP32, Sq=40, Sk=60, **WIDE)),
+    ("everything fp32 D256", ONE_BATCH | dict(dtype=FP32, D=256, Sq=40, Sk=60)),
 )
 
 
 def small():
+    """What `--everything` executes besides: all options at once of each width, whose kernels take long to compile."""
+    yield from _WHOLE
+    yield from _of_the_package()
+
+
+def _of_the_package():
     """The small cases of the package's own tests, but for float64, which no tensor core multiplies here."""
     for case in (*cases.SHAPES, *cases.SINGLE):
         if case.dtype != torch.float64:

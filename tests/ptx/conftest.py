@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from .cases import BOTH, ENTRIES, FEW, HOPPER, small
+from .cases import ALSO, ENTRIES, FEW, HOPPER, small
 
 CAPABILITIES = 80, HOPPER  # whose instructions differ; of the others 86 and 120 share those of 80
 OTHERS = 86, 120
@@ -34,12 +34,13 @@ def _row(entry, capability, tile=0, marks=()):
 
 
 def each_once():
-    """(Entry, capability): each named call on one GPU, which its name decides, those of FEW and BOTH on both."""
+    """(Entry, capability): each named call on one GPU, which its name decides; those of FEW on both, of ALSO there."""
     for entry in ENTRIES.values():
         on = [capability for capability in CAPABILITIES if entry.runs_on(capability)]
         one = zlib.crc32(entry.name.encode()) % len(on)
-        for capability in on if entry.name in (*FEW, *BOTH) else on[one : one + 1]:
-            yield entry, capability
+        for capability in on:
+            if capability == on[one] or entry.name in (*FEW, *ALSO[capability]):
+                yield entry, capability
 
 
 def _marked(entry, capability):

@@ -11,7 +11,7 @@ from fusedattn.launch.tuned import Candidate, choose
 from . import calls, device
 from .cases import _TOGETHER, dense
 
-STEPS = dict(Sq=260, Sk=400)  # more blocks, of either side, than there are stages, or as many
+STEPS = dict(Sq=260, Sk=400, Hq=1)  # more blocks, of either side, than there are stages, or as many
 CANDIDATES = [(place, tile, causal) for place, some in tiles.CANDIDATES.items() for tile in some for causal in (0, 1)]
 FIRST = [(place, some[0], 1) for place, some in tiles.CANDIDATES.items()]
 BACKWARD = Candidate("one_pass", "bfloat16", 64, "plain", tiles.CANDIDATES["one_pass", 90, 2, 64][0])
@@ -21,7 +21,7 @@ FORWARD = Candidate("forward", "bfloat16", 128, "plain", tiles.CANDIDATES["forwa
 LOADED = {
     "packed, forward": (FORWARD, _TOGETHER | dict(causal=True, D=128)),
     "narrow heads, forward": (FORWARD, dict(D=80)),
-    "heads 4:1, repeated, forward": (FORWARD, dict(D=128, Hq=4, Hkv=1, times=3)),
+    "heads 4:1, repeated, forward": (FORWARD, dict(D=128, Hq=4, Hkv=1, Sq=70, times=3)),
     "packed, backward": (BACKWARD, _TOGETHER),
     "narrow heads, backward": (BACKWARD, dict(D=48, causal=True)),
     "heads 4:1, repeated, backward": (BACKWARD, dict(Hq=4, Hkv=1, times=3)),

@@ -24,9 +24,7 @@ CONTRACTIBLE = re.compile(r"\t(mul|add|sub)\.f32\b")
 FIRST, *REST = (
     ("decode: new keys in pages", HOPPER),
     ("plain D64", 80),
-    ("causal D128", HOPPER),
     ("window, two passes", 80),
-    ("bias over batch (dbias)", 80),
     ("hopper D128", HOPPER),
 )
 
