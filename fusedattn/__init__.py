@@ -1,6 +1,6 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
-from . import compat, layers, plot, reference, tuning
+from . import compat, distributed, layers, plot, reference, tuning
 from .api import attention, attention_decode, attention_varlen, merge, plan
 from .backends import Explanation, explain, use_backend
 from .call.form import Plan
@@ -15,6 +15,7 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "compat",
+    "distributed",
     "explain",
     "layers",
     "merge",

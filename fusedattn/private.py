@@ -8,6 +8,7 @@ torch.compile refuses a call with fullgraph=True, and breaks the graph without. 
 import contextlib
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -175,3 +176,15 @@ saved_tensors_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tens
 def saved_by(node: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(query, key, value, output, lse) of the node of `flash_attention_for_cpu`."""
     return node._saved_query, node._saved_key, node._saved_value, node._saved_output, node._saved_logsumexp
+
+
+# How long the operations of a process group may take. Without it: as long as torch's default, which a message then says.
+def group_timeout(group: Any) -> timedelta:
+    """The time limit of a process group."""
+    backends = getattr(group, "_get_backend", None)
+    for kind in getattr(group, "_device_types", ()):
+        options = getattr(backends(kind), "options", None) if backends is not None else None
+        limit = getattr(options, "_timeout", None)
+        if isinstance(limit, timedelta):
+            return limit
+    return timedelta(minutes=30)

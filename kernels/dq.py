@@ -51,7 +51,7 @@ def _walk_keys(
         if grads.bias is not None:
             tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
-            sums = row_sums.add(sums, dropping.before(dropout, p), ds, span.distance(band, r, c).to(ds.dtype))
+            sums = row_sums.add(sums, dropping.before(dropout, p), ds, scores.distance(score, band, r, c).to(ds.dtype))
         if GradQ is not None:
             ds = scores.apply_dcap(score, dcap, ds).to(k_tile.dtype)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)

@@ -36,10 +36,13 @@ def preprocess(
     if Out is not None:
         out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
         grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
-        # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
-        products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=log2_sum.dtype)
-        line = tl.arange(0, BLOCK_M)
-        delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
+        if out.dtype == grad_out.dtype:
+            # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
+            products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=log2_sum.dtype)
+            line = tl.arange(0, BLOCK_M)
+            delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
+        else:
+            delta = tl.sum(out * grad_out.to(out.dtype), 1)
         if COLUMNS > 2:
             delta += tl.sum(kept.lost(stats, rows, q_len, out, DV) * grad_out.to(tl.float32), 1)
         if GradWeights is not None:

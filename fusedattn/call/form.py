@@ -1,7 +1,7 @@
 """The two forms of a call: Arguments, as the caller wrote it, and Call, checked, as every backend takes it."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -67,6 +67,20 @@ class Lengths(NamedTuple):
 WHOLE = Lengths(None, None, 0, 0, None, None)  # of what is not packed
 
 
+class Origin(NamedTuple):
+    """Where a call lies in a larger one, of which it has some rows, keys and heads.
+
+    Row i is level with key diagonal + shift + i, in causal, window and alibi_slopes. Dropout counts row i as row + i,
+    key j as key + j, and head h of batch b as plane + b * heads + h.
+    """
+
+    shift: int = 0
+    row: int = 0
+    key: int = 0
+    plane: int = 0
+    heads: int = 0
+
+
 class Call(NamedTuple):
     """The same call, checked and in one form: first the tensors, of which the first DIFFERENTIABLE have gradients.
 
@@ -82,6 +96,10 @@ class Call(NamedTuple):
 
     deterministic: gradients have the same bits each time, also where torch is not told to want that of all. named: the
     caller named the backend, and no other may take it.
+
+    origin: the fields of an Origin, or None of a call that is all there is. partial: its keys are some of those that
+    its rows see. Then the output, and the gradients of query, key and value, are float32 (float64) and not rounded, and
+    the stats that a backward takes may be those of all keys.
     """
 
     query: Tensor
@@ -107,6 +125,8 @@ class Call(NamedTuple):
     max_seqlen_k: int | None = None
     deterministic: bool = False
     named: bool = False
+    origin: Sequence[int] | None = None
+    partial: bool = False
 
     @property
     def lengths(self) -> Lengths | None:
@@ -129,7 +149,17 @@ class Call(NamedTuple):
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def diagonal(call: Call) -> int:
     """The offset of the diagonal: row i is level with key i + offset."""
-    return 0 if call.top_left else call.key.shape[2] - call.query.shape[2]
+    return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
+
+
+def shift(call: Call) -> int:
+    """What the Origin of a call adds to its diagonal."""
+    return 0 if call.origin is None else call.origin[0]
+
+
+def wide_dtype(call: Call) -> torch.dtype:
+    """The dtype of sums, and of what a partial call gives: float32, float64 of float64."""
+    return torch.promote_types(call.query.dtype, torch.float32)
 
 
 class _Asked(threading.local):

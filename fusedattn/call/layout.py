@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -26,19 +27,20 @@ def order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def dense(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """An uninitialised tensor of `shape`, without gaps, in the dtype, device and dimension order of `like`."""
+def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor of `shape`, without gaps, in the dtype (or another), device and dimension order of `like`."""
     axes = order(like)
-    made = like.new_empty([shape[axis] for axis in axes])
+    made = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
     return made.permute([axes.index(axis) for axis in range(len(axes))])
 
 
-def arrange(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` in the dtype and dimension order of `like`, without gaps; differentiable, a copy only if needed."""
-    if tensor.dtype == like.dtype and like.is_contiguous() and tensor.is_contiguous():
+def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`tensor` in the dtype (or another) and order of `like`, without gaps; differentiable, a copy only if needed."""
+    dtype = like.dtype if dtype is None else dtype
+    if tensor.dtype == dtype and like.is_contiguous() and tensor.is_contiguous():
         return tensor
     axes = order(like)
-    tensor = tensor.to(like.dtype)
+    tensor = tensor.to(dtype)
     if axes == tuple(range(tensor.dim())):
         return tensor.contiguous()
     return tensor.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])

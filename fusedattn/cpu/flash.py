@@ -312,7 +312,7 @@ def forward(call: Call, save: bool) -> Result:
 def _are_alone(call: Call, some: list[Rectangle]) -> bool:
     """Whether what each rectangle sees is all that its rows see."""
     rows_of = [(where.first, where.last) for where in some]
-    return call.sinks is None and len(set(rows_of)) == len(rows_of)
+    return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
 def weights(call: Call, lse: Tensor, columns: int) -> Tensor:

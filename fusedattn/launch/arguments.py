@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.form import diagonal
+from ..call.form import diagonal, shift
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.scores import score
@@ -95,9 +95,9 @@ def _each_head(tensor, batch, heads):
     return None if tensor is None else of(tensor[:, :, None, None].expand(batch, heads, 1, 1))
 
 
-def _side(side, rows, keys):
-    """A side of the window in 32 bits; past all rows and keys it is as good as unbounded."""
-    return None if side is None else min(side, rows + keys)
+def _side(side, shift, rows, keys):
+    """A side of the window, shifted, in 32 bits; past all rows and keys it is as good as unbounded, or as closed."""
+    return None if side is None else max(-(rows + keys), min(side + shift, rows + keys))
 
 
 def sizes(call):
@@ -122,7 +122,7 @@ def scored(call):
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     slopes, sinks = (_each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
-    return score(call.scale, call.softcap, slopes, bias, sinks)
+    return score(call.scale, call.softcap, slopes, bias, sinks, shift(call))
 
 
 def hides(call):
@@ -133,7 +133,7 @@ def hides(call):
 def band(call):
     """The arguments that say which pairs there are, and which of them the band hides."""
     rows, keys = call.query.shape[2], call.key.shape[2]
-    left, right = (_side(side, rows, keys) for side in (call.left, call.right))
+    left, right = (_side(side, by, rows, keys) for side, by in ((call.left, -shift(call)), (call.right, shift(call))))
     return dict(q_len=rows, k_len=keys, left=left, right=right, TOP_LEFT=call.top_left)
 
 
@@ -145,7 +145,7 @@ def common(call):
         K=of(key),
         V=of(value),
         masks=masks_of(call),
-        dropout=None if call.seed is None else dropout.of(call.seed, call.dropout_p),
+        dropout=None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin),
         score=scored(call),
         heads=query.shape[1],
         GROUP=query.shape[1] // key.shape[1],
@@ -171,7 +171,7 @@ def can_pack_gqa(call, out):
         and rows * (heads // kv_heads) <= tiles.FEW_ROWS
         and all(x is None for x in each_head)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
-        and (call.left is None or call.left >= keys + rows)
+        and (call.left is None or call.left >= diagonal(call) + rows)
         and (call.right is None or diagonal(call) + call.right >= keys - 1)
         and _merges(call.query)
         and _merges(out)

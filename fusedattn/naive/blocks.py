@@ -37,6 +37,9 @@ def uncut(call: Call) -> Part:
     """All of a call as one block."""
     (batch, heads, rows, _), device = call.query.shape, call.query.device
     planes = None if call.seed is None else torch.arange(batch * heads, device=device).view(batch, heads)
+    if planes is not None and call.origin is not None:
+        _, _, _, plane, apart = call.origin
+        planes = plane + planes % max(1, heads) + planes // max(1, heads) * apart
     return Part(call, planes, [Block(0, rows, 0, call.key.shape[2])])
 
 

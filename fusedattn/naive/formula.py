@@ -1,7 +1,7 @@
 """Attention by its definition in PyTorch, a block of rows at a time: what kernels are held to, and what a CPU runs."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,11 +87,7 @@ def formula(
     Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
     """
     multiply, add_up = products
-    scores = multiply(query, key, scale)
-    if softcap is not None and softcap <= LARGEST_CAP:
-        scores = softcap * torch.tanh(scores / max(softcap, SMALLEST_CAP))
-    for term in added:
-        scores = scores + term
+    scores = scored(multiply(query, key, scale), softcap, added)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     for columns, hidden in limits:  # autograd need not know: where a weight is 0, its score has the gradient 0
@@ -113,6 +109,15 @@ def formula(
     if factor is not None:
         weights = weights * factor
     return add_up(weights, value), lse, weights
+
+
+def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
+    """The scores that scaled products become, before anything is hidden."""
+    if softcap is not None and softcap <= LARGEST_CAP:
+        products = softcap * torch.tanh(products / max(softcap, SMALLEST_CAP))
+    for term in added:
+        products = products + term
+    return products
 
 
 def _logsumexp(scores: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..call.form import Call, diagonal
+from ..call.form import Call, diagonal, shift
 from . import dropout
 from .blocks import Block, level
 from .inputs import cast
@@ -24,7 +24,7 @@ def _offsets(call: Call, block: Block) -> Tensor:
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
         row = row + diagonal(call)
     else:
-        row = row + (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff())[:, None, None, None]
+        row = row + (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff())[:, None, None, None] + shift(call)
     return torch.arange(block.begin, block.end, device=device)[None, :] - row
 
 
@@ -110,6 +110,9 @@ def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
     if call.seed is None or planes is None:
         return None
     first, last, begin, end = block
-    kept = dropout.keep(call.seed, planes.flatten(), first, last, end, call.dropout_p, begin)
+    _, row, key, *_ = (0,) * 3 if call.origin is None else call.origin
+    kept = dropout.keep(
+        call.seed, planes.flatten(), first + row, last + row, end + key, call.dropout_p, begin + key
+    )
     kept = kept.view(*planes.shape, last - first, end - begin)
     return kept.to(call.query.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain
+from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain, wide_dtype
 from ..call.layout import arrange, dense
 from ..call.rules import fail
 from ..cpu import run as cpu
@@ -26,7 +26,7 @@ _CALL = (  # the fields of a Call, in their order
     "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? block_mask, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named, SymInt[]? origin, bool partial"
 )
 _INPUTS = Call._fields[:DIFFERENTIABLE]
 _AFTER = 4  # how many arguments of forward come after the fields of the Call; of backward 2
@@ -55,9 +55,9 @@ def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> in
     return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
 
 
-def _dense(like: Tensor, shape) -> Tensor:
-    """`dense`, which a contiguous tensor need not be asked for."""
-    return like.new_empty(shape) if like.is_contiguous() else dense(like, shape)
+def _dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
+    """`dense`, which a contiguous tensor need not be asked for; in the dtype of `like` by default."""
+    return like.new_empty(shape, dtype=dtype) if like.is_contiguous() else dense(like, shape, dtype)
 
 
 def _new(call, need_lse, need_weights, save, backend):
@@ -67,12 +67,12 @@ def _new(call, need_lse, need_weights, save, backend):
     what recomputes weights and the mean of their gradients, if nothing will.
     """
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = wide_dtype(call)
     lse = query.new_empty(rows if need_lse else (0,), dtype=wide)
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
-    out = _dense(query, (*rows, width))
-    kept = stats_columns(query.dtype, width, backend)
+    out = _dense(query, (*rows, width), wide if call.partial else None)
+    kept = stats_columns(out.dtype, width, backend)
     save = save or (need_weights and backend != "cpu")  # kernels make weights of stats
     return out, lse, weights, lse.new_empty((*rows, kept) if save else (0,))
 
@@ -84,9 +84,11 @@ def new_forward(*arguments):
 
 def new_backward(*arguments):
     """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed."""
-    inputs, need = arguments[_BEFORE : _BEFORE + DIFFERENTIABLE], arguments[-1]
-    pairs = zip(inputs, need, strict=True)
-    return tuple([_dense(x, x.shape) if needed else inputs[0].new_empty(0) for x, needed in pairs])
+    call, need = Call(*arguments[_BEFORE:-2]), arguments[-1]
+    wide = wide_dtype(call) if call.partial else None
+    dtypes = wide, wide, wide, None, None, None
+    triples = zip(call[:DIFFERENTIABLE], need, dtypes, strict=True)
+    return tuple([_dense(x, x.shape, dtype) if needed else call.query.new_empty(0) for x, needed, dtype in triples])
 
 
 def _forward(*arguments):
@@ -143,7 +145,7 @@ def _arranged_backward(*arguments):
     """`_backward` as the operator promises it: in the order of dimensions that `new_backward` has."""
     grads, inputs = _backward(*arguments), arguments[_BEFORE : _BEFORE + DIFFERENTIABLE]
     triples = zip(grads, inputs, arguments[-1], strict=True)
-    return tuple([arrange(grad, x) if needed else grad for grad, x, needed in triples])
+    return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
 
 
 def _of_masks(function, arguments):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import cached, packed, rules
 from ..call.cached import CacheArguments
-from ..call.form import DIFFERENTIABLE, Call, Lengths
+from ..call.form import DIFFERENTIABLE, Call, Lengths, Origin, wide_dtype
 from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.rules import FLOATING, Rule, Sizes, apply, fail, invalid
@@ -74,6 +74,8 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         keys = keys if call.max_seqlen_k is None else call.max_seqlen_k
         sizes = _sizes(query, call.cu_seqlens_q.shape[0] - 1, rows, keys)  # type: ignore[union-attr]
     apply(NUMBERS, call, whole)
+    if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
+        fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
     if call.dropout_p and call.seed is None:
         fail(ValueError, "seed", "a tensor beside dropout_p", None)
     for table, about in ((TOKENS, whole), (OPTIONS, sizes)):
@@ -161,13 +163,14 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
         fail(ValueError, "grad_weights", "None by the backend 'cpu', which has no gradients of weights", "a tensor")
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    wide, few = torch.promote_types(dtype, torch.float32), stats.dim() == 4 and stats.shape[3] == 2
-    kept = 2 if few and backend != "cpu" else stats_columns(dtype, call.value.shape[3], backend)
+    wide, few = wide_dtype(call), stats.dim() == 4 and stats.shape[3] == 2
+    stored = wide if call.partial else dtype
+    kept = 2 if few and backend != "cpu" else stats_columns(stored, call.value.shape[3], backend)
     results: dict[str, tuple] = {
         "grad_out": (grad_out, dtype, (*rows, call.value.shape[3])),
         "grad_lse": (grad_lse, None, rows),
         "grad_weights": (grad_weights, dtype, (*rows, columns)),
-        "out": (out, dtype, (*rows, call.value.shape[3])),
+        "out": (out, stored, (*rows, call.value.shape[3])),
         "weights": (weights if needs_weights else None, dtype, (*rows, columns)),
         "stats": (stats, wide, (*rows, kept)),
     }

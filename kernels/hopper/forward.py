@@ -37,9 +37,10 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outputs: Out is a descriptor; Lse and Stats, or None, are as in the universal kernel."""
+    """The outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats are as in the universal kernel."""
 
     Out: tensor_descriptor
+    Wide: tiles.View
     Lse: gl.tensor
     Stats: gl.tensor
 
@@ -110,7 +111,7 @@ def _consume(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    dtype: gl.constexpr = results.Out.dtype
+    dtype: gl.constexpr = shared.q.tiles.dtype
     program, programs = gl.program_id(0), gl.num_programs(0)
     step = 0
     for n in range(schedule.share(order, program, programs)):
@@ -165,30 +166,37 @@ def _consume(
             tiles.store_column(tiles.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
         if results.Stats is not None:
             c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
-            stats = kept.table(results.Stats, plane, band.rows, dtype, DV)
+            stored: gl.constexpr = dtype if results.Wide is None else gl.float32
+            stats = kept.table(results.Stats, plane, band.rows, stored, DV)
             kept.store(stats, rows, band.rows, row_max, log2_sum)
-            kept.store_tail(stats, rows, band.rows, out, c, DV, dtype)
+            kept.store_tail(stats, rows, band.rows, out, c, DV, stored)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
-        shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
-        fence_async_shared()
-        place = [plane.batch, plane.head, first + g * ROWS, 0]
-        async_store(results.Out, place, shared.out.index(g))
-        store_wait(0)
+        if results.Wide is None:
+            shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
+            fence_async_shared()
+            place = [plane.batch, plane.head, first + g * ROWS, 0]
+            async_store(results.Out, place, shared.out.index(g))
+            store_wait(0)
+        else:
+            c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
+            r = rows[:, None]
+            where = tiles.pointers(tiles.of_rows(results.Wide, plane), r, c)
+            gl.store(where, out, mask=(r < band.rows) & (c < DV))
         if SHARE:
             ring.release(shared.q, n * GROUPS + g)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section"])
 def forward(
-    Q, K, V, Out, Lse, Stats,
+    Q, K, V, Out, Wide, Lse, Stats,
     q_len, k_len, left, right, scale, planes, section,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Out, Lse and Stats as those of the universal kernel, of any number of programs that share the blocks of rows.
 
-    Q, K, V and Out are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of Q and Out have 64
+    Either Out or Wide is None: a View of float32 (B, H, Sq, DV). Q, K, V and Out are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of Q and Out have 64
     rows, and there are GROUPS warpgroups. planes is B * Hq; section, how many of them are worked on together.
     """
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
@@ -196,10 +204,10 @@ def forward(
     ROWS: gl.constexpr = Q.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(q_len, GROUPS * ROWS), planes, section)
     # Where the widths are the same a warpgroup leaves its output where its q was.
-    SHARE: gl.constexpr = Q.block_type.shape[3] == Out.block_type.shape[3]
+    SHARE: gl.constexpr = Wide is None and Q.block_type.shape[3] == Out.block_type.shape[3]
     q = ring.ring(Q, GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
-    if SHARE:
+    if SHARE or Wide is not None:
         out = q.tiles
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
@@ -209,7 +217,7 @@ def forward(
         for i in gl.static_range(2):
             mbarrier.init(ping_pong.index(i), count=1)
     fence_async_shared()
-    shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Lse, Stats)
+    shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Wide, Lse, Stats)
     produce = (shared, Q, K, V, order, band, HEADS, GROUP)
     if GROUPS == 2:
         gl.warp_specialize(

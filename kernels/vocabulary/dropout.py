@@ -13,17 +13,35 @@ import triton.language as tl
 class Dropout(NamedTuple):
     """A call's dropout; `of` makes one. seed points to one int64, so that a graph can be replayed with a new one.
 
-    Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale.
+    Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale. origin, or None,
+    says where they lie in a larger call.
     """
 
     seed: tl.tensor
     threshold: tl.tensor
     scale: tl.tensor
+    origin: tuple
 
 
-def of(seed, dropout_p):
+class Origin(NamedTuple):
+    """What is counted from: row 0, key 0 and the first plane, each of so many heads a batch.
+
+    Rows and keys that are multiples of 16 are `aligned`, the others `unaligned`; either is None.
+    """
+
+    aligned: tuple
+    unaligned: tuple
+    plane: tl.tensor
+    heads: tl.tensor
+
+
+def of(seed, dropout_p, origin=None):
     """The Dropout of a call. Where all is dropped the threshold wraps to 0, but then the scale is 0."""
-    return Dropout(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+    if origin is not None:
+        _, row, key, plane, heads = origin
+        first = (row // 16, key // 16) if row % 16 == key % 16 == 0 else None
+        origin = Origin(first, (row, key) if first is None else None, plane, heads)
+    return Dropout(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0, origin)
 
 
 @triton.jit
@@ -35,8 +53,39 @@ def _counters(x, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _plane(dropout, plane):
+    """The number of a plane, of all of them."""
+    origin = dropout.origin
+    return plane.index if origin is None else origin.plane + plane.batch * origin.heads + plane.head
+
+
+@triton.jit
+def _word(dropout, plane, i, j):
+    """The word of each pair (i, j), one call of Philox for each: for pairs of which four that share one do not meet."""
+    r, c = tl.broadcast(i, j)
+    low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
+    zero = tl.full(r.shape, 0, tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), low, high, zero + _plane(dropout, plane), zero, 7)
+    of_row = (r & 8) != 0
+    return tl.where((c & 8) != 0, tl.where(of_row, w3, w1), tl.where(of_row, w2, w0))
+
+
+@triton.jit
 def _kept(dropout, plane, r, c):
-    """Which pairs (r, c) are kept; r and c come already broadcast, either way round.
+    """Which pairs (r, c) are kept; r and c come already broadcast, either way round."""
+    threshold = tl.cast(dropout.threshold, tl.uint32)
+    if dropout.origin is None:
+        return _four(dropout, plane, r, c) >= threshold
+    elif dropout.origin.aligned is None:
+        row, key = dropout.origin.unaligned
+        return _word(dropout, plane, r + row, c + key) >= threshold
+    else:
+        return _four(dropout, plane, r, c) >= threshold
+
+
+@triton.jit
+def _four(dropout, plane, r, c):
+    """The word of each pair (r, c).
 
     The four words of a call of Philox go to rows i, i + 8 and keys j, j + 8: a thread that holds one of these elements
     of a product of matrices holds all four, so putting the words in their places moves nothing between threads.
@@ -48,8 +97,10 @@ def _kept(dropout, plane, r, c):
         i, j = tl.broadcast(i[:, None], j[None, :])
     else:
         i, j = tl.broadcast(i[None, :], j[:, None])
+    if dropout.origin is not None:
+        i, j = i + dropout.origin.aligned[0] * 8, j + dropout.origin.aligned[1] * 8
     zero = tl.full(i.shape, 0, tl.int32)
-    w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + plane.index, zero, 7)
+    w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + _plane(dropout, plane), zero, 7)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [.., .., bit 3 of the key, bit 3 of the row]
     if r.shape[1] == 1:
         words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
@@ -57,7 +108,7 @@ def _kept(dropout, plane, r, c):
     else:
         words = tl.permute(tl.reshape(words, [KEYS // 16, 8, ROWS // 16, 8, 2, 2]), [0, 4, 1, 2, 5, 3])
         words = tl.reshape(words, [KEYS, ROWS])
-    return words >= tl.cast(dropout.threshold, tl.uint32)
+    return words
 
 
 @triton.jit

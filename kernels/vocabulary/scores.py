@@ -12,7 +12,8 @@ class Score(NamedTuple):
     """What turns products into scores; None is absent. `score` makes one.
 
     Products are multiplied by scale here, or by softmax_scale inside the softmax; with a cap, by slope_at_zero inside
-    the tanh. Views of (B, H, Sq, Sk): bias; slopes and sinks have one number a head.
+    the tanh. Views of (B, H, Sq, Sk): bias; slopes and sinks have one number a head. shift is what a row's own position
+    lies further right than the band has it, or None.
     """
 
     scale: tl.tensor
@@ -22,9 +23,10 @@ class Score(NamedTuple):
     slopes: tiles.View
     bias: tiles.View
     sinks: tiles.View
+    shift: tl.tensor
 
 
-def score(scale, cap=None, slopes=None, bias=None, sinks=None):
+def score(scale, cap=None, slopes=None, bias=None, sinks=None, shift=0):
     """The Score of a call: the scale waits for the softmax where nothing else needs scaled scores.
 
     There it costs no instruction. It must be positive, for the softmax looks for the largest score before it scales,
@@ -33,9 +35,9 @@ def score(scale, cap=None, slopes=None, bias=None, sinks=None):
     if cap is not None and cap > 2.0**60:
         cap = None  # below 2**20 no score feels it, and scale / cap may be too small for float32
     if cap is None and slopes is None and bias is None and sinks is None and 2.0**-100 < scale < 2.0**100:
-        return Score(None, scale, None, None, None, None, None)
+        return Score(None, scale, None, None, None, None, None, None)
     slope_at_zero = None if cap is None else max(-3e38, min(scale / cap, 3e38))
-    return Score(scale, None, cap, slope_at_zero, slopes, bias, sinks)
+    return Score(scale, None, cap, slope_at_zero, slopes, bias, sinks, None if slopes is None else shift or None)
 
 
 @triton.jit
@@ -77,13 +79,19 @@ def bias(score, band, plane, r, c, CHECK: tl.constexpr):
 
 
 @triton.jit
+def distance(score, band, r, c):
+    """How far key c stands from where row r is level; r and c come already broadcast, either way round."""
+    return span.distance(band, r, c if score.shift is None else c - score.shift)
+
+
+@triton.jit
 def apply(score, x, bias, band, plane, r, c):
     """(scores, dcap of the cap there) of the products x of pairs (r, c)."""
     dcap = 1.0
     if score.scale is not None:
         added = tl.zeros([], x.dtype) if score.bias is None else tiles.cast(bias, x.dtype)
         if score.slopes is not None:
-            added -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * span.distance(band, r, c).to(x.dtype)
+            added -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * distance(score, band, r, c).to(x.dtype)
         # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
         if score.cap is None:
             x = _multiply_add(x, score.scale, added)

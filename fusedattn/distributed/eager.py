@@ -1,0 +1,35 @@
+"""What surrounds code that talks to other processes: no compiler, no autocast."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..call.form import autocasting
+
+
+def eager(function: Callable) -> Callable:
+    """A function that torch.compile does not look into: it computes as without, and the graph breaks there."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **options)
+        return function(*args, **options)
+
+    return run
+
+
+def without_autocast(function: Callable) -> Callable:
+    """A function of a Whole and more, with autocast off: what it should cast has been cast."""
+
+    @functools.wraps(function)
+    def run(whole: Any, *rest: Any) -> Any:
+        query = whole.call.query
+        if not autocasting(query):
+            return function(whole, *rest)
+        with torch.autocast(query.device.type, enabled=False):
+            return function(whole, *rest)
+
+    return run

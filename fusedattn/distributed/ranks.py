@@ -1,0 +1,226 @@
+"""The processes that share a sequence: what they have to agree on, and how tensors go from one to another."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..call.rules import fail
+from ..private import group_timeout
+
+WORDS = 192  # of int64: what a rank says of a call, of fixed size, so that ranks that disagree understand each other
+TEXT = 512  # bytes of it are the message of an error
+LOST = -1 << 62  # says that a rank did not come; what follows says which
+
+
+class Ranks(NamedTuple):
+    """A process group, this process's rank in it, and how many there are."""
+
+    group: Any
+    rank: int
+    size: int
+
+
+def of(group: Any) -> Ranks | None:
+    """The Ranks of a process group, or of a DeviceMesh of one dimension.
+
+    None where no group is named and there is no default group: then this process is alone.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.group.WORLD
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            fail(ValueError, "group", "a DeviceMesh of one dimension", f"one of {group.ndim}")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        fail(ValueError, "group", "a group that this process is a member of", "one that it is not")
+    if not isinstance(group, dist.ProcessGroup):
+        fail(TypeError, "group", "a process group, a DeviceMesh of one dimension or None", type(group).__name__)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        fail(ValueError, "group", "a group that this process is a member of", "one that it is not")
+    return Ranks(group, rank, dist.get_world_size(group))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor as bytes: every backend of torch.distributed sends these."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def _words(name: str, options: dict[str, Any], own: dict[str, int], problem: Exception | None) -> Tensor:
+    """What a rank says of a call, as numbers: its own ones, a digest of each option, and its error."""
+    text = b"" if problem is None else f"{type(problem).__name__}: {problem}".encode()[:TEXT]
+    words = [_digest(name), len(text), *own.values(), *map(_digest, options.values())]
+    assert len(words) <= WORDS - TEXT // 8
+    said = torch.zeros(WORDS, dtype=torch.int64)
+    said[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    if text:
+        said[-TEXT // 8 :].view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return said
+
+
+def agree(
+    ranks: Ranks,
+    name: str,
+    options: dict[str, Any],
+    own: dict[str, int],
+    problem: Exception | None,
+    device: torch.device | None,
+) -> list[dict[str, int]]:
+    """What each rank says as its own, after all have said the same of everything else.
+
+    Rank 0 hears all of them, and tells all what it heard: so it knows who did not come.
+
+    Args:
+        name: of the function. options: must be equal, as their reprs are; of all ranks in this order.
+        own: numbers that may differ. problem: why this rank cannot go on. device: that of its tensors.
+    Raises: on every rank the same kind of error: its own problem, or ValueError for that of another; ValueError that
+        names the option and the rank that differs; RuntimeError for a rank that did not come within the time limit of
+        the group, or has ended.
+    """
+    said = _words(name, options, own, problem)
+    table = _heard(ranks, name, said if _on_cpu(ranks) else said.to(device)).cpu()
+    if problem is not None:
+        raise problem
+    values = table.tolist()
+    for rank, words in enumerate(values):
+        if words[0] != values[0][0]:
+            raise ValueError(f"{name}: expected the same function on all ranks, rank {rank} and rank 0 called two")
+    for rank, words in enumerate(values):
+        if words[1]:
+            text = table[rank, -TEXT // 8 :].contiguous().view(torch.uint8)[: words[1]]
+            message = bytes(text.tolist()).decode(errors="replace")
+            raise ValueError(f"{name}: rank {rank} raised {message}")
+    for number, option in enumerate(options):
+        for rank, words in enumerate(values):
+            if words[2 + len(own) + number] != values[0][2 + len(own) + number]:
+                mine = options[option]
+                fail(ValueError, option, f"the same on rank {rank} as on rank 0", f"another (on this rank {mine!r})")
+    return [dict(zip(own, words[2:], strict=False)) for words in values]
+
+
+def _on_cpu(ranks: Ranks) -> bool:
+    """Whether a group can send what lies on a CPU."""
+    return "cpu" in dist.get_backend_config(ranks.group)
+
+
+def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
+    """(ranks, WORDS): what every rank says."""
+    table = said.new_zeros(ranks.size, WORDS)
+    group, limit = ranks.group, group_timeout(ranks.group)
+    if ranks.size == 1:
+        table[0] = said
+    elif ranks.rank == 0:
+        table[0] = said
+        lost = None
+        works = [(r, dist.irecv(table[r], group=group, group_src=r)) for r in range(1, ranks.size)]
+        for r, work in works:
+            try:
+                _await(work)
+            except RuntimeError as error:
+                lost = (r, error) if lost is None else lost
+        if lost is not None:
+            table[0, :2] = torch.tensor([LOST, lost[0]], device=table.device)
+        for r in range(1, ranks.size):
+            try:
+                _await(dist.isend(table, group=group, group_dst=r))
+            except RuntimeError as error:
+                lost = (r, error) if lost is None else lost
+        if lost is not None:
+            raise RuntimeError(_missing(name, lost[0], limit)) from lost[1]
+    else:
+        try:
+            _await(dist.isend(said, group=group, group_dst=0))
+            # Rank 0 may wait for another as long as it is allowed to, and then says so.
+            _await(dist.irecv(table, group=group, group_src=0), 2 * limit)
+        except RuntimeError as error:
+            raise RuntimeError(_missing(name, 0, limit)) from error
+        if int(table[0, 0]) == LOST:
+            raise RuntimeError(_missing(name, int(table[0, 1]), limit))
+    return table
+
+
+def _missing(name: str, rank: int, limit: timedelta) -> str:
+    return f"{name}: rank {rank} of the group did not call it within {limit.total_seconds():g} s, or has ended"
+
+
+def _await(work: Any, limit: timedelta | None = None) -> None:
+    if work is not None:
+        work.wait() if limit is None else work.wait(limit)
+
+
+def check_rows(argument: str, rows: Sequence[int], every: Sequence[Sequence[Any]]) -> None:
+    """Raise unless each rank has as many rows as its Chunks."""
+    for rank, (count, some) in enumerate(zip(rows, every, strict=True)):
+        wanted = sum(chunk.last - chunk.first for chunk in some)
+        if count != wanted:
+            fail(ValueError, argument, f"{wanted} rows on rank {rank}, as `shard` cuts {sum(rows)}", count)
+
+
+def anchor(like: Tensor) -> Tensor:
+    """What wants a gradient, on a rank whose tensors do not: it takes part in the backward of the others."""
+    return torch.zeros((), device=like.device, requires_grad=True)
+
+
+class Transfer(NamedTuple):
+    """Tensors that are under way: what comes, and whom it is waited for from."""
+
+    tensors: tuple[Tensor, ...]
+    works: tuple[Any, ...]
+    peer: int | None
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors that have come."""
+        try:
+            for work in self.works:
+                _await(work)
+        except RuntimeError as error:
+            raise RuntimeError(f"fusedattn.distributed: no answer of rank {self.peer} of the group: {error}") from error
+        return self.tensors
+
+
+def exchange(
+    ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
+) -> Transfer:
+    """Begin to send tensors to one rank, and to fill others with what another sends; None is nobody.
+
+    They are contiguous, and must not change before the Transfer has been waited for.
+    """
+    operations, received = [], tuple(received)
+    for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv)):
+        if peer is not None:
+            operations += [
+                dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer) for x in tensors if x.numel()
+            ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Transfer(received, tuple(works), to if of is None else of)
+
+
+def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """What each rank sends this one, of these shapes, for what this one sends each, of one dtype."""
+    like = sent[0]
+    made = [like.new_empty(tuple(shape)) for shape in shapes]
+    size = like.element_size()
+    out = torch.empty(size * sum(x.numel() for x in made), dtype=torch.uint8, device=like.device)
+    flat = torch.cat([as_bytes(x.contiguous()) for x in sent])
+    counts = [[size * x.numel() for x in some] for some in (made, sent)]
+    dist.all_to_all_single(out, flat, *counts, group=ranks.group)
+    pieces = out.split(counts[0])
+    return [piece.view(like.dtype).view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def sum_of(ranks: Ranks, x: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, on each."""
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=ranks.group)
+    return total

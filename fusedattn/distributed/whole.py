@@ -1,0 +1,232 @@
+"""What the ranks of a call agree on before anything is sent: one call, of which each has some rows."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import backends
+from ..call.form import Arguments, Call, Origin, diagonal
+from ..call.rules import check_flags, checked, fail
+from ..operators import partial
+from . import ranks as ranks_of
+from .ranks import Ranks
+from .shards import Chunk, check_balance, chunks, rows_of
+
+NEEDS = 6  # how many inputs may want a gradient: those of a Call that come first
+
+
+class Pair(NamedTuple):
+    """Rows and keys of the whole, as slices of two shards, and what a Call says of how they lie to each other."""
+
+    rows: slice
+    keys: slice
+    band: dict[str, Any]
+
+
+class Whole(NamedTuple):
+    """A call of all ranks.
+
+    call is that of this rank, of its own rows and keys, with its options, which are the same on all. rows and keys have
+    the Chunks of each rank; shift is what the last row of the whole is further right than the last key of it would be
+    without. needs says for each rank which inputs want a gradient.
+    """
+
+    name: str
+    ranks: Ranks
+    call: Call
+    rows: list[list[Chunk]]
+    keys: list[list[Chunk]]
+    shift: int
+    needs: list[list[bool]]
+
+    def wanted(self, number: int) -> bool:
+        """Whether any rank wants the gradient of an input."""
+        return any(need[number] for need in self.needs)
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether any rank wants any gradient."""
+        return any(any(need) for need in self.needs)
+
+    def sees(self, row: Chunk, key: Chunk) -> bool:
+        """Whether any of some rows sees any of some keys, as far as causal and window say."""
+        low, high = self._sides()
+        return row.first < row.last and key.first < key.last and key.first < row.last + high and key.last > row.first + low
+
+    def sees_all(self, row: Chunk, key: Chunk) -> bool:
+        """Whether each of some rows sees all of some keys."""
+        low, high = self._sides()
+        return key.last <= row.first + high + 1 and key.first >= row.last - 1 + low
+
+    def _sides(self) -> tuple[float, float]:
+        """Row i sees keys i + low .. i + high."""
+        left, right = self.call.left, self.call.right
+        return (-float("inf") if left is None else self.shift - left, float("inf") if right is None else self.shift + right)
+
+    def meet(self, rank: int, owner: int) -> bool:
+        """Whether any row of a rank sees any key of an owner."""
+        return any(self.sees(row, key) for row in self.rows[rank] for key in self.keys[owner])
+
+    def pairs(self, owner: int) -> list[Pair]:
+        """What this rank's rows see of the keys of an owner: in as few calls as that takes."""
+        rows = [row for row in self.rows[self.ranks.rank] if row.first < row.last]
+        keys = [key for key in self.keys[owner] if key.first < key.last]
+        # What counts no positions may be computed together, where all is seen.
+        together = self.call.seed is self.call.alibi_slopes is None
+        found = []
+        for key in list(keys) if together and len(rows) > 1 else ():
+            if all(self.sees_all(row, key) for row in rows):
+                found.append(Pair(slice(rows[0].here.start, rows[-1].here.stop), key.here, dict(left=None, right=None)))
+                keys.remove(key)
+        for row in rows:
+            seen = [key for key in keys if self.sees(row, key)]
+            if together and len(seen) > 1 and all(self.sees_all(row, key) for key in seen):
+                found.append(Pair(row.here, slice(seen[0].here.start, seen[-1].here.stop), dict(left=None, right=None)))
+            else:
+                found += [Pair(row.here, key.here, self.band(row, key)) for key in seen]
+        return found
+
+    def band(self, row: Chunk, key: Chunk) -> dict[str, Any]:
+        """Fields of the Call of some rows and keys: how they lie to each other."""
+        heads = self.call.query.shape[1]
+        free = dict(left=None, right=None) if self.sees_all(row, key) else {}
+        return free | dict(origin=list(Origin(self.shift + row.first - key.first, row.first, key.first, 0, heads)))
+
+
+def agreed(
+    name: str,
+    group: Any,
+    balance: Any,
+    arguments: Arguments,
+    return_lse: Any,
+    backend: Any,
+    pairs: dict[str, Any] | None = None,
+    more: Callable[[Ranks], None] | None = None,
+) -> Whole | None:
+    """The Whole of arguments of which each rank has its own rows; None without a process group.
+
+    Args:
+        pairs: mask and bias, which have this rank's rows and all keys. more: raises for what a function cannot take.
+    Raises: on all ranks, for what is wrong on one of them or differs between two.
+    """
+    ranks = ranks_of.of(group)
+    if ranks is None:
+        return None
+    problem, options, own, call = None, {}, _nothing(), None
+    try:
+        call = _checked(arguments, balance, return_lse, backend)
+        options = _options(call, arguments, balance, return_lse, backend)
+        own = _own(call, pairs or {})
+        if more is not None:
+            more(ranks)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        problem = error
+    table = ranks_of.agree(ranks, name, options, own, problem, None if call is None else call.query.device)
+    assert call is not None
+    rows, keys = ([entry[kind] for entry in table] for kind in ("rows", "keys"))
+    every = chunks(sum(rows), ranks.size, balance), chunks(sum(keys), ranks.size, balance)
+    ranks_of.check_rows("query", rows, every[0])
+    ranks_of.check_rows("key", keys, every[1])
+    for what in pairs or {}:
+        for rank, entry in enumerate(table):
+            shape = entry[f"{what} rows"], entry[f"{what} keys"]
+            if shape[0] not in (0, 1, rows[rank]) or shape[1] not in (0, 1, sum(keys)):
+                wanted = f"a shape that ends in the rank's rows, {rows[rank]}, and all keys, {sum(keys)} (or 1)"
+                fail(ValueError, what, wanted, f"{shape} on rank {rank}")
+    call = call._replace(seed=_common_seed(ranks, call, arguments, table))
+    needs = [[bool(entry["needs"] >> n & 1) for n in range(NEEDS)] for entry in table]
+    # Level where all rows and keys of the whole are: at the ends of both, or at their beginnings.
+    shift = 0 if call.top_left else sum(keys) - sum(rows)
+    return Whole(name, ranks, call._replace(top_left=True), *every, shift, needs)
+
+
+def _checked(arguments: Arguments, balance: Any, return_lse: Any, backend: Any) -> Call:
+    check_balance(balance)
+    check_flags(return_lse=return_lse)
+    backends.check_name(backend)
+    query = arguments.query
+    if isinstance(query, Tensor) and query.dim() != 4:
+        fail(ValueError, "query", "rank 4, (B, H, rows, D)", tuple(query.shape))
+    return checked(arguments, named=backends.named(backend) is not None)
+
+
+def _nothing() -> dict[str, int]:
+    names = "rows", "keys", "needs", "seed", "mask rows", "mask keys", "bias rows", "bias keys"
+    return dict.fromkeys(names, 0)
+
+
+def _own(call: Call, pairs: dict[str, Any]) -> dict[str, int]:
+    """What a rank says that may differ from rank to rank."""
+    own = _nothing() | dict(rows=call.query.shape[2], keys=call.key.shape[2])
+    inputs = *call[:3], pairs.get("bias"), *call[4:NEEDS]
+    if torch.is_grad_enabled():
+        own["needs"] = sum(1 << n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad)
+    if call.seed is not None and call.seed.device.type == "cpu":
+        own["seed"] = int(call.seed)
+    for name, x in pairs.items():
+        if x is not None:
+            own |= {f"{name} rows": x.shape[-2], f"{name} keys": x.shape[-1]}
+    return own
+
+
+def _options(call: Call, arguments: Arguments, balance: Any, return_lse: bool, backend: Any) -> dict[str, Any]:
+    """What all ranks must say alike."""
+    query, key, value = call[:3]
+
+    def shape(x: Any) -> Any:
+        return None if x is None else tuple(x.shape)
+
+    seed = arguments.seed
+    if isinstance(seed, Tensor) or call.seed is None:
+        seed = None if seed is None or call.seed is None or seed.device.type != "cpu" else int(seed)
+    return dict(
+        balance=balance,
+        query=(query.shape[0], query.shape[1], query.shape[3], query.dtype, query.device.type),
+        key=key.shape[1],
+        value=value.shape[3],
+        key_mask=None if call.key_mask is None else call.key_mask.shape[0],
+        query_mask=None if call.query_mask is None else call.query_mask.shape[0],
+        causal=call.right,
+        window=(call.left, call.right),
+        align=call.top_left,
+        scale=call.scale,
+        softcap=call.softcap,
+        alibi_slopes=shape(call.alibi_slopes),
+        sinks=shape(call.sinks),
+        dropout_p=call.dropout_p,
+        seed=seed,
+        return_lse=return_lse,
+        backend=backends.named(backend),
+        grad_mode=torch.is_grad_enabled(),
+    )
+
+
+def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dict[str, int]]) -> Tensor | None:
+    """The seed of all ranks: the one that was named, or what rank 0 has drawn."""
+    if call.seed is None or arguments.seed is not None:
+        return call.seed
+    if call.seed.device.type == "cpu":
+        return torch.full_like(call.seed, table[0]["seed"])
+    seed = call.seed.clone()
+    dist.broadcast(seed, group_src=0, group=ranks.group)
+    return seed
+
+
+def taken(whole: Whole, backend: Any) -> str:
+    """The backend that computes the parts of a call."""
+    call = whole.call._replace(partial=True, sinks=None)
+    named = backends.named(backend)
+    if call.query.device.type == "cpu" and named not in partial.KERNELS:
+        call = partial.widened(call)
+    return backends.choose(call, False, named).name
+
+
+def local_diagonal(call: Call) -> int:
+    return diagonal(call)
+
+
+def rows_here(whole: Whole) -> int:
+    return rows_of(whole.rows[whole.ranks.rank])

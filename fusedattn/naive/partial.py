@@ -1,0 +1,150 @@
+"""Attention over some of the keys that rows see, by its definition: of rows whose softmax is over all of them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..call.form import DIFFERENTIABLE, Call, Origin
+from . import pairs
+from .blocks import Block, Part, block, spans, uncut
+from .formula import BUDGET, FEWEST_COPIES, scored
+from .inputs import prepared
+from .packed import of_batches, of_pairs
+
+LN2 = 0.6931471805599453
+_multiply, _add_up = FEWEST_COPIES
+
+
+def _sequences(call: Call) -> Iterator[tuple[Call, slice, slice]]:
+    """Each packed sequence as a call of its own, and where its rows and keys lie; a dense call is one."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        yield call, slice(None), slice(None)
+        return
+    offsets = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    heads = call.query.shape[1]
+    origin = Origin(heads=heads) if call.origin is None else Origin(*call.origin)
+    for b, (first, begin) in enumerate(zip(*(x[:-1] for x in offsets), strict=True)):
+        rows, keys = slice(first, offsets[0][b + 1]), slice(begin, offsets[1][b + 1])
+        tokens = ((call.key_mask, keys), (call.query_mask, rows))
+        key_mask, query_mask = (None if mask is None else mask[:, where] for mask, where in tokens)
+        lengths = rows.stop - first, keys.stop - begin
+        made = call._replace(
+            query=call.query[:, :, rows],
+            key=call.key[:, :, keys],
+            value=call.value[:, :, keys],
+            bias=of_pairs(call.bias, b, b + 1, *lengths),
+            mask=of_pairs(call.mask, b, b + 1, *lengths),
+            alibi_slopes=of_batches(call.alibi_slopes, b, b + 1),
+            key_mask=key_mask,
+            query_mask=query_mask,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            origin=origin._replace(plane=origin.plane + b * origin.heads),
+        )
+        yield made, rows, keys
+
+
+def _blocks(call: Call) -> Iterator[Block]:
+    """Blocks of rows, as many as a budget of scores leaves."""
+    batch, heads, rows, _ = call.query.shape
+    row_bytes = 4 * batch * heads * max(1, call.key.shape[2]) * call.query.element_size()
+    return (block(call, *span) for span in spans(rows, BUDGET // max(1, row_bytes)))
+
+
+def _weights(part: Part, where: Block, row_max: Tensor | None, log2_sum: Tensor | float) -> tuple[Tensor, Tensor]:
+    """(weights of a block, the largest score of a row): exp(score - largest) / 2**log2_sum.
+
+    row_max: the largest, of more than these keys; None looks for it here.
+    """
+    call, (first, last, begin, end) = part.call, where
+    scores = _multiply(call.query[:, :, first:last], call.key[:, :, begin:end], call.scale)
+    scores = scored(scores, call.softcap, pairs.added(call, where, scores.dtype))
+    seen = pairs.visible(call, where)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if row_max is None:
+        row_max = scores.detach().amax(-1) if end > begin else scores.new_full(scores.shape[:3], float("-inf"))
+    exponent = scores - row_max.masked_fill(row_max == float("-inf"), 0.0)[..., None]
+    if isinstance(log2_sum, Tensor):
+        exponent = exponent - (log2_sum * LN2)[..., None]
+    return exponent.exp(), row_max
+
+
+def _sum(part: Part, where: Block, weights: Tensor) -> Tensor:
+    """The values that weights add up, after dropout."""
+    factor = pairs.factor(part.call, part.planes, where)
+    return _add_up(weights if factor is None else weights * factor, part.call.value[:, :, where.begin : where.end])
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """(output, stats) of a call of float32 or float64, without sinks.
+
+    stats (B, Hq, Sq, 2) are the largest score of a row, and the binary logarithm of the sum of exp(score - largest); of
+    a row that sees nothing -inf and inf.
+    """
+    rows = call.query.shape[:3]
+    out, stats = call.query.new_zeros(*rows, call.value.shape[3]), call.query.new_empty(*rows, 2)
+    for one, of_rows, _ in _sequences(call):
+        made = prepared(one, call.query.dtype)
+        part = uncut(made)
+        own_out, own_stats = out[:, :, of_rows], stats[:, :, of_rows]
+        for where in _blocks(made):
+            weights, row_max = _weights(part, where, None, 0.0)
+            total, here = weights.sum(-1), slice(where.first, where.last)
+            own_out[:, :, here] = _sum(part, where, weights) / total.masked_fill(total == 0, 1.0)[..., None]
+            own_stats[:, :, here, 0] = row_max
+            own_stats[:, :, here, 1] = total.log2().masked_fill(total == 0, float("inf"))
+    return out, stats
+
+
+def backward(
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the first fields of a call, None where they are not needed; out and stats are of all keys.
+
+    The gradient of a score is its weight times (that of the weight - that of the output times the output + that of
+    lse): what a sum of values and a sum of weights have, if all that the weights are divided by is constant.
+    """
+    empty = stats[..., 1] == float("inf")
+    delta = (grad_out * out).sum(-1)
+    delta = (delta if grad_lse is None else delta - grad_lse).masked_fill(empty, 0.0)
+    grad_out = grad_out.masked_fill(empty[..., None], 0.0)
+    grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(call, need, strict=False)]
+    for b, (one, rows, keys) in enumerate(_sequences(call)):
+        own = _of_one(one, grad_out[:, :, rows], delta[:, :, rows], stats[:, :, rows], need)
+        query, key, value, bias, slopes, _ = grads
+        if one is not call:
+            bias = of_pairs(bias, b, b + 1, one.query.shape[2], one.key.shape[2])
+            slopes = of_batches(slopes, b, b + 1)
+        key, value = (None if x is None else x[:, :, keys] for x in (key, value))
+        places = None if query is None else query[:, :, rows], key, value, bias, slopes
+        for place, grad in zip(places, own, strict=False):
+            if place is not None and grad is not None:
+                place += grad
+    return grads
+
+
+def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
+    """`backward` of a dense call, without what is hidden in the incoming gradients."""
+    made = prepared(call, call.query.dtype)
+    grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(made, need, strict=False)]
+    wanted = [number for number, grad in enumerate(grads) if grad is not None]
+    for where in _blocks(made):
+        here, keys = slice(where.first, where.last), slice(where.begin, where.end)
+        with torch.enable_grad():
+            leaves = [None if x is None else x.detach().requires_grad_(y) for x, y in zip(made, need, strict=False)]
+            part = uncut(made._replace(**dict(zip(Call._fields, leaves, strict=False))))
+            weights, _ = _weights(part, where, stats[:, :, here, 0], stats[:, :, here, 1])
+            total = (_sum(part, where, weights) * grad_out[:, :, here]).sum()
+            total = total - (weights.sum(-1) * delta[:, :, here]).sum()
+        found = torch.autograd.grad(total, [leaves[number] for number in wanted], allow_unused=True)
+        cuts = (slice(None), slice(None), here), *((slice(None), slice(None), keys),) * 2, *((...,),) * 3
+        for number, more in zip(wanted, found, strict=True):
+            grad = grads[number]
+            if more is not None and grad is not None:
+                grad[cuts[number]] += more[cuts[number]]
+    for grad, mask in zip(grads, (call.query_mask, call.key_mask, call.key_mask), strict=False):
+        if grad is not None and mask is not None:
+            grad.masked_fill_(~mask[:, None, :, None], 0.0)
+    return grads

@@ -1,0 +1,151 @@
+"""Attention over keys that come in parts: each part by a backend, and one softmax over all of them.
+
+Between parts everything is float32 (float64), and of each row two numbers are kept, as the kernels do: its largest
+score and the binary logarithm of the sum of exp(score - largest). Their sum, the log-sum-exp, would lose the smaller of
+both. Source of the sum: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.form import DIFFERENTIABLE, Call, wide_dtype
+from ..cpu import flash as cpu
+from ..naive import partial as naive
+from ..naive.partial import LN2
+from .attention import OPERATORS
+
+INFINITE = float("inf")
+KERNELS = "triton", "hopper"
+
+
+def widened(call: Call) -> Call:
+    """A call whose query, key and value are float32 (float64): as those that have no kernel for others take it."""
+    dtype = wide_dtype(call)
+    query, key, value = (x.to(dtype) for x in call[:3])
+    return call._replace(query=query, key=key, value=value)
+
+
+def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """(output, stats) of a partial call without sinks; stats (B, Hq, Sq, 2), -inf and inf of a row that sees nothing.
+
+    A largest score is worth `unit`.
+    """
+    if backend in KERNELS:
+        out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
+        return out, stats
+    call = widened(call)
+    if backend == "naive":
+        return naive.forward(call)
+    out, lse, _, _ = OPERATORS.forward(*call, True, False, False, backend)
+    empty = lse == -INFINITE
+    return out, torch.stack([lse, torch.zeros_like(lse).masked_fill_(empty, INFINITE)], -1)
+
+
+def backward(
+    call: Call,
+    backend: str,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
+    need: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of the first fields of a partial call, None where they are not needed.
+
+    Args:
+        grad_out: in the dtype of query. grad_lse: or None. out, stats: of all keys that the rows see, not of these.
+    """
+    stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    nothing = grad_out.new_empty(0)
+    if backend in KERNELS:
+        grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
+    else:
+        call = widened(call)
+        grad_out = grad_out.to(call.query.dtype)
+        if backend == "naive":
+            return naive.backward(call, grad_out, grad_lse, out, stats, need)
+        row_max, log2_sum = stats.unbind(-1)
+        lse = torch.where(log2_sum == INFINITE, -INFINITE, row_max + log2_sum * LN2)
+        stats = (lse - cpu.offset(call))[..., None]
+        grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
+    return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
+
+
+def unit(call: Call, backend: str) -> float:
+    """What a largest score of `forward` is worth: kernels keep products of query and key, where nothing else is added."""
+    if backend not in KERNELS:
+        return 1.0
+    from ..launch import arguments
+
+    scale = arguments.scored(call).softmax_scale
+    return 1.0 if scale is None else scale
+
+
+class Rows(NamedTuple):
+    """What rows have summed up over the parts so far. largest is worth `unit`; a row that saw nothing has -inf and inf."""
+
+    out: Tensor
+    largest: Tensor
+    log2_sum: Tensor
+    unit: float
+
+    @property
+    def stats(self) -> Tensor:
+        """As `backward` takes them."""
+        return torch.stack([self.largest, self.log2_sum], -1)
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp."""
+        empty = self.log2_sum == INFINITE
+        return torch.where(empty, -INFINITE, self.largest * self.unit + self.log2_sum * LN2)
+
+
+def start(call: Call, backend: str) -> Rows:
+    """The Rows of a call before its first part."""
+    shape, dtype = call.query.shape[:3], wide_dtype(call)
+    out = call.query.new_zeros((*shape, call.value.shape[3]), dtype=dtype)
+    largest = out.new_full(shape, -INFINITE)
+    return Rows(out, largest, torch.full_like(largest, INFINITE), unit(call, backend))
+
+
+def add(rows: Rows, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
+    """Add a part to some rows; out None is a part without values."""
+    before = rows.largest[:, :, here], rows.log2_sum[:, :, here]
+    most = torch.maximum(before[0], largest)
+    pivot = most.masked_fill(most == -INFINITE, 0.0)
+    old, new = (
+        torch.exp2((a - pivot) * (rows.unit / LN2) + b.masked_fill(b == INFINITE, 0.0)).masked_fill(b == INFINITE, 0.0)
+        for a, b in (before, (largest, log2_sum))
+    )
+    total = old + new
+    share = 1 / total.masked_fill(total == 0, 1.0)
+    place = rows.out[:, :, here]
+    place *= (old * share)[..., None]
+    if out is not None:
+        place += out * (new * share)[..., None]
+    before[0].copy_(most)
+    before[1].copy_(total.log2().masked_fill(total == 0, INFINITE))
+
+
+def add_sinks(rows: Rows, sinks: Tensor) -> None:
+    """Let each row attend to the sinks of its head, (1 or B, Hq), too."""
+    largest = (sinks.to(rows.largest.dtype) / rows.unit)[:, :, None].expand_as(rows.largest)
+    add(rows, slice(None), None, largest, torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE))
+
+
+def of_sinks(sinks: Tensor, rows: Rows, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The gradient of sinks (1 or B, Hq), in float32: each row gives its weight times (that of lse - that of output)."""
+    exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum
+    weights = exponent.exp2().masked_fill(rows.log2_sum == INFINITE, 0.0)
+    found = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
+    found = found if grad_lse is None else found + grad_lse
+    return (weights * found).sum(2).sum_to_size(sinks.shape)
+
+
+def needed(call: Call) -> list[bool]:
+    """Which of the first fields of a call want a gradient."""
+    return [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
