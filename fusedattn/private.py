@@ -178,7 +178,7 @@ def saved_by(node: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return node._saved_query, node._saved_key, node._saved_value, node._saved_output, node._saved_logsumexp
 
 
-# How long the operations of a process group may take. Without it: as long as torch's default, which a message then says.
+# How long the operations of a process group may take. Without it: torch's default, which a message then says.
 def group_timeout(group: Any) -> timedelta:
     """The time limit of a process group."""
     backends = getattr(group, "_get_backend", None)

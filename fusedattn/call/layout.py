@@ -28,7 +28,7 @@ def order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor of `shape`, without gaps, in the dtype (or another), device and dimension order of `like`."""
+    """An uninitialised tensor of `shape`, without gaps, in the dtype (or another), device and order of `like`."""
     axes = order(like)
     made = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
     return made.permute([axes.index(axis) for axis in range(len(axes))])

@@ -1,6 +1,16 @@
 """Attention of a sequence that no GPU holds: cut over the processes of a group, by torch.distributed."""
 
+from .gather import gather_attention, gather_attention_varlen
 from .ring import ring_attention
 from .shards import positions, shard, unshard
+from .ulysses import ulysses_attention
 
-__all__ = ["positions", "ring_attention", "shard", "unshard"]
+__all__ = [
+    "gather_attention",
+    "gather_attention_varlen",
+    "positions",
+    "ring_attention",
+    "shard",
+    "ulysses_attention",
+    "unshard",
+]

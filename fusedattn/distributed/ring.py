@@ -52,8 +52,8 @@ def ring_attention(
         not come within the time limit of the group, or has ended.
     """
     arguments = Arguments(
-        query, key, value, None, None, key_mask, None, causal, window, "bottom_right", scale, softcap, alibi_slopes, sinks,
-        dropout_p, seed,
+        query, key, value, None, None, key_mask, None, causal, window, "bottom_right", scale, softcap,
+        alibi_slopes, sinks, dropout_p, seed,
     )  # fmt: skip
     whole = agreed("ring_attention", group, balance, arguments, return_lse, backend)
     if whole is None:
@@ -76,7 +76,7 @@ def _tensors(call: Call) -> list[Tensor]:
 
 
 class _Keys:
-    """The keys and values of all ranks that this one sees, one after the other: the next ones on their way meanwhile."""
+    """The keys and values of all ranks, one after the other, as far as they are seen; the next are on their way."""
 
     def __init__(self, whole: Whole):
         self.whole, self.own = whole, _tensors(whole.call)
@@ -91,9 +91,7 @@ class _Keys:
         room = [x.new_empty(*x.shape[: x.dim() - 2], rows, x.shape[-1]) for x in self.own[:2]] if owner_seen else []
         if owner_seen and len(self.own) > 2:
             room.append(self.own[2].new_empty(self.own[2].shape[0], rows))
-        return ranks_of.exchange(
-            whole.ranks, self.own, to if to_sees else None, room, owner if owner_seen else None
-        )
+        return ranks_of.exchange(whole.ranks, self.own, to if to_sees else None, room, owner if owner_seen else None)
 
     def __iter__(self):
         """(owner, the call with the owner's keys and values or None if no row sees any), the rank's own first."""
@@ -126,7 +124,7 @@ def _part(call: Call, pair: Pair) -> Call:
 def _forward(whole: Whole, name: str) -> tuple[Tensor, partial.Rows]:
     """(the output, in query's dtype; the Rows)."""
     call = whole.call
-    rows = partial.start(call._replace(sinks=None), name)
+    rows = partial.start(call, partial.unit(call._replace(sinks=None), name))
     for owner, shown in _Keys(whole):
         for pair in whole.pairs(owner) if shown is not None else ():
             out, stats = partial.forward(_part(shown, pair), name)
@@ -137,7 +135,7 @@ def _forward(whole: Whole, name: str) -> tuple[Tensor, partial.Rows]:
 
 
 class _Back:
-    """Gradients of the keys and values of others, on their way to their owners, and of this rank's own ones from others."""
+    """Gradients of keys and values on their way to the owners: from this rank of others' ones, and the other way."""
 
     def __init__(self, whole: Whole, totals: list[Tensor]):
         self.whole, self.totals, self.coming = whole, totals, None
@@ -210,7 +208,7 @@ def _backward(whole: Whole, name: str, rows: partial.Rows, out_grad: Tensor, lse
         grad_slopes = ranks_of.sum_of(whole.ranks, grad_slopes)
     grad_sinks = None
     if call.sinks is not None and whole.wanted(5):
-        grad_sinks = ranks_of.sum_of(whole.ranks, partial.of_sinks(call.sinks, rows, out_grad, lse_grad))
+        grad_sinks = ranks_of.sum_of(whole.ranks, partial.of_sinks(call, rows, out_grad, lse_grad))
     given = iter(own)
     grads = [grad_query, *(next(given) if wanted else None for wanted in need[1:3]), grad_slopes, grad_sinks]
     inputs = *call[:3], call.alibi_slopes, call.sinks

@@ -154,7 +154,7 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
     sent[: own.shape[0]] = own
     received = own.new_empty(ranks.size, most, *shape)
     if sent.numel():
-        dist.all_gather_into_tensor(ranks_of.as_bytes(received), ranks_of.as_bytes(sent), group=ranks.group)
+        dist.all_gather([ranks_of.as_bytes(x) for x in received], ranks_of.as_bytes(sent), group=ranks.group)
     whole = own.new_empty(sum(map(rows_of, every)), *shape)
     for block, some in zip(received, every, strict=True):
         for chunk in some:
@@ -163,7 +163,7 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """The sum over ranks of a whole tensor of each, and of that the rows of this rank: what `gathered` differentiates to."""
+    """The rows of this rank of the sum over ranks of a whole tensor of each: the derivative of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]

@@ -1,6 +1,6 @@
 """What the ranks of a call agree on before anything is sent: one call, of which each has some rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import backends
-from ..call.form import Arguments, Call, Origin, diagonal
-from ..call.rules import check_flags, checked, fail
+from ..call.form import Arguments, Call, Origin, Plan, rank4
+from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..operators import partial
 from . import ranks as ranks_of
 from .ranks import Ranks
@@ -46,6 +46,15 @@ class Whole(NamedTuple):
         """Whether any rank wants the gradient of an input."""
         return any(need[number] for need in self.needs)
 
+    def with_inputs(self, inputs: Sequence[Tensor | None]) -> "Whole":
+        """The same of a call whose first fields are these."""
+        return self._replace(call=Call(*inputs, *self.call[len(inputs) :]))  # type: ignore[arg-type]
+
+    @property
+    def total(self) -> int:
+        """How many keys all ranks have."""
+        return sum(map(rows_of, self.keys))
+
     @property
     def differentiated(self) -> bool:
         """Whether any rank wants any gradient."""
@@ -53,18 +62,23 @@ class Whole(NamedTuple):
 
     def sees(self, row: Chunk, key: Chunk) -> bool:
         """Whether any of some rows sees any of some keys, as far as causal and window say."""
-        low, high = self._sides()
-        return row.first < row.last and key.first < key.last and key.first < row.last + high and key.last > row.first + low
+        low, high = self.sides()
+        return (
+            row.first < row.last and key.first < key.last and key.first < row.last + high and key.last > row.first + low
+        )
 
     def sees_all(self, row: Chunk, key: Chunk) -> bool:
         """Whether each of some rows sees all of some keys."""
-        low, high = self._sides()
+        low, high = self.sides()
         return key.last <= row.first + high + 1 and key.first >= row.last - 1 + low
 
-    def _sides(self) -> tuple[float, float]:
+    def sides(self) -> tuple[float, float]:
         """Row i sees keys i + low .. i + high."""
         left, right = self.call.left, self.call.right
-        return (-float("inf") if left is None else self.shift - left, float("inf") if right is None else self.shift + right)
+        return (
+            -float("inf") if left is None else self.shift - left,
+            float("inf") if right is None else self.shift + right,
+        )
 
     def meet(self, rank: int, owner: int) -> bool:
         """Whether any row of a rank sees any key of an owner."""
@@ -103,13 +117,13 @@ def agreed(
     arguments: Arguments,
     return_lse: Any,
     backend: Any,
-    pairs: dict[str, Any] | None = None,
-    more: Callable[[Ranks], None] | None = None,
+    prepare: Callable[[Call, Ranks], tuple[Call, dict[str, Any]]] = lambda call, ranks: (call, {}),
 ) -> Whole | None:
-    """The Whole of arguments of which each rank has its own rows; None without a process group.
+    """The Whole of arguments of which each rank has its own rows, and all keys in mask and bias; None without a group.
 
     Args:
-        pairs: mask and bias, which have this rank's rows and all keys. more: raises for what a function cannot take.
+        prepare: of the rank's Call: what else belongs to it, and options that all must say alike; it raises for what a
+            function cannot take.
     Raises: on all ranks, for what is wrong on one of them or differs between two.
     """
     ranks = ranks_of.of(group)
@@ -118,10 +132,9 @@ def agreed(
     problem, options, own, call = None, {}, _nothing(), None
     try:
         call = _checked(arguments, balance, return_lse, backend)
-        options = _options(call, arguments, balance, return_lse, backend)
-        own = _own(call, pairs or {})
-        if more is not None:
-            more(ranks)
+        call, more = prepare(call, ranks)
+        options = _options(call, arguments, balance, return_lse, backend) | more
+        own = _own(call)
     except (TypeError, ValueError, NotImplementedError) as error:
         problem = error
     table = ranks_of.agree(ranks, name, options, own, problem, None if call is None else call.query.device)
@@ -130,12 +143,10 @@ def agreed(
     every = chunks(sum(rows), ranks.size, balance), chunks(sum(keys), ranks.size, balance)
     ranks_of.check_rows("query", rows, every[0])
     ranks_of.check_rows("key", keys, every[1])
-    for what in pairs or {}:
+    for what in ("mask", "bias"):
         for rank, entry in enumerate(table):
-            shape = entry[f"{what} rows"], entry[f"{what} keys"]
-            if shape[0] not in (0, 1, rows[rank]) or shape[1] not in (0, 1, sum(keys)):
-                wanted = f"a shape that ends in the rank's rows, {rows[rank]}, and all keys, {sum(keys)} (or 1)"
-                fail(ValueError, what, wanted, f"{shape} on rank {rank}")
+            if entry[what] not in (0, 1, sum(keys)):
+                fail(ValueError, what, f"all keys, {sum(keys)}, or 1 as its last size", f"{entry[what]} on rank {rank}")
     call = call._replace(seed=_common_seed(ranks, call, arguments, table))
     needs = [[bool(entry["needs"] >> n & 1) for n in range(NEEDS)] for entry in table]
     # Level where all rows and keys of the whole are: at the ends of both, or at their beginnings.
@@ -150,25 +161,32 @@ def _checked(arguments: Arguments, balance: Any, return_lse: Any, backend: Any) 
     query = arguments.query
     if isinstance(query, Tensor) and query.dim() != 4:
         fail(ValueError, "query", "rank 4, (B, H, rows, D)", tuple(query.shape))
-    return checked(arguments, named=backends.named(backend) is not None)
+    call = checked(arguments._replace(mask=None, bias=None), named=backends.named(backend) is not None)
+    pairs = {name: getattr(arguments, name) for name in ("mask", "bias")}
+    for name, x in pairs.items():
+        if isinstance(x, Plan):
+            fail(TypeError, name, "a tensor: a plan is of one process", "a plan")
+        # How many keys there are in all, a rank cannot know yet.
+        keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
+        scores = *call.query.shape[:3], keys
+        sizes = Sizes(call.query.device, call.query.dtype, 4, *scores, scores)
+        check_options(Arguments(*call[:3], **{name: x}), sizes)
+    return call._replace(**{name: rank4(x) for name, x in pairs.items()})
 
 
 def _nothing() -> dict[str, int]:
-    names = "rows", "keys", "needs", "seed", "mask rows", "mask keys", "bias rows", "bias keys"
-    return dict.fromkeys(names, 0)
+    return dict.fromkeys(("rows", "keys", "needs", "seed", "mask", "bias"), 0)
 
 
-def _own(call: Call, pairs: dict[str, Any]) -> dict[str, int]:
+def _own(call: Call) -> dict[str, int]:
     """What a rank says that may differ from rank to rank."""
     own = _nothing() | dict(rows=call.query.shape[2], keys=call.key.shape[2])
-    inputs = *call[:3], pairs.get("bias"), *call[4:NEEDS]
     if torch.is_grad_enabled():
-        own["needs"] = sum(1 << n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad)
+        own["needs"] = sum(1 << n for n, x in enumerate(call[:NEEDS]) if isinstance(x, Tensor) and x.requires_grad)
     if call.seed is not None and call.seed.device.type == "cpu":
         own["seed"] = int(call.seed)
-    for name, x in pairs.items():
-        if x is not None:
-            own |= {f"{name} rows": x.shape[-2], f"{name} keys": x.shape[-1]}
+    if call.cu_seqlens_q is None:
+        own |= {name: x.shape[3] for name, x in (("mask", call.mask), ("bias", call.bias)) if x is not None}
     return own
 
 
@@ -196,6 +214,8 @@ def _options(call: Call, arguments: Arguments, balance: Any, return_lse: bool, b
         softcap=call.softcap,
         alibi_slopes=shape(call.alibi_slopes),
         sinks=shape(call.sinks),
+        mask=None if call.mask is None else tuple(call.mask.shape[:2]),
+        bias=None if call.bias is None else (*call.bias.shape[:2], call.bias.dtype),
         dropout_p=call.dropout_p,
         seed=seed,
         return_lse=return_lse,
@@ -222,11 +242,3 @@ def taken(whole: Whole, backend: Any) -> str:
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
         call = partial.widened(call)
     return backends.choose(call, False, named).name
-
-
-def local_diagonal(call: Call) -> int:
-    return diagonal(call)
-
-
-def rows_here(whole: Whole) -> int:
-    return rows_of(whole.rows[whole.ranks.rank])

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call, Origin
+from ..call.form import Call, Origin
 from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call, wide_dtype
+from ..call.form import Call, wide_dtype
 from ..cpu import flash as cpu
 from ..naive import partial as naive
 from ..naive.partial import LN2
@@ -75,7 +75,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """What a largest score of `forward` is worth: kernels keep products of query and key, where nothing else is added."""
+    """What a largest score of `forward` is worth: kernels keep products of query and key, if nothing else is added."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -85,7 +85,7 @@ def unit(call: Call, backend: str) -> float:
 
 
 class Rows(NamedTuple):
-    """What rows have summed up over the parts so far. largest is worth `unit`; a row that saw nothing has -inf and inf."""
+    """What rows have summed up over the parts so far; largest is worth `unit`. A row that saw nothing: -inf and inf."""
 
     out: Tensor
     largest: Tensor
@@ -104,12 +104,12 @@ class Rows(NamedTuple):
         return torch.where(empty, -INFINITE, self.largest * self.unit + self.log2_sum * LN2)
 
 
-def start(call: Call, backend: str) -> Rows:
-    """The Rows of a call before its first part."""
+def start(call: Call, unit: float) -> Rows:
+    """The Rows of a call before its first part; unit: of its parts."""
     shape, dtype = call.query.shape[:3], wide_dtype(call)
     out = call.query.new_zeros((*shape, call.value.shape[3]), dtype=dtype)
     largest = out.new_full(shape, -INFINITE)
-    return Rows(out, largest, torch.full_like(largest, INFINITE), unit(call, backend))
+    return Rows(out, largest, torch.full_like(largest, INFINITE), unit)
 
 
 def add(rows: Rows, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
@@ -137,15 +137,14 @@ def add_sinks(rows: Rows, sinks: Tensor) -> None:
     add(rows, slice(None), None, largest, torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE))
 
 
-def of_sinks(sinks: Tensor, rows: Rows, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """The gradient of sinks (1 or B, Hq), in float32: each row gives its weight times (that of lse - that of output)."""
+def of_sinks(call: Call, rows: Rows, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The gradient of sinks (1 or B, Hq), in float32: of each row its weight times (that of lse - that of output)."""
+    sinks = call.sinks
+    assert sinks is not None
     exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum
     weights = exponent.exp2().masked_fill(rows.log2_sum == INFINITE, 0.0)
     found = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
     found = found if grad_lse is None else found + grad_lse
+    if call.query_mask is not None:
+        found = found.masked_fill(~call.query_mask[:, None], 0.0)
     return (weights * found).sum(2).sum_to_size(sinks.shape)
-
-
-def needed(call: Call) -> list[bool]:
-    """Which of the first fields of a call want a gradient."""
-    return [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]

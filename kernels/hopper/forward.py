@@ -196,8 +196,9 @@ def forward(
 ):  # fmt: skip
     """Out, Lse and Stats as those of the universal kernel, of any number of programs that share the blocks of rows.
 
-    Either Out or Wide is None: a View of float32 (B, H, Sq, DV). Q, K, V and Out are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of Q and Out have 64
-    rows, and there are GROUPS warpgroups. planes is B * Hq; section, how many of them are worked on together.
+    Either Out or Wide is None: a View of float32 (B, H, Sq, DV). Q, K, V and Out are descriptors of (B, H, S, D) with
+    blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows, and there are GROUPS warpgroups. planes is
+    B * Hq; section, how many of them are worked on together.
     """
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
