@@ -10,6 +10,8 @@ from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
 from .call.rules import check_flags, check_options, check_tensors, fail, is_int, is_number
+from .distributed.parallel import ContextParallel, check_parallel
+from .distributed.parallel import attend as attend_in_parallel
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -85,6 +87,9 @@ class MultiHeadAttention(nn.Module):
         head_dim: D; embed_dim // num_heads by default. value_head_dim: Dv; head_dim by default.
         dropout: the share of attention weights dropped while training. bias: whether projections have one.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
+        context_parallel: a `fusedattn.distributed.ContextParallel`, where inputs are shards of a sequence: the output
+            is the shard of this rank, and masks and bias are as its method takes them. An attribute of the same name
+            may be set later.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
@@ -95,6 +100,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0, bias: bool = True, causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None, softcap: float | None = None, backend: str | None = None,
+        context_parallel: ContextParallel | None = None,
         device: Device = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -114,6 +120,8 @@ class MultiHeadAttention(nn.Module):
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
+        check_parallel(context_parallel)
+        self.context_parallel = context_parallel
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_head_dim = head_dim, value_head_dim
@@ -151,7 +159,10 @@ class MultiHeadAttention(nn.Module):
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
         options |= dict(mask=_by_head(mask), bias=_by_head(bias), key_mask=key_mask, query_mask=query_mask)
         options |= dict(dropout_p=self.dropout if self.training else 0.0, backend=self.backend)
-        out, weights = attend(q, k, v, need_weights, **options)
+        if self.context_parallel is None:
+            out, weights = attend(q, k, v, need_weights, **options)
+        else:
+            out, weights = attend_in_parallel(self.context_parallel, q, k, v, need_weights, **options)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def extra_repr(self) -> str:

@@ -29,8 +29,9 @@ ROOMS = {
     "reference": {"api", "call", "naive"},
     "tuning": {"launch", "replay"},
     "plot": {"call"},
-    "modules": {"api", "backends", "call"},
-    "layers": {"call", "modules"},
+    "distributed": {"api", "backends", "call", "naive", "operators", "private"},
+    "modules": {"api", "backends", "call", "distributed"},
+    "layers": {"call", "distributed", "modules"},
     "compat": {"api", "backends", "call", "modules", "naive", "operators", "private"},
     "testing": {"api", "reference"},
 }

@@ -1,11 +1,13 @@
 """Attention of a sequence that no GPU holds: cut over the processes of a group, by torch.distributed."""
 
 from .gather import gather_attention, gather_attention_varlen
+from .parallel import ContextParallel
 from .ring import ring_attention
 from .shards import positions, shard, unshard
 from .ulysses import ulysses_attention
 
 __all__ = [
+    "ContextParallel",
     "gather_attention",
     "gather_attention_varlen",
     "positions",

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..call.rules import fail
-from ..private import group_timeout
+from ..private import group_timeout, tell, told
 
 WORDS = 192  # of int64: what a rank says of a call, of fixed size, so that ranks that disagree understand each other
 TEXT = 512  # bytes of it are the message of an error
-LOST = -1 << 62  # says that a rank did not come; what follows says which
+TOLD = timedelta(seconds=2)  # how long a rank that hears nothing more waits to be told who was lost
 
 
 class Ranks(NamedTuple):
@@ -122,32 +122,32 @@ def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
         table[0] = said
     elif ranks.rank == 0:
         table[0] = said
-        lost = None
         works = [(r, dist.irecv(table[r], group=group, group_src=r)) for r in range(1, ranks.size)]
         for r, work in works:
             try:
                 _await(work)
             except RuntimeError as error:
-                lost = (r, error) if lost is None else lost
-        if lost is not None:
-            table[0, :2] = torch.tensor([LOST, lost[0]], device=table.device)
+                # Gloo closes all connections at a timeout, so the others hear it by the store.
+                tell(_key(ranks), str(r))
+                raise RuntimeError(_missing(name, r, limit)) from error
         for r in range(1, ranks.size):
             try:
                 _await(dist.isend(table, group=group, group_dst=r))
             except RuntimeError as error:
-                lost = (r, error) if lost is None else lost
-        if lost is not None:
-            raise RuntimeError(_missing(name, lost[0], limit)) from lost[1]
+                raise RuntimeError(_missing(name, r, limit)) from error
     else:
         try:
             _await(dist.isend(said, group=group, group_dst=0))
-            # Rank 0 may wait for another as long as it is allowed to, and then says so.
+            # Rank 0 may wait for another as long as it is allowed to.
             _await(dist.irecv(table, group=group, group_src=0), 2 * limit)
         except RuntimeError as error:
-            raise RuntimeError(_missing(name, 0, limit)) from error
-        if int(table[0, 0]) == LOST:
-            raise RuntimeError(_missing(name, int(table[0, 1]), limit))
+            lost = told(_key(ranks), TOLD)
+            raise RuntimeError(_missing(name, 0 if lost is None else int(lost), limit)) from error
     return table
+
+
+def _key(ranks: Ranks) -> str:
+    return f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
 
 def _missing(name: str, rank: int, limit: timedelta) -> str:

@@ -143,9 +143,9 @@ def _masks(whole: Whole, heads: Heads) -> Call:
     call, (rows, keys) = whole.call, _lengths(whole)
 
     def tokens(mask: Tensor | None, lengths: list[int]) -> Tensor | None:
-        return (
-            None if mask is None else _to_heads(mask[:, None], whole, [slice(0, 1)] * whole.ranks.size, lengths)[:, 0]
-        )
+        if mask is None:
+            return None
+        return _to_heads(mask[:, None], whole, [slice(0, 1)] * whole.ranks.size, lengths)[:, 0]
 
     return call._replace(
         mask=None if call.mask is None else _pairs(call.mask, whole, heads),
@@ -247,9 +247,10 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, out_grad, lse_grad):
-        inputs, local = ctx.saved_tensors[:6], ctx.saved_tensors[6:12]
+        saved = ctx.saved_tensors
+        inputs, local, kept = saved[:6], saved[6:12], saved[12:]
         whole, heads, name = ctx.rest
-        rows, call = partial.Rows(*ctx.saved_tensors[12:], ctx.unit), Call(*local, *ctx.call)
+        rows, call = partial.Rows(*kept, ctx.unit), Call(*local, *ctx.call)
         if out_grad is None:
             out_grad = torch.zeros_like(inputs[0][..., :1]).expand(*inputs[0].shape[:3], call.value.shape[3])
         grads = _backward(whole.with_inputs(inputs), heads, name, call, rows, out_grad, lse_grad)
@@ -292,7 +293,7 @@ def _with_weights(
     given, dtype = whole.call, whole.call.query.dtype
     if heads.repeated:  # gradients of a key head on several ranks are not to be rounded before they are added up
         whole = whole._replace(call=partial.widened(given))
-    # On each rank all that has a gradient on any of them has one, for its exchange takes part in the backward of others.
+    # What has a gradient on any rank has one on each: its exchange takes part in the backward of the others.
     inputs = [
         x if x is None or x.requires_grad or not whole.wanted(number) else x.detach().requires_grad_()
         for number, x in enumerate(whole.call[:6])

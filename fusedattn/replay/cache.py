@@ -28,7 +28,7 @@ from ..call.form import (
 from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
-from ..operators import attention
+from ..operators import attention, dtensors
 from ..private import TensorGuards, any_autocast, can_replay, forward_level, has_storage
 from .on_cpu import OnCpu, call_of
 
@@ -90,6 +90,10 @@ def attend(arguments: tuple, return_lse: bool, return_weights: bool, backend: st
         return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call = checked(Arguments(*arguments), named is not None)
+    if (own := dtensors.own(call, seed)) is not None:
+        run = backends.choose(own.call, return_weights, named).run
+        out, lse, weights = run(own.call, return_lse, return_weights)
+        return results(query.dim(), own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
     replay = learn(tensors, numbers, call, chosen)
     if replay is not None:

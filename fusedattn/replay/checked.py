@@ -15,7 +15,7 @@ from ..call.form import Arguments, Call, asked, packed_results, rank4, results, 
 from ..call.packed import Packed
 from ..call.rules import check_flags
 from ..cpu import cached as cpu
-from ..operators import attention, cached as operators
+from ..operators import attention, cached as operators, dtensors
 from . import cache
 
 _OFFSETS = 5  # how many tensors of packed sequences come before those of options
@@ -50,6 +50,7 @@ def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> 
             out, lse = cpu.attend(decode)
         return results(4, out, lse.contiguous() if return_lse else None)
     check_flags(return_lse=return_lse, return_weights=return_weights)
+    dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = cached.checked(arguments, options, named is not None)
     chosen = backends.choose(decode, return_weights, named)
     if chosen.run is operators.run_on_cpu and not return_weights:
@@ -121,6 +122,7 @@ def attend_packed(arguments: Packed, options: Arguments, *more: Any) -> Tensor |
         out, lse, weights = attention.run_on_cpu(call, return_lse, return_weights)
         return packed_results(out, lse, weights)
     check_flags(return_lse=return_lse, return_weights=return_weights)
+    dtensors.refuse("attention_varlen", options._asdict() | arguments._asdict())
     call = packed.checked_packed(arguments, _without_tokens(options), return_weights, named is not None)
     chosen = backends.choose(call, return_weights, named)
     # Longest lengths that were read from these offsets say nothing of others.

@@ -24,14 +24,18 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
-    def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """(B, S, E) of tokens (B, S) that stand at the positions from `first` on."""
+    def embed(self, tokens: Tensor, first: int | Tensor = 0) -> Tensor:
+        """(B, S, E) of tokens (B, S) that stand at the positions from `first` on, or at those that it names."""
+        if isinstance(first, Tensor):
+            return self.tokens(tokens) + self.positions(first)
         end = first + tokens.shape[1]
         if end > CONTEXT:
             raise ValueError(f"tokens: expected at most {CONTEXT}, those before `first` included, got {end}")
         return self.tokens(tokens) + self.positions.weight[first:end]
 
-    def forward(self, tokens: Tensor, attends: Sequence[Callable | None] = (None,) * LAYERS, first: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, attends: Sequence[Callable | None] = (None,) * LAYERS, first: int | Tensor = 0
+    ) -> Tensor:
         """attends: of each layer a function of query, key and value (B, H, S, D), or None for its own attention."""
         x = self.embed(tokens, first)
         for block, attend in zip(self.blocks, attends, strict=True):

@@ -1,0 +1,60 @@
+"""How a module attends over a sequence that is cut over ranks."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..call.rules import fail
+from .gather import gather_attention
+from .ring import ring_attention
+from .shards import check_balance
+from .ulysses import ulysses_attention
+
+METHODS = dict(ring=ring_attention, gather=gather_attention, ulysses=ulysses_attention)
+LACKS = dict(ring=("mask", "bias", "query_mask", "need_weights"), gather=("need_weights",), ulysses=())
+
+
+class ContextParallel(NamedTuple):
+    """What `fusedattn.MultiHeadAttention` takes as context_parallel, when each rank has some rows of its inputs.
+
+        >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
+        >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True, context_parallel=parallel)
+
+    method: "ring", "gather" or "ulysses". group, balance: as in `fusedattn.distributed.shard`; "ulysses" knows no
+    balance.
+    """
+
+    method: str = "ring"
+    group: Any = None
+    balance: str | None = None
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raise for what is no ContextParallel that a module can have."""
+    if parallel is None:
+        return
+    if not isinstance(parallel, ContextParallel):
+        fail(TypeError, "context_parallel", "a ContextParallel or None", type(parallel).__name__)
+    if parallel.method not in METHODS:
+        fail(ValueError, "context_parallel", f"a method among {', '.join(METHODS)}", repr(parallel.method))
+    check_balance(parallel.balance)
+    if parallel.method == "ulysses" and parallel.balance is not None:
+        fail(ValueError, "context_parallel", "no balance with 'ulysses'", repr(parallel.balance))
+
+
+def attend(
+    parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """(output, weights or None) of the rows of this rank; options are those of `attention`.
+
+    Raises: NotImplementedError for what the method lacks.
+    """
+    given = {name for name, x in options.items() if x is not None} | ({"need_weights"} if need_weights else set())
+    for name in LACKS[parallel.method]:
+        if name in given:
+            raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel cannot take it")
+    options = {name: x for name, x in options.items() if x is not None}
+    if parallel.method == "ulysses":
+        found = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
+        return found if need_weights else (found, None)
+    return METHODS[parallel.method](q, k, v, group=parallel.group, balance=parallel.balance, **options), None

@@ -1,0 +1,197 @@
+"""DTensors: each rank computes its own batches and heads, by the backend that takes these, and nothing is sent.
+
+Backends get what a rank has, as plain tensors; what they return becomes a DTensor that is cut as the query is. So all
+of them take DTensors, also those that are no operators of torch.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..call.form import DIFFERENTIABLE, TENSORS, Call, Origin
+from ..call.layout import order
+from ..call.rules import fail
+
+_CLASSES = frozenset((Tensor, Parameter, type(None)))
+BATCH, HEADS = 0, 1  # dimensions of a query that may be cut
+# Which of them the fields of a Call have.
+DIMS = dict.fromkeys(("query", "key", "value", "bias", "alibi_slopes", "sinks", "mask"), (BATCH, HEADS))
+DIMS |= dict.fromkeys(("key_mask", "query_mask"), (BATCH,))
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether this is a DTensor, whose class takes a second to import."""
+    return type(x) not in _CLASSES and hasattr(x, "device_mesh") and hasattr(x, "placements")
+
+
+def refuse(function: str, tensors: Mapping[str, Any]) -> None:
+    """Raise where one of the arguments of a function is a DTensor."""
+    for name, x in tensors.items():
+        if is_dtensor(x):
+            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes none, but to_local()")
+
+
+class Own(NamedTuple):
+    """What a rank computes of a call of DTensors.
+
+    call: its batches and heads. mesh, placements: of the results, the query's. query: that of all ranks.
+    """
+
+    call: Call
+    mesh: Any
+    placements: list[Any]
+    query: Tensor
+
+    def whole(self, x: Tensor | None, like_query: bool = False) -> Tensor | None:
+        """A result of a rank as a DTensor of all; like_query: it has the query's order of dimensions."""
+        from torch.distributed.tensor import DTensor
+
+        if x is None:
+            return None
+        shape = [*self.query.shape[:2], *x.shape[2:]]
+        strides, step = [0] * x.dim(), 1
+        for axis in reversed(order(self.query) if like_query else range(x.dim())):
+            strides[axis], step = step, step * max(shape[axis], 1)
+        facts: dict[str, Any] = dict(shape=torch.Size(shape), stride=tuple(strides))
+        made: Tensor = DTensor.from_local(x, self.mesh, self.placements, run_check=False, **facts)
+        return made
+
+
+def own(call: Call, seed: Any) -> Own | None:
+    """What this rank computes of a checked call; None if no tensor of it is a DTensor.
+
+    What is not sharded where others are is cut here: its gradient is Partial. Tensors that are no DTensors, other than
+    query, key and value, are those of all ranks.
+
+    Args:
+        seed: as the caller gave it.
+    Raises: TypeError, ValueError, NotImplementedError, on all ranks, for what a rank cannot compute alone.
+    """
+    tensors: dict[str, Any] = dict(zip(Call._fields[:TENSORS], call, strict=False))
+    if not any(map(is_dtensor, tensors.values())):
+        return None
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh, query = _mesh(tensors), call.query
+    if call.seed is not None and seed is None:
+        raise NotImplementedError("dropout_p: expected a seed beside DTensors, the same on all ranks, got none")
+    cut = _cut(tensors, mesh)  # for each dimension of the mesh
+    if (coordinate := mesh.get_coordinate()) is None:
+        fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")
+    place = tuple(mesh.shape), tuple(coordinate)
+    fields: dict[str, Any] = dict(block_mask=None)  # of the whole, which each call can make again
+    for name, x in tensors.items():
+        if name not in DIMS or x is None:
+            continue
+        placements = x.placements if is_dtensor(x) else [Replicate()] * mesh.ndim
+        local = x
+        if is_dtensor(x):
+            grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in zip(placements, cut, strict=True)]
+            local = x.to_local(grad_placements=grads)
+        for dim in DIMS[name]:
+            of_query, size = query.shape[dim], x.shape[dim]
+            if size == 1 and of_query != 1 and name not in ("key", "value"):
+                continue  # it is broadcast
+            wanted, had = (tuple(n for n, d in enumerate(some) if d == dim) for some in (cut, _dims(placements)))
+            span = _span(of_query, size, *place, wanted, had)
+            if span is None:
+                expected = f"{size} along dimension {dim} such that each rank has what its part of the query needs"
+                fail(ValueError, name, expected, f"{tuple(placements)} on a mesh of {tuple(mesh.shape)}")
+            local = local if span == (0, local.shape[dim]) else local.narrow(dim, *span)
+        fields[name] = local
+    if call.seed is not None:
+        batch, heads = query.shape[:2]
+        at = [_place(n, *place, tuple(m for m, d in enumerate(cut) if d == dim))[0] for dim, n in enumerate((batch, heads))]
+        fields["seed"] = call.seed.to_local() if is_dtensor(call.seed) else call.seed  # type: ignore[attr-defined]
+        fields["origin"] = list(Origin(plane=at[BATCH] * heads + at[HEADS], heads=heads))
+    placements = [Replicate() if dim is None else Shard(dim) for dim in cut]
+    return Own(call._replace(**fields), mesh, placements, query)
+
+
+def _mesh(tensors: Mapping[str, Any]) -> Any:
+    """The mesh of all DTensors of a call."""
+    named = next(name for name, x in tensors.items() if is_dtensor(x))
+    mesh = tensors[named].device_mesh
+    for number, (name, x) in enumerate(tensors.items()):
+        if x is None:
+            continue
+        if not is_dtensor(x):
+            # Each rank would have its own gradient of what is the same for all.
+            if name in ("query", "key", "value") or (number < DIFFERENTIABLE and x.requires_grad):
+                fail(TypeError, name, f"a DTensor, as {named} is", "a tensor")
+        elif x.device_mesh != mesh:
+            fail(ValueError, name, f"the mesh of {named}", "another")
+    return mesh
+
+
+def _dims(placements: Iterable[Any]) -> list[int | None]:
+    """Which dimension of a tensor each dimension of the mesh cuts."""
+    return [None if p.is_replicate() else p.dim for p in placements]
+
+
+def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
+    """Which dimension of the query each dimension of the mesh cuts."""
+    from torch.distributed.tensor import Shard
+
+    cut: list[int | None] = [None] * mesh.ndim
+    by = [""] * mesh.ndim
+    batch_and_heads = tensors["query"].shape
+    for name, x in tensors.items():
+        for number, placement in enumerate(x.placements if is_dtensor(x) else ()):
+            if placement.is_replicate():
+                continue
+            dims = DIMS.get(name, ())
+            if type(placement) is not Shard or placement.dim not in dims:
+                kinds = " or ".join(["Replicate", *("Shard of batch", "Shard of heads")[: len(dims)]])
+                more = ": fusedattn.distributed takes sequences in shards" if name in ("query", "key", "value") else ""
+                fail(ValueError, name, kinds, f"{placement}{more}")
+            dim = placement.dim
+            if x.shape[dim] == 1 and batch_and_heads[dim] != 1:
+                fail(ValueError, name, "Replicate for a dimension of 1, which is broadcast", placement)
+            if cut[number] not in (None, dim):
+                expected = f"Shard({cut[number]}) or Replicate, as {by[number]} is on dimension {number} of the mesh"
+                fail(ValueError, name, expected, placement)
+            cut[number], by[number] = dim, name
+    return cut
+
+
+def _place(size: int, shape: Sequence[int], coordinate: Sequence[int], cut: Sequence[int]) -> tuple[int, int]:
+    """(the first, how many) of `size` elements that a rank has, as `torch.chunk` cuts for each dimension of a mesh."""
+    first = 0
+    for number in cut:
+        chunk = -(-size // shape[number])
+        begin = min(chunk * coordinate[number], size)
+        first, size = first + begin, min(chunk, size - begin)
+    return first, size
+
+
+@functools.lru_cache(maxsize=1024)
+def _span(
+    of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...], wanted: tuple[int, ...], had: tuple[int, ...]
+) -> tuple[int, int] | None:  # fmt: skip
+    """(the first, how many) elements, of those that a rank has of `size`, belong to its part of the query.
+
+    None if any rank lacks some, or, of heads of keys, if they do not serve equally many heads of its query each.
+
+    Args:
+        wanted, had: which dimensions of the mesh cut the query, and this.
+    """
+    found = None
+    for other in {coordinate, *itertools.product(*map(range, shape))}:
+        first, count = _place(of_query, shape, other, wanted)
+        start, there = _place(size, shape, other, had)
+        share = max(of_query // max(size, 1), 1)  # heads of the query for each
+        begin, end = first // share, -(-(first + count) // share)
+        even = end - begin <= 1 or (first % share == 0 and count % share == 0)
+        if count == 0:
+            begin = end = start
+        if not (even and start <= begin and end <= start + there):
+            return None
+        if other == coordinate:
+            found = begin - start, end - begin
+    return found
