@@ -102,8 +102,10 @@ def dq(
     # store it
     if GradQ is not None:
         tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
-    if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
-        sums, delta = row_sums.mend(sums, row.delta, row.dlse)
+    delta = row.delta
+    if grads.partial is None:
+        if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
+            sums, delta = row_sums.mend(sums, row.delta, row.dlse)
     if grads.bias_sums is not None:
         tiles.store_column(tiles.table(grads.bias_sums, plane, q_len, 1), rows, q_len, 0, sums.ds)
     if grads.slope_sums is not None:

@@ -34,7 +34,7 @@ class Seconds(NamedTuple):
     total: float
 
 
-def _link(speeds: Speeds, messages: Iterable[tuple[bool, int, int]], gathers: bool = False) -> float:
+def link(speeds: Speeds, messages: Iterable[tuple[bool, int, int]], gathers: bool = False) -> float:
     """Seconds of messages that are under way at once: (whether inside the node, bytes sent, received).
 
     gathers: what comes from other nodes comes once to a node, over the links of all its ranks, and goes on inside.
@@ -51,6 +51,11 @@ def _link(speeds: Speeds, messages: Iterable[tuple[bool, int, int]], gathers: bo
 def _messages(speeds: Speeds, rank: int, to: int, of: int, flow: Flow) -> list[tuple[bool, int, int]]:
     node = rank // speeds.node
     return [(to // speeds.node == node, flow[rank][to], 0), (of // speeds.node == node, 0, flow[of][rank])]
+
+
+def of_rank(speeds: Speeds, rank: int, flow: Flow) -> list[tuple[bool, int, int]]:
+    """The messages of a rank, as `link` takes them."""
+    return [message for peer in range(len(flow)) for message in _messages(speeds, rank, peer, peer, flow)]
 
 
 def _added(shape: Shape, rows: int, keys: int, backward: bool) -> int:
@@ -81,7 +86,7 @@ def _ring(shape: Shape, speeds: Speeds, rank: int, backward: bool) -> Seconds:
             messages += _messages(speeds, rank, (rank + step + 1) % size, (rank - step - 1) % size, there)
         if backward and step > 1:  # gradients of the step before go
             messages += _messages(speeds, rank, (rank - step + 1) % size, (rank + step - 1) % size, back)
-        moving = _link(speeds, messages)
+        moving = link(speeds, messages)
         sums = [a + b for a, b in zip(sums, (busy, moving, max(busy, moving)), strict=True)]
     return Seconds(*sums)
 
@@ -103,8 +108,7 @@ def seconds(method: str, shape: Shape, speeds: Speeds, backward: bool = False) -
     transfer = 0.0
     for flow in flows:
         gathers = method == "gather" and flow is flows[0]
-        every = ([m for peer in range(size) for m in _messages(speeds, rank, peer, peer, flow)] for rank in range(size))
-        transfer += max(_link(speeds, messages, gathers) for messages in every)
+        transfer += max(link(speeds, of_rank(speeds, rank, flow), gathers) for rank in range(size))
     compute = _computed(products, added, speeds, backward)
     return Seconds(compute, transfer, compute + transfer)
 

@@ -202,9 +202,10 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
     launched["Rows"] = _preprocess(p, lost, grad_lse, None if grad_weights is None else weights, stats, query_sums)
-    of_rows = Grads(None, None, of_scores, *by_row)
+    partial = 1 if call.partial else None
+    of_rows = Grads(None, None, of_scores, *by_row, partial)
     grad_key, grad_value = map(arguments.of, (grad_key, grad_value))
-    of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None)
+    of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None, partial)
     if "dq" in names:
         _dq(p, grad_query, of_rows)
     if "dkdv" in names or "one_pass" in names:

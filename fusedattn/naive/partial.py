@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import Call, Origin
+from ..call.form import Call, Origin, wide_dtype
 from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored
@@ -52,10 +52,13 @@ def _blocks(call: Call) -> Iterator[Block]:
     return (block(call, *span) for span in spans(rows, BUDGET // max(1, row_bytes)))
 
 
-def _weights(part: Part, where: Block, row_max: Tensor | None, log2_sum: Tensor | float) -> tuple[Tensor, Tensor]:
+def _weights(
+    part: Part, where: Block, row_max: Tensor | None, log2_sum: Tensor | float, stored: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """(weights of a block, the largest score of a row): exp(score - largest) / 2**log2_sum.
 
-    row_max: the largest, of more than these keys; None looks for it here.
+    row_max: the largest, of more than these keys; None looks for it here, and rounds it to the dtype that it is stored
+    in.
     """
     call, (first, last, begin, end) = part.call, where
     scores = _multiply(call.query[:, :, first:last], call.key[:, :, begin:end], call.scale)
@@ -65,6 +68,7 @@ def _weights(part: Part, where: Block, row_max: Tensor | None, log2_sum: Tensor 
         scores = scores.masked_fill(~seen, float("-inf"))
     if row_max is None:
         row_max = scores.detach().amax(-1) if end > begin else scores.new_full(scores.shape[:3], float("-inf"))
+        row_max = row_max.to(stored)
     exponent = scores - row_max.masked_fill(row_max == float("-inf"), 0.0)[..., None]
     if isinstance(log2_sum, Tensor):
         exponent = exponent - (log2_sum * LN2)[..., None]
@@ -78,19 +82,22 @@ def _sum(part: Part, where: Block, weights: Tensor) -> Tensor:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """(output, stats) of a call of float32 or float64, without sinks.
+    """(output, stats) of a call without sinks, in float32 (float64).
 
-    stats (B, Hq, Sq, 2) are the largest score of a row, and the binary logarithm of the sum of exp(score - largest); of
-    a row that sees nothing -inf and inf.
+    They are computed in float64, as nothing here is fast: the gradient of a row whose weights are those of one key is a
+    difference that eager PyTorch rounds alike on both sides, and that parts do not. stats (B, Hq, Sq, 2) are the
+    largest score of a row, and the binary logarithm of the sum of exp(score - largest); of a row that sees nothing -inf
+    and inf.
     """
-    rows = call.query.shape[:3]
-    out, stats = call.query.new_zeros(*rows, call.value.shape[3]), call.query.new_empty(*rows, 2)
+    rows, wide = call.query.shape[:3], wide_dtype(call)
+    out = call.query.new_zeros((*rows, call.value.shape[3]), dtype=wide)
+    stats = out.new_empty(*rows, 2)
     for one, of_rows, _ in _sequences(call):
-        made = prepared(one, call.query.dtype)
+        made = prepared(one, torch.float64)
         part = uncut(made)
         own_out, own_stats = out[:, :, of_rows], stats[:, :, of_rows]
         for where in _blocks(made):
-            weights, row_max = _weights(part, where, None, 0.0)
+            weights, row_max = _weights(part, where, None, 0.0, wide)
             total, here = weights.sum(-1), slice(where.first, where.last)
             own_out[:, :, here] = _sum(part, where, weights) / total.masked_fill(total == 0, 1.0)[..., None]
             own_stats[:, :, here, 0] = row_max
@@ -106,11 +113,13 @@ def backward(
     The gradient of a score is its weight times (that of the weight - that of the output times the output + that of
     lse): what a sum of values and a sum of weights have, if all that the weights are divided by is constant.
     """
-    empty = stats[..., 1] == float("inf")
+    empty, grad_out = stats[..., 1] == float("inf"), grad_out.double()
     delta = (grad_out * out).sum(-1)
     delta = (delta if grad_lse is None else delta - grad_lse).masked_fill(empty, 0.0)
-    grad_out = grad_out.masked_fill(empty[..., None], 0.0)
-    grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(call, need, strict=False)]
+    grad_out, stats = grad_out.masked_fill(empty[..., None], 0.0), stats.double()
+    grads = [
+        torch.zeros_like(x, dtype=wide_dtype(call)) if wanted else None for x, wanted in zip(call, need, strict=False)
+    ]
     for b, (one, rows, keys) in enumerate(_sequences(call)):
         own = _of_one(one, grad_out[:, :, rows], delta[:, :, rows], stats[:, :, rows], need)
         query, key, value, bias, slopes, _ = grads
@@ -127,7 +136,7 @@ def backward(
 
 def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
     """`backward` of a dense call, without what is hidden in the incoming gradients."""
-    made = prepared(call, call.query.dtype)
+    made = prepared(call, torch.float64)
     grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(made, need, strict=False)]
     wanted = [number for number, grad in enumerate(grads) if grad is not None]
     for where in _blocks(made):

@@ -36,9 +36,9 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     if backend in KERNELS:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
         return out, stats
-    call = widened(call)
     if backend == "naive":
         return naive.forward(call)
+    call = widened(call)
     out, lse, _, _ = OPERATORS.forward(*call, True, False, False, backend)
     empty = lse == -INFINITE
     return out, torch.stack([lse, torch.zeros_like(lse).masked_fill_(empty, INFINITE)], -1)
@@ -62,11 +62,11 @@ def backward(
     nothing = grad_out.new_empty(0)
     if backend in KERNELS:
         grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
+    elif backend == "naive":
+        return naive.backward(call, grad_out, grad_lse, out, stats, need)
     else:
         call = widened(call)
         grad_out = grad_out.to(call.query.dtype)
-        if backend == "naive":
-            return naive.backward(call, grad_out, grad_lse, out, stats, need)
         row_max, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, row_max + log2_sum * LN2)
         stats = (lse - cpu.offset(call))[..., None]

@@ -20,7 +20,8 @@ class Grads(NamedTuple):
     """Where the gradients of a pass go, each None where nobody wants it; that of q is an argument of its own.
 
     k, v and bias are Views, bias that of the scores (B, Hq, Sq, Sk). The sums are contiguous tables: of the gradient of
-    the scores, by row or by key, and by row of those of slopes and sinks.
+    the scores, by row or by key, and by row of those of slopes and sinks. partial, None or 1: rows see more keys than
+    there are here.
     """
 
     k: tiles.View
@@ -29,6 +30,7 @@ class Grads(NamedTuple):
     bias_sums: tl.tensor
     slope_sums: tl.tensor
     sink_sums: tl.tensor
+    partial: tl.tensor
 
 
 @triton.jit

@@ -72,8 +72,6 @@ def leaves(tensors):
     return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
 
 
-
-
 def run(function, tensors, incoming, options):
     """{name: output, lse and gradients of tensors} of a function of tensors and options."""
     inputs = leaves(tensors)

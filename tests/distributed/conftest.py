@@ -2,7 +2,6 @@
 
 import datetime
 import importlib
-import itertools
 import multiprocessing
 import os
 import socket
@@ -31,13 +30,12 @@ def join(rank, size, port, limit=LIMIT):
 
 def _serve(rank, size, port, pipe):
     join(rank, size, port)
-    while (request := pipe.recv()) is not None:
-        module, name, arguments = request
+    while True:
+        module, name, arguments = pipe.recv()
         try:
             pipe.send((None, getattr(importlib.import_module(module), name)(rank, size, *arguments)))
         except Exception:
             pipe.send((traceback.format_exc(), None))
-    dist.destroy_process_group()
 
 
 class Pool:
@@ -61,11 +59,9 @@ class Pool:
         return [answer for _, answer in answers]
 
     def stop(self):
-        """End the processes."""
-        for pipe in self.pipes:
-            pipe.send(None)
+        """End the processes, at once: leaving a group in order takes seconds."""
         for process in self.processes:
-            process.join()
+            process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +71,3 @@ def pools():
     yield lambda size: made.setdefault(size, None) or made.update({size: Pool(size)}) or made[size]
     for pool in filter(None, made.values()):
         pool.stop()
-
-
-def each_pair(names):
-    return list(itertools.combinations(names, 2))

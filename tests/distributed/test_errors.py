@@ -79,7 +79,10 @@ def test_heads_that_ranks_do_not_divide_are_refused(pools):
 WRONG = {
     "balance": (dict(balance="striped"), "^balance: expected None or 'zigzag', got 'striped'"),
     "rank": (dict(query=torch.randn(4, 8, 8)), r"^query: expected rank 4, \(B, H, rows, D\), got \(4, 8, 8\)"),
-    "mask": (dict(mask=torch.ones(8, 9, dtype=torch.bool)), "^mask: expected all keys, 16, or 1 as its last size, got 9"),
+    "mask": (
+        dict(mask=torch.ones(8, 9, dtype=torch.bool)),
+        "^mask: expected all keys, 16, or 1 as its last size, got 9",
+    ),
     "bias": (dict(bias=torch.ones(7, 16)), r"^bias: expected "),
 }
 
@@ -99,7 +102,11 @@ def test_what_is_wrong_everywhere_raises_everywhere(pools, name):
     "call, error, message",
     [
         (lambda: distributed.shard([1, 2], 0), TypeError, "^x: expected a tensor, got list"),
-        (lambda: distributed.shard(torch.ones(3), 1), ValueError, "^dim: expected a dimension of x, which has 1, got 1"),
+        (
+            lambda: distributed.shard(torch.ones(3), 1),
+            ValueError,
+            "^dim: expected a dimension of x, which has 1, got 1",
+        ),
         (lambda: distributed.shard(torch.ones(3), 0.0), TypeError, "^dim: expected an int, got float"),
         (lambda: distributed.unshard(torch.ones(3), 0, balance="x"), ValueError, "^balance: expected None or 'zigzag'"),
         (lambda: distributed.positions(-1), ValueError, "^length: expected 0 or more, got -1"),
@@ -159,7 +166,10 @@ def _answers(target, ranks, seconds):
 
 def test_a_rank_that_does_not_come_is_named():
     for rank, message in _answers(_missing, (0, 1), 40).items():
-        assert "ring_attention: rank 2 of the group did not call it within 2 s, or has ended" in message, (rank, message)
+        assert "ring_attention: rank 2 of the group did not call it within 2 s, or has ended" in message, (
+            rank,
+            message,
+        )
 
 
 def test_a_rank_that_is_killed_ends_the_others():

@@ -37,7 +37,9 @@ PAIRS = (  # what needs all keys
     Case("bias that heads share", {}, ("shared_bias",)),
     Case("query mask", dict(causal=True), ("query_mask", "key_mask")),
     Case("top left", dict(causal=True, align="top_left"), rows=41, keys=23),
-    Case("everything", dict(window=(20, 5), dropout_p=0.2, seed=3), ("mask", "bias", "key_mask", "query_mask", "sinks")),
+    Case(
+        "everything", dict(window=(20, 5), dropout_p=0.2, seed=3), ("mask", "bias", "key_mask", "query_mask", "sinks")
+    ),
 )
 HEADS = (  # key heads that do not divide as query heads do
     Case("six heads, three key heads", dict(causal=True), heads=(12, 3)),

@@ -351,7 +351,8 @@ def in_a_module(rank, size, method, balance):
     found.square().sum().backward()
     pairs = zip(layer.parameters(), alone.parameters(), strict=True)
     return max(
-        largest(distributed.shard(wanted, 1, balance=balance), found), *(largest(b.grad, sum_of(a.grad)) for a, b in pairs)
+        largest(distributed.shard(wanted, 1, balance=balance), found),
+        *(largest(b.grad, sum_of(a.grad)) for a, b in pairs),
     )
 
 

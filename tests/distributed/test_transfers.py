@@ -108,10 +108,10 @@ def waited(rank, size):
         time.sleep(0.2)
         return forward(*given)
 
-    inputs = [torch.randn(1, 8, 4096, 64) for _ in range(3)]  # 16 MiB of keys and values a shard
+    inputs = [torch.randn(1, 8, 2048, 64) for _ in range(3)]  # 8 MiB of keys and values a shard
     with mock.patch.object(ranks.Transfer, "wait", await_), mock.patch.object(partial, "forward", compute):
         dist.barrier()
-        distributed.ring_attention(*inputs, window=(4100, 0))
+        distributed.ring_attention(*inputs, window=(2100, 0))
     began = time.monotonic()
     tensors = [x.contiguous() for x in inputs[1:]]
     ranks.exchange(ranks.of(None), tensors, 1 - rank, [torch.empty_like(x) for x in tensors], 1 - rank).wait()

@@ -1,0 +1,59 @@
+"""torch's own context_parallel, whose ring calls the operators of flash attention: ours, where they take their place."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import fusedattn as fa
+from fusedattn.compat import _provider
+from fusedattn.compat._override import Override
+
+
+def with_torchs_ring(rank, size):
+    """How far results and gradients are from those of one process, by the operators that the provider replaces.
+
+    On a CPU torch has none of them, and its attention never asks for them: here they are called by name.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+
+    with mock.patch.object(torch.library, "get_kernel", lambda name, key: None):
+        ours = Override(_provider.REPLACED, "CPU")
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, 8 * size, 16).half() for heads in (2, 2, 2, 2)]
+    inputs = [x.double().requires_grad_() for x in whole[:3]]
+    wanted = fa.attention(*inputs, causal=True)
+    wanted.backward(whole[3].double())
+    wanted = [fa.distributed.shard(x.detach(), 2, balance="zigzag") for x in (wanted, *(x.grad for x in inputs))]
+    with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2] * 4):
+        *shards, grad = (DTensor.from_local(x.clone(), mesh, [Shard(2)], run_check=False) for x in whole)
+        shards = [x.requires_grad_() for x in shards]
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*shards, 0.0, True)[0]
+        out.backward(grad)
+        found = [x.to_local() for x in (out, *(x.grad for x in shards))]
+    ours.remove()
+    return [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on the CPU kernels need TRITON_INTERPRET=1")
+def test_the_operators_of_the_provider_run_inside_torchs_ring(pools):
+    for found in pools(2).run(with_torchs_ring):
+        assert all(x < 5e-3 for x in found), found
+
+
+def functions_of_ours(rank, size):
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh, whole = init_device_mesh("cpu", (size,)), torch.randn(1, 2, 8 * size, 16)
+    with context_parallel(mesh, buffers=[whole], buffer_seq_dims=[2]), fa.compat.torch.sdpa():
+        with pytest.raises(ValueError, match="query: .* sequences in shards"):
+            F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+
+
+def test_where_torchs_function_is_ours_a_shard_is_not_taken_for_the_whole(pools):
+    pools(2).run(functions_of_ours)

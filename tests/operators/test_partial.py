@@ -1,0 +1,119 @@
+"""Attention over parts of the keys that rows see: what they make together is what all keys make at once."""
+
+import pytest
+import torch
+
+from fusedattn import reference
+from fusedattn.call.form import Arguments, Origin
+from fusedattn.call.rules import checked
+from fusedattn.naive import dropout
+from fusedattn.operators import attention, partial
+from fusedattn.testing.tolerance import verdicts
+
+from ..conftest import INTERPRETED
+from ..partial import at_once, by_parts, draw, oracle
+
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels need the interpreter"))
+CASES = {  # options, those that are learned, and whether keys are hidden
+    "full": ({}, (), False),
+    "causal": (dict(causal=True), (), False),
+    "window": (dict(window=(20, 3)), (), False),
+    "softcap": (dict(causal=True, softcap=2.0), (), False),
+    "slopes": (dict(causal=True), ("alibi_slopes",), False),
+    "sinks": (dict(causal=True), ("sinks",), False),
+    "key mask": (dict(causal=True), (), True),
+    "dropout": (dict(dropout_p=0.3, seed=7), (), False),
+    "dropout, causal": (dict(dropout_p=0.3, seed=7, causal=True), (), False),
+    "negative scale": (dict(scale=-0.3), (), False),
+    "large scores": (dict(scale=200.0), (), False),
+}
+ROWS, KEYS = 50, 71
+CUTS = {
+    "aligned": (slice(16, 50), (0, 32, 48, 71)),
+    "odd": (slice(13, 49), (0, 7, 7, 40, 71)),
+    "one": (slice(0, 50), (0, 71)),
+}
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_parts_make_the_whole(name, cut, backend):
+    options, learned, hidden = CASES[name]
+    if backend == "cpu" and {"softcap", "dropout_p", "alibi_slopes"} & {*options, *learned}:
+        pytest.skip("the backend cpu does not take it")
+    rows, cuts = CUTS[cut]
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, None)):
+        if dtype == torch.float32 and backend == "triton" and cut != "odd":
+            continue  # the interpreter takes its time
+        if name == "large scores" and backend == "cpu":
+            tolerance = 1e-9  # its lse is one number
+            if dtype == torch.float32:
+                continue
+        tensors, more = draw(dtype, ROWS, KEYS, learned=learned)
+        options = options | more
+        key_mask = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(1)) > 0.4 if hidden else None
+        found = by_parts(tensors, options, rows, cuts, backend, key_mask)
+        exact = oracle(reference.attention, tensors, options, rows, key_mask)
+        if tolerance is None:
+            eager = at_once(reference.eager, tensors, options, rows, key_mask)
+            del found["lse"], eager["lse"]  # the oracle has that of all rows for what is empty
+            exact.pop("lse")
+            wrong = {name: each.why for name, each in verdicts(found, eager, exact).items() if each.why}
+            assert not wrong
+        else:
+            wrong = {name: _difference(found[name], exact[name]) for name in exact}
+            assert all(error < tolerance for error in wrong.values()), wrong
+
+
+def _difference(found, exact):
+    """The largest, in terms of the largest number, if that is more than 1."""
+    found, exact = (x.nan_to_num(0.0, 0.0, 0.0) for x in (found, exact))
+    return float((found - exact).abs().max() / exact.abs().max().clamp_min(1.0))
+
+
+def test_nothing_is_rounded_in_between():
+    """16-bit inputs: what parts give is as far from float64 as their products are, not as 16 bits are."""
+    tensors, _ = draw(torch.bfloat16, ROWS, KEYS)
+    for backend in ("naive", "cpu", *["triton"] * INTERPRETED):
+        found = by_parts(tensors, {}, slice(0, ROWS), (0, 30, KEYS), backend)
+        assert all(x.dtype == torch.float32 for x in found.values())
+        exact = oracle(reference.attention, tensors, {}, slice(0, ROWS))
+        rounded = {name: x.bfloat16().double() - x for name, x in exact.items()}
+        if backend != "triton":  # which rounds the weights before it multiplies values
+            assert all(
+                (found[n] - exact[n]).abs().max() < 0.02 * rounded[n].abs().max() for n in ("out", "key", "query")
+            )
+
+
+def test_rows_that_see_nothing_stay_empty():
+    tensors, _ = draw(torch.float32, ROWS, KEYS)
+    options = dict(causal=True, align="top_left")
+    key_mask = torch.arange(KEYS).expand(2, -1) > 10
+    for backend in ("naive", "cpu", *["triton"] * INTERPRETED):
+        found = by_parts(tensors, options, slice(0, ROWS), (0, 5, 30, KEYS), backend, key_mask)
+        assert (found["lse"][:, :, :11] == -float("inf")).all() and found["lse"][:, :, 11:].isfinite().all()
+        assert (found["out"][:, :, :11] == 0).all() and (found["query"][:, :, :11] == 0).all()
+        assert all(x[:, :, 11:].isfinite().all() for x in (found["out"], found["query"]))
+
+
+@pytest.mark.parametrize("row, key", [(0, 0), (16, 32), (5, 0), (3, 9), (7, 24)])
+@pytest.mark.skipif(not INTERPRETED, reason="kernels need the interpreter")
+def test_dropout_counts_from_the_origin(row, key):
+    """Values of one at each key by itself: the output is the weights, whose zeros are those of the whole."""
+    batch, heads, rows, keys = 2, 2, 20, 24
+    query, value = torch.zeros(batch, heads, rows, keys), torch.eye(keys).expand(batch, heads, keys, keys)
+    call = checked(Arguments(query, value, value, dropout_p=0.4, seed=11))
+    call = call._replace(origin=list(Origin(0, row, key, 1, 3)), partial=True)
+    out, _ = partial.forward(call, "triton")
+    planes = 1 + torch.tensor([b * 3 + h for b in range(batch) for h in range(heads)])
+    kept = dropout.keep(call.seed, planes, row, row + rows, key + keys, 0.4, key).view(batch, heads, rows, keys)
+    assert torch.equal(out != 0, kept)
+    assert torch.equal(partial.forward(call, "naive")[0] != 0, kept)
+
+
+def test_an_origin_is_checked():
+    query = torch.randn(1, 1, 4, 8)
+    call = checked(Arguments(query, query, query))._replace(origin=[0, -1, 0, 0, 1])
+    with pytest.raises(ValueError, match="^origin: expected shift, and row, key, plane and heads of 0 or more"):
+        attention.OPERATORS.forward(*call, False, False, False, "cpu")

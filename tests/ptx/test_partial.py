@@ -1,0 +1,45 @@
+"""Parts of the keys that rows see, by the PTX that Triton makes of the kernels: float32 results, and places in a whole."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+from fusedattn import reference
+from fusedattn.testing.tolerance import verdicts
+
+from ..partial import at_once, by_parts, draw, oracle
+from ..sample import matrix
+from . import device
+
+ODD, ALIGNED = (slice(13, 149), (0, 70, 200)), (slice(16, 150), (0, 64, 200))
+CASES = {  # backend, capability, dtype, columns, options, those that are learned, rows and cuts
+    "hopper D64, causal": ("hopper", 90, torch.bfloat16, (64, 64), dict(causal=True), (), ODD),
+    "hopper D128 fp16, sinks": ("hopper", 90, torch.float16, (128, 128), dict(window=(90, 4)), ("sinks",), ODD),
+    "hopper D64 Dv128": ("hopper", 90, torch.bfloat16, (64, 128), {}, (), ODD),
+    "one pass by the copy engine": ("triton", 90, torch.bfloat16, (64, 64), dict(causal=True), (), ODD),
+    "slopes, two passes": ("triton", 80, torch.bfloat16, (64, 64), dict(causal=True), ("alibi_slopes",), ODD),
+    "dropout, aligned": ("triton", 80, torch.bfloat16, (64, 64), dict(dropout_p=0.3, seed=5), (), ALIGNED),
+    "dropout, not aligned": ("triton", 90, torch.bfloat16, (64, 64), dict(dropout_p=0.3, seed=5, causal=True), (), ODD),
+    "fp32 D40": ("triton", 80, torch.float32, (40, 24), dict(causal=True, softcap=3.0), (), ODD),
+}
+FIRST, *REST = (pytest.param(name, id=name.replace(" ", "_")) for name in CASES)
+
+
+@pytest.mark.parametrize("name", [FIRST, *matrix(*REST)])
+def test_parts_by_compiled_code(name):
+    backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
+    tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)
+    options = options | more
+    with device.gpu(capability) as there:
+        found = by_parts(tensors, options, rows, cuts, backend)
+    assert all(x.dtype == torch.float32 for x in found.values())
+    eager, exact = (function(each, tensors, options, rows) for function, each in FUNCTIONS)
+    for name in ("lse", "alibi_slopes"):  # held to float64 by the interpreter
+        for results in (found, eager, exact):
+            results.pop(name, None)
+    wrong = {name: each.why for name, each in verdicts(found, eager, exact).items() if each.why}
+    assert not wrong
+
+
+FUNCTIONS = (at_once, reference.eager), (oracle, reference.attention)
