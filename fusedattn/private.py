@@ -209,4 +209,4 @@ def told(key: str, limit: timedelta) -> str | None:
         store.wait([key], limit)
     except RuntimeError:  # torch.distributed's own errors are: nobody has said anything, or the store has ended
         return None
-    return store.get(key).decode()
+    return str(store.get(key).decode())

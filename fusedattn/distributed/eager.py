@@ -1,10 +1,11 @@
-"""What surrounds code that talks to other processes: no compiler, no autocast."""
+"""What surrounds code that talks to other processes: no compiler, no autocast; gradients in the dtypes of inputs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..call.form import autocasting
 
@@ -33,3 +34,9 @@ def without_autocast(function: Callable) -> Callable:
             return function(whole, *rest)
 
     return run
+
+
+def as_inputs(grads: Iterable[Tensor | None], inputs: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Gradients in the dtypes of what they are the gradients of; None stays."""
+    pairs = zip(grads, inputs, strict=True)
+    return [None if grad is None or x is None else grad.to(x.dtype) for grad, x in pairs]

@@ -18,10 +18,9 @@ from ..call.form import Arguments, Call, Origin, rank4, rows as one_row, wide_dt
 from ..call.layout import arrange
 from ..call.packed import OFFSETS, VALUES, Packed
 from ..call.rules import Sizes, apply, check_options, check_tensors, fail
-from ..naive.packed import of_batches
 from ..operators import partial
 from . import ranks as ranks_of
-from .eager import eager, without_autocast
+from .eager import as_inputs, eager, without_autocast
 from .shards import Chunk, gathered, scattered
 from .whole import Whole, agreed, taken
 
@@ -176,8 +175,7 @@ def _backward(
     key, value = (None if x is None else scattered(x, 2, whole.ranks, whole.keys) for x in (key, value))
     sinks = partial.of_sinks(own, rows, out_grad, lse_grad) if own.sinks is not None and whole.wanted(5) else None
     slopes, sinks = (None if x is None else ranks_of.sum_of(whole.ranks, x) for x in (slopes, sinks))
-    grads = query, key, value, bias, slopes, sinks
-    return [None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, own[:6], strict=True)]
+    return as_inputs((query, key, value, bias, slopes, sinks), own[:6])
 
 
 class _Gather(torch.autograd.Function):
@@ -231,14 +229,15 @@ def gather_attention_varlen(
     Raises: as `ring_attention`.
     """
     check_tensors(query=query, key=key, value=value, cu_seqlens=cu_seqlens)
-    options = dict(causal=causal, window=window, align=align, scale=scale, softcap=softcap, sinks=sinks)
+    options: dict[str, Any] = dict(causal=causal, window=window, align=align, scale=scale, softcap=softcap, sinks=sinks)
     options |= dict(dropout_p=dropout_p, seed=seed)
     if ranks_of.of(group) is None:
         options |= dict(mask=mask, bias=bias, alibi_slopes=alibi_slopes, key_mask=key_mask, query_mask=query_mask)
         options |= dict(return_lse=return_lse, backend=backend)
         return attention_varlen(query, key, value, cu_seqlens, cu_seqlens, **options)
     tensors = (x.transpose(0, 1)[None] if x.dim() == 3 else x for x in (query, key, value))
-    arguments = Arguments(*tensors, key_mask=key_mask, query_mask=query_mask, **options)
+    options |= dict(key_mask=key_mask, query_mask=query_mask)
+    arguments = Arguments(*tensors, **options)
     offsets: list[int] = []
 
     def prepare(call: Call, ranks: Any) -> tuple[Call, dict[str, Any]]:
@@ -293,9 +292,12 @@ def _document(whole: Whole, chunk: Chunk, offsets: list[int], first: int, last: 
     here = slice(chunk.at + rows[0] - chunk.first, chunk.at + rows[-1] - chunk.first)
 
     def cut(x: Tensor) -> Tensor:
-        x = of_batches(x, first, last)
+        x = x if x.shape[0] == 1 else x[first:last]
         x = x if x.shape[2] == 1 else x[:, :, before : before + most[0]]
         return x if x.shape[3] == 1 else x[..., : most[1]]
+
+    def slopes(x: Tensor) -> Tensor:
+        return x if x.shape[0] == 1 else x[first:last]
 
     def on_device(numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=call.query.device)
@@ -310,4 +312,4 @@ def _document(whole: Whole, chunk: Chunk, offsets: list[int], first: int, last: 
         max_seqlen_k=most[1],
         origin=list(Origin(before, before, 0, first * heads, heads)),
     )
-    return Piece(here, slice(begin, offsets[last]), fields, cut, lambda x: of_batches(x, first, last))
+    return Piece(here, slice(begin, offsets[last]), fields, cut, slopes)

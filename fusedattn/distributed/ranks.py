@@ -213,9 +213,9 @@ def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[i
     size = like.element_size()
     out = torch.empty(size * sum(x.numel() for x in made), dtype=torch.uint8, device=like.device)
     flat = torch.cat([as_bytes(x.contiguous()) for x in sent])
-    counts = [[size * x.numel() for x in some] for some in (made, sent)]
-    dist.all_to_all_single(out, flat, *counts, group=ranks.group)
-    pieces = out.split(counts[0])
+    came, went = ([size * x.numel() for x in some] for some in (made, sent))
+    dist.all_to_all_single(out, flat, came, went, group=ranks.group)
+    pieces = out.split(came)
     return [piece.view(like.dtype).view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 

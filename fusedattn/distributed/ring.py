@@ -15,7 +15,7 @@ from ..call.form import Arguments, Call, wide_dtype
 from ..call.layout import arrange
 from ..operators import partial
 from . import ranks as ranks_of
-from .eager import eager, without_autocast
+from .eager import as_inputs, eager, without_autocast
 from .ranks import Transfer
 from .shards import rows_of
 from .whole import Pair, Whole, agreed, taken
@@ -138,7 +138,8 @@ class _Back:
     """Gradients of keys and values on their way to the owners: from this rank of others' ones, and the other way."""
 
     def __init__(self, whole: Whole, totals: list[Tensor]):
-        self.whole, self.totals, self.coming = whole, totals, None
+        self.whole, self.totals = whole, totals
+        self.coming: Transfer | None = None
 
     def wait(self) -> None:
         """Add what has come."""
@@ -212,7 +213,7 @@ def _backward(whole: Whole, name: str, rows: partial.Rows, out_grad: Tensor, lse
     given = iter(own)
     grads = [grad_query, *(next(given) if wanted else None for wanted in need[1:3]), grad_slopes, grad_sinks]
     inputs = *call[:3], call.alibi_slopes, call.sinks
-    return [None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)]
+    return as_inputs(grads, inputs)
 
 
 class _Ring(torch.autograd.Function):

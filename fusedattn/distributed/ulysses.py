@@ -16,7 +16,7 @@ from ..call.layout import arrange
 from ..call.rules import check_flags, fail
 from ..operators import partial
 from . import ranks as ranks_of
-from .eager import eager, without_autocast
+from .eager import as_inputs, eager, without_autocast
 from .ranks import Ranks
 from .shards import rows_of
 from .whole import Whole, agreed, taken
@@ -228,8 +228,8 @@ def _backward(
         every[:, heads.queries[rank]] = grad.to(every.dtype)
         return ranks_of.sum_of(whole.ranks, every)
 
-    grads = query, *made, bias, of_all(slopes, own.alibi_slopes), of_all(sinks, own.sinks)
-    return [None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, own[:6], strict=True)]
+    slopes, sinks = of_all(slopes, own.alibi_slopes), of_all(sinks, own.sinks)
+    return as_inputs((query, *made, bias, slopes, sinks), own[:6])
 
 
 class _Ulysses(torch.autograd.Function):
@@ -294,10 +294,10 @@ def _with_weights(
     if heads.repeated:  # gradients of a key head on several ranks are not to be rounded before they are added up
         whole = whole._replace(call=partial.widened(given))
     # What has a gradient on any rank has one on each: its exchange takes part in the backward of the others.
-    inputs = [
+    inputs: Any = (
         x if x is None or x.requires_grad or not whole.wanted(number) else x.detach().requires_grad_()
         for number, x in enumerate(whole.call[:6])
-    ]
+    )
     query, key, value, bias, slopes, sinks = inputs
     (rows, keys), ranks, own = _lengths(whole), whole.ranks, heads.queries[whole.ranks.rank]
     if bias is not None:
@@ -315,7 +315,8 @@ def _with_weights(
         origin=list(Origin(whole.shift, 0, 0, own.start, total)),
     )
     results = backends.choose(local, True, backends.named(backend)).run(local, need_lse, True)
-    out, lse, weights = (
+    found: Any = (
         None if x is None else _Exchange.apply(x, whole, heads.queries, rows, total, True) for x in results
     )
+    out, lse, weights = found
     return arrange(out.to(dtype), given.query), lse, weights.to(dtype)

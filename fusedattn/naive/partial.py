@@ -1,11 +1,12 @@
 """Attention over some of the keys that rows see, by its definition: of rows whose softmax is over all of them."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.form import Call, Origin, wide_dtype
+from ..call.form import DIFFERENTIABLE, Call, Origin, wide_dtype
 from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored
@@ -117,9 +118,7 @@ def backward(
     delta = (grad_out * out).sum(-1)
     delta = (delta if grad_lse is None else delta - grad_lse).masked_fill(empty, 0.0)
     grad_out, stats = grad_out.masked_fill(empty[..., None], 0.0), stats.double()
-    grads = [
-        torch.zeros_like(x, dtype=wide_dtype(call)) if wanted else None for x, wanted in zip(call, need, strict=False)
-    ]
+    grads = _zeros(call, need, wide_dtype(call))
     for b, (one, rows, keys) in enumerate(_sequences(call)):
         own = _of_one(one, grad_out[:, :, rows], delta[:, :, rows], stats[:, :, rows], need)
         query, key, value, bias, slopes, _ = grads
@@ -134,22 +133,29 @@ def backward(
     return grads
 
 
+def _zeros(call: Call, need: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
+    """A total of each gradient that is needed."""
+    inputs: Any = zip(call[:DIFFERENTIABLE], need, strict=True)
+    return [torch.zeros_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted in inputs]
+
+
 def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
     """`backward` of a dense call, without what is hidden in the incoming gradients."""
     made = prepared(call, torch.float64)
-    grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(made, need, strict=False)]
-    wanted = [number for number, grad in enumerate(grads) if grad is not None]
+    grads = _zeros(made, need, torch.float64)
+    which = [number for number, grad in enumerate(grads) if grad is not None]
     for where in _blocks(made):
         here, keys = slice(where.first, where.last), slice(where.begin, where.end)
         with torch.enable_grad():
-            leaves = [None if x is None else x.detach().requires_grad_(y) for x, y in zip(made, need, strict=False)]
-            part = uncut(made._replace(**dict(zip(Call._fields, leaves, strict=False))))
+            inputs: Any = zip(made[:DIFFERENTIABLE], need, strict=True)
+            leaves: list[Any] = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in inputs]
+            part = uncut(Call(*leaves, *made[DIFFERENTIABLE:]))
             weights, _ = _weights(part, where, stats[:, :, here, 0], stats[:, :, here, 1])
             total = (_sum(part, where, weights) * grad_out[:, :, here]).sum()
             total = total - (weights.sum(-1) * delta[:, :, here]).sum()
-        found = torch.autograd.grad(total, [leaves[number] for number in wanted], allow_unused=True)
+        found = torch.autograd.grad(total, [leaves[number] for number in which], allow_unused=True)
         cuts = (slice(None), slice(None), here), *((slice(None), slice(None), keys),) * 2, *((...,),) * 3
-        for number, more in zip(wanted, found, strict=True):
+        for number, more in zip(which, found, strict=True):
             grad = grads[number]
             if more is not None and grad is not None:
                 grad[cuts[number]] += more[cuts[number]]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..call.form import DIFFERENTIABLE, TENSORS, Call, Origin
@@ -20,8 +21,10 @@ from ..call.rules import fail
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
 BATCH, HEADS = 0, 1  # dimensions of a query that may be cut
 # Which of them the fields of a Call have.
-DIMS = dict.fromkeys(("query", "key", "value", "bias", "alibi_slopes", "sinks", "mask"), (BATCH, HEADS))
-DIMS |= dict.fromkeys(("key_mask", "query_mask"), (BATCH,))
+_BOTH = "query", "key", "value", "bias", "alibi_slopes", "sinks", "mask"
+DIMS: dict[str, tuple[int, ...]] = dict.fromkeys(_BOTH, (BATCH, HEADS)) | dict.fromkeys(
+    ("key_mask", "query_mask"), (BATCH,)
+)
 
 
 def is_dtensor(x: Any) -> bool:
@@ -33,7 +36,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
     """Raise where one of the arguments of a function is a DTensor."""
     for name, x in tensors.items():
         if is_dtensor(x):
-            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes none, but to_local()")
+            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes its to_local()")
 
 
 class Own(NamedTuple):
@@ -84,33 +87,34 @@ def own(call: Call, seed: Any) -> Own | None:
     if (coordinate := mesh.get_coordinate()) is None:
         fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")
     place = tuple(mesh.shape), tuple(coordinate)
-    fields: dict[str, Any] = dict(block_mask=None)  # of the whole, which each call can make again
+    of_query = _by_dim(cut)
+    fields: dict[str, Any] = dict(block_mask=None)  # it is of the whole, and made again
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue
-        placements = x.placements if is_dtensor(x) else [Replicate()] * mesh.ndim
-        local = x
+        local, placements = x, [Replicate()] * mesh.ndim
         if is_dtensor(x):
-            grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in zip(placements, cut, strict=True)]
+            placements = list(x.placements)
+            pairs = zip(placements, cut, strict=True)
+            grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
         for dim in DIMS[name]:
-            of_query, size = query.shape[dim], x.shape[dim]
-            if size == 1 and of_query != 1 and name not in ("key", "value"):
+            whole, size = query.shape[dim], x.shape[dim]
+            if size == 1 and whole != 1 and name not in ("key", "value"):
                 continue  # it is broadcast
-            wanted, had = (tuple(n for n, d in enumerate(some) if d == dim) for some in (cut, _dims(placements)))
-            span = _span(of_query, size, *place, wanted, had)
+            wanted, had = of_query[dim], _by_dim(getattr(p, "dim", None) for p in placements)[dim]
+            span = (_span if is_compiling() else _kept_span)(whole, size, *place, wanted, had)
             if span is None:
-                expected = f"{size} along dimension {dim} such that each rank has what its part of the query needs"
-                fail(ValueError, name, expected, f"{tuple(placements)} on a mesh of {tuple(mesh.shape)}")
+                what = f"{size} of them, {tuple(placements)} on a mesh of {tuple(mesh.shape)}"
+                fail(ValueError, name, f"on each rank the {('batches', 'heads')[dim]} that its query needs", what)
             local = local if span == (0, local.shape[dim]) else local.narrow(dim, *span)
         fields[name] = local
     if call.seed is not None:
         batch, heads = query.shape[:2]
-        at = [_place(n, *place, tuple(m for m, d in enumerate(cut) if d == dim))[0] for dim, n in enumerate((batch, heads))]
+        first, head = (_place(size, *place, some)[0] for size, some in zip((batch, heads), of_query, strict=True))
         fields["seed"] = call.seed.to_local() if is_dtensor(call.seed) else call.seed  # type: ignore[attr-defined]
-        fields["origin"] = list(Origin(plane=at[BATCH] * heads + at[HEADS], heads=heads))
-    placements = [Replicate() if dim is None else Shard(dim) for dim in cut]
-    return Own(call._replace(**fields), mesh, placements, query)
+        fields["origin"] = list(Origin(plane=first * heads + head, heads=heads))
+    return Own(call._replace(**fields), mesh, [Replicate() if dim is None else Shard(dim) for dim in cut], query)
 
 
 def _mesh(tensors: Mapping[str, Any]) -> Any:
@@ -129,9 +133,10 @@ def _mesh(tensors: Mapping[str, Any]) -> Any:
     return mesh
 
 
-def _dims(placements: Iterable[Any]) -> list[int | None]:
-    """Which dimension of a tensor each dimension of the mesh cuts."""
-    return [None if p.is_replicate() else p.dim for p in placements]
+def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
+    """For batch and heads: which dimensions of the mesh cut them."""
+    numbered = list(enumerate(cut))
+    return tuple(tuple(number for number, cuts in numbered if cuts == dim) for dim in (BATCH, HEADS))
 
 
 def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
@@ -147,7 +152,7 @@ def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
                 continue
             dims = DIMS.get(name, ())
             if type(placement) is not Shard or placement.dim not in dims:
-                kinds = " or ".join(["Replicate", *("Shard of batch", "Shard of heads")[: len(dims)]])
+                kinds = " or ".join(["Replicate", *("sharded on batch", "on heads")[: len(dims)]])
                 more = ": fusedattn.distributed takes sequences in shards" if name in ("query", "key", "value") else ""
                 fail(ValueError, name, kinds, f"{placement}{more}")
             dim = placement.dim
@@ -170,9 +175,9 @@ def _place(size: int, shape: Sequence[int], coordinate: Sequence[int], cut: Sequ
     return first, size
 
 
-@functools.lru_cache(maxsize=1024)
 def _span(
-    of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...], wanted: tuple[int, ...], had: tuple[int, ...]
+    of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
+    wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
     """(the first, how many) elements, of those that a rank has of `size`, belong to its part of the query.
 
@@ -195,3 +200,6 @@ def _span(
         if other == coordinate:
             found = begin - start, end - begin
     return found
+
+
+_kept_span = functools.lru_cache(maxsize=1024)(_span)  # which the compiler would warn of

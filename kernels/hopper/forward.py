@@ -172,17 +172,16 @@ def _consume(
             kept.store_tail(stats, rows, band.rows, out, c, DV, stored)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
-        if results.Wide is None:
+        if results.Wide is not None:
+            r, c = rows[:, None], gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
+            where = tiles.pointers(tiles.of_rows(results.Wide, plane), r, c)
+            gl.store(where, out, mask=(r < band.rows) & (c < DV))
+        else:
             shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
             place = [plane.batch, plane.head, first + g * ROWS, 0]
             async_store(results.Out, place, shared.out.index(g))
             store_wait(0)
-        else:
-            c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
-            r = rows[:, None]
-            where = tiles.pointers(tiles.of_rows(results.Wide, plane), r, c)
-            gl.store(where, out, mask=(r < band.rows) & (c < DV))
         if SHARE:
             ring.release(shared.q, n * GROUPS + g)
 

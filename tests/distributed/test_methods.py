@@ -50,8 +50,8 @@ PLANS += [("gather_attention", balance, COMMON + PAIRS) for balance in (None, "z
 PLANS += [("ulysses_attention", None, COMMON + PAIRS + HEADS)]
 
 
-def differences(rank, size, case, method, balance, backend, dtype=torch.float64):
-    """{name: the largest difference}; that of the gradient of what ranks share is of the whole gradient."""
+def differences(rank, size, case, method, balance, backend, dtype=torch.float64, mean=False):
+    """{name: the largest difference}, or the mean, of the rank's rows; of the whole gradient of what ranks share."""
     wanted, found, _ = whole_and_shard(case, method, dtype, balance, backend=backend)
     assert wanted.keys() == found.keys()
     different = {}
@@ -59,7 +59,8 @@ def differences(rank, size, case, method, balance, backend, dtype=torch.float64)
         have = found[name]
         assert have.dtype == want.dtype and have.shape == want.shape, name
         same = (have == want) | (have.isnan() & want.isnan())
-        different[name] = float(torch.where(same, 0.0, (have - want).abs()).max()) if want.numel() else 0.0
+        error = torch.where(same, 0.0, (have.double() - want).abs())
+        different[name] = float(error.mean() if mean else error.max()) if want.numel() else 0.0
     return different
 
 

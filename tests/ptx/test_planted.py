@@ -36,11 +36,12 @@ MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
 K_RELEASED = """        ring.release(shared.k, step)
 """
-STORED = """        store_wait(0)
+STORED = """            store_wait(0)
 """
 Q_RELEASED = """        if SHARE:
             ring.release(shared.q, n * GROUPS + g)
 """
+Q_RELEASED_INSIDE = Q_RELEASED.replace("        ", "            ")
 FENCED = """    fence_async_shared()
     shared, results"""
 
@@ -72,7 +73,7 @@ SEEN = (
     ("a head times 32 bits", TILES, WIDE, NARROW, "heads far apart", 80),
     ("rows times 32 bits", TILES, "r.to(tl.int64) * m.strides[0]", "r * m.strides[0]", "rows far apart", 80),
     ("k given back before its product", HOPPER, MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, LONG, 90),
-    ("q given back before what lies there", HOPPER, STORED + Q_RELEASED, Q_RELEASED + STORED, MANY, 90),
+    ("q given back before what lies there", HOPPER, STORED + Q_RELEASED, Q_RELEASED_INSIDE + STORED, MANY, 90),
     ("a wait for the first q", HOPPER, "wait(shared.q, n * GROUPS + g)", "wait(shared.q, g)", MANY, 90),
     (
         "a product too few waited for",
