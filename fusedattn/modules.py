@@ -10,8 +10,7 @@ from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
 from .call.rules import check_flags, check_options, check_tensors, fail, is_int, is_number
-from .distributed.parallel import ContextParallel, check_parallel
-from .distributed.parallel import attend as attend_in_parallel
+from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
 
 
 def check_sizes(**sizes: Any) -> None:

@@ -3,6 +3,7 @@
 from .gather import gather_attention, gather_attention_varlen
 from .parallel import ContextParallel
 from .ring import ring_attention
+from .sharding import register_sharding
 from .shards import positions, shard, unshard
 from .ulysses import ulysses_attention
 
@@ -11,6 +12,7 @@ __all__ = [
     "gather_attention",
     "gather_attention_varlen",
     "positions",
+    "register_sharding",
     "ring_attention",
     "shard",
     "ulysses_attention",

@@ -22,7 +22,7 @@ from ..operators import partial
 from . import ranks as ranks_of
 from .eager import as_inputs, eager, without_autocast
 from .shards import Chunk, gathered, scattered
-from .whole import Whole, agreed, taken
+from .whole import Whole, agreed
 
 
 class Piece(NamedTuple):
@@ -70,7 +70,7 @@ def gather_attention(
     if whole is None:
         options = arguments._asdict() | dict(return_lse=return_lse, backend=backend)
         return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
-    out, lse = attend(whole, taken(whole, backend), _pieces(whole))
+    out, lse = attend(whole, _pieces(whole))
     return (out, lse) if return_lse else out
 
 
@@ -97,12 +97,12 @@ def _pieces(whole: Whole) -> list[Piece]:
     return made
 
 
-def attend(whole: Whole, name: str, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
+def attend(whole: Whole, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
     """(output, lse) of the Pieces of a rank."""
     if not whole.differentiated:
-        out, rows = _forward(whole, name, pieces)
+        out, rows = _forward(whole, pieces)
         return out, rows.lse
-    return _Gather.apply(*whole.call[:6], ranks_of.anchor(whole.call.query), whole, name, pieces)
+    return _Gather.apply(*whole.call[:6], ranks_of.anchor(whole.call.query), whole, pieces)
 
 
 def _all_keys(whole: Whole) -> Call:
@@ -129,13 +129,13 @@ def _part(call: Call, piece: Piece) -> Call:
 
 
 @without_autocast
-def _forward(whole: Whole, name: str, pieces: list[Piece]) -> tuple[Tensor, partial.Rows]:
+def _forward(whole: Whole, pieces: list[Piece]) -> tuple[Tensor, partial.Rows]:
     """(the output, in query's dtype; the Rows)."""
     call, rows = _all_keys(whole), None
     for piece in pieces:
         part = _part(call, piece)
-        rows = partial.start(call, partial.unit(part, name)) if rows is None else rows
-        out, stats = partial.forward(part, name)
+        rows = partial.start(call, partial.unit(part, whole.backend)) if rows is None else rows
+        out, stats = partial.forward(part, whole.backend)
         partial.add(rows, piece.rows, out, *stats.unbind(-1))
     rows = partial.start(call, 1.0) if rows is None else rows
     if call.sinks is not None:
@@ -145,7 +145,7 @@ def _forward(whole: Whole, name: str, pieces: list[Piece]) -> tuple[Tensor, part
 
 @without_autocast
 def _backward(
-    whole: Whole, name: str, pieces: list[Piece], rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None
+    whole: Whole, pieces: list[Piece], rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients of the first fields of a call."""
     call, own = _all_keys(whole), whole.call
@@ -161,7 +161,7 @@ def _backward(
         here = piece.rows
         incoming = out_grad[:, :, here], None if lse_grad is None else lse_grad[:, :, here]
         grads = partial.backward(
-            _part(call, piece), name, *incoming, rows.out[:, :, here], rows.stats[:, :, here], wanted
+            _part(call, piece), whole.backend, *incoming, rows.out[:, :, here], rows.stats[:, :, here], wanted
         )
         places = (
             None if query is None else query[:, :, here],
@@ -182,10 +182,10 @@ class _Gather(torch.autograd.Function):
     """`attend`, and its derivative."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, alibi_slopes, sinks, anchor, whole, name, pieces):
+    def forward(ctx, query, key, value, bias, alibi_slopes, sinks, anchor, whole, pieces):
         inputs = query, key, value, bias, alibi_slopes, sinks
-        out, rows = _forward(whole.with_inputs(inputs), name, pieces)
-        ctx.whole, ctx.name, ctx.pieces, ctx.unit = whole, name, pieces, rows.unit
+        out, rows = _forward(whole.with_inputs(inputs), pieces)
+        ctx.whole, ctx.pieces, ctx.unit = whole, pieces, rows.unit
         ctx.save_for_backward(*inputs, *rows[:3])
         ctx.set_materialize_grads(False)
         return out, rows.lse
@@ -197,7 +197,7 @@ class _Gather(torch.autograd.Function):
         out_grad = torch.zeros_like(inputs[0][..., :1]).expand(out.shape) if out_grad is None else out_grad
         rows = partial.Rows(out, largest, log2_sum, ctx.unit)
         whole = ctx.whole.with_inputs(inputs)
-        return *_backward(whole, ctx.name, ctx.pieces, rows, out_grad, lse_grad), None, None, None, None
+        return *_backward(whole, ctx.pieces, rows, out_grad, lse_grad), None, None, None
 
 
 @eager
@@ -260,7 +260,7 @@ def gather_attention_varlen(
     of_all = query.new_empty(()).expand(whole.total, 1, 1)
     packed = Packed(of_all, of_all, of_all, cu_seqlens, cu_seqlens)
     apply(VALUES, packed, packed)
-    out, lse = attend(whole, taken(whole, backend), _documents(whole, offsets))
+    out, lse = attend(whole, _documents(whole, offsets))
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 

@@ -122,28 +122,36 @@ def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
         table[0] = said
     elif ranks.rank == 0:
         table[0] = said
-        works = [(r, dist.irecv(table[r], group=group, group_src=r)) for r in range(1, ranks.size)]
-        for r, work in works:
+        others = range(1, ranks.size)
+        works = _begun(dist.P2POp(dist.irecv, table[r], group=group, group_peer=r) for r in others)
+        for r, work in zip(others, works, strict=False):  # NCCL has one for all
             try:
                 _await(work)
             except RuntimeError as error:
                 # Gloo closes all connections at a timeout, so the others hear it by the store.
                 tell(_key(ranks), str(r))
                 raise RuntimeError(_missing(name, r, limit)) from error
-        for r in range(1, ranks.size):
+        works = _begun(dist.P2POp(dist.isend, table, group=group, group_peer=r) for r in others)
+        for r, work in zip(others, works, strict=False):
             try:
-                _await(dist.isend(table, group=group, group_dst=r))
+                _await(work)
             except RuntimeError as error:
                 raise RuntimeError(_missing(name, r, limit)) from error
     else:
         try:
-            _await(dist.isend(said, group=group, group_dst=0))
-            # Rank 0 may wait for another as long as it is allowed to.
-            _await(dist.irecv(table, group=group, group_src=0), 2 * limit)
+            for operation, words, least in ((dist.isend, said, limit), (dist.irecv, table, 2 * limit)):
+                # Rank 0 may wait for another as long as it is allowed to.
+                for work in _begun([dist.P2POp(operation, words, group=group, group_peer=0)]):
+                    _await(work, least)
         except RuntimeError as error:
             lost = told(_key(ranks), TOLD)
             raise RuntimeError(_missing(name, 0 if lost is None else int(lost), limit)) from error
     return table
+
+
+def _begun(operations: Iterable[Any]) -> list[Any]:
+    """What is under way of some operations, which begin together: one by one NCCL would make a connection for each."""
+    return list(dist.batch_isend_irecv(list(operations)))
 
 
 def _key(ranks: Ranks) -> str:

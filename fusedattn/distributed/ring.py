@@ -18,7 +18,7 @@ from . import ranks as ranks_of
 from .eager import as_inputs, eager, without_autocast
 from .ranks import Transfer
 from .shards import rows_of
-from .whole import Pair, Whole, agreed, taken
+from .whole import Pair, Whole, agreed
 
 
 @eager
@@ -59,13 +59,12 @@ def ring_attention(
     if whole is None:
         options = arguments._asdict() | dict(return_lse=return_lse, backend=backend)
         return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
-    name = taken(whole, backend)
     if whole.differentiated:
         call = whole.call
         inputs = *call[:3], call.alibi_slopes, call.sinks
-        out, lse = _Ring.apply(*inputs, ranks_of.anchor(query), whole, name)
+        out, lse = _Ring.apply(*inputs, ranks_of.anchor(query), whole)
     else:
-        out, rows = _forward(whole, name)
+        out, rows = _forward(whole)
         out, lse = out, rows.lse
     return (out, lse) if return_lse else out
 
@@ -121,13 +120,13 @@ def _part(call: Call, pair: Pair) -> Call:
 
 
 @without_autocast
-def _forward(whole: Whole, name: str) -> tuple[Tensor, partial.Rows]:
+def _forward(whole: Whole) -> tuple[Tensor, partial.Rows]:
     """(the output, in query's dtype; the Rows)."""
     call = whole.call
-    rows = partial.start(call, partial.unit(call._replace(sinks=None), name))
+    rows = partial.start(call, partial.unit(call._replace(sinks=None), whole.backend))
     for owner, shown in _Keys(whole):
         for pair in whole.pairs(owner) if shown is not None else ():
-            out, stats = partial.forward(_part(shown, pair), name)
+            out, stats = partial.forward(_part(shown, pair), whole.backend)
             partial.add(rows, pair.rows, out, *stats.unbind(-1))
     if call.sinks is not None:
         partial.add_sinks(rows, call.sinks)
@@ -160,7 +159,7 @@ class _Back:
 
 
 @without_autocast
-def _backward(whole: Whole, name: str, rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None) -> list:
+def _backward(whole: Whole, rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None) -> list:
     """Gradients of query, key, value, alibi_slopes and sinks, None where nobody wants them."""
     call, (_, rank, _) = whole.call, whole.ranks
     wide, stats, need = wide_dtype(call), rows.stats, whole.needs[rank]
@@ -183,7 +182,7 @@ def _backward(whole: Whole, name: str, rows: partial.Rows, out_grad: Tensor, lse
                 here = pair.rows
                 grads = partial.backward(
                     _part(shown, pair),
-                    name,
+                    whole.backend,
                     out_grad[:, :, here],
                     None if lse_grad is None else lse_grad[:, :, here],
                     rows.out[:, :, here],
@@ -220,9 +219,9 @@ class _Ring(torch.autograd.Function):
     """`ring_attention` of a Whole, and its derivative."""
 
     @staticmethod
-    def forward(ctx, query, key, value, alibi_slopes, sinks, anchor, whole, name):
-        out, rows = _forward(whole._replace(call=_of(whole, query, key, value, alibi_slopes, sinks)), name)
-        ctx.whole, ctx.name, ctx.unit = whole, name, rows.unit
+    def forward(ctx, query, key, value, alibi_slopes, sinks, anchor, whole):
+        out, rows = _forward(whole._replace(call=_of(whole, query, key, value, alibi_slopes, sinks)))
+        ctx.whole, ctx.unit = whole, rows.unit
         ctx.save_for_backward(query, key, value, alibi_slopes, sinks, *rows[:3])
         ctx.set_materialize_grads(False)
         return out, rows.lse
@@ -234,7 +233,7 @@ class _Ring(torch.autograd.Function):
         whole = ctx.whole._replace(call=_of(ctx.whole, *inputs))
         out_grad = torch.zeros_like(inputs[0][..., :1]).expand(out.shape) if out_grad is None else out_grad
         rows = partial.Rows(out, largest, log2_sum, ctx.unit)
-        return *_backward(whole, ctx.name, rows, out_grad, lse_grad), None, None, None
+        return *_backward(whole, rows, out_grad, lse_grad), None, None
 
 
 def _of(whole: Whole, query, key, value, alibi_slopes, sinks) -> Call:

@@ -19,7 +19,7 @@ from . import ranks as ranks_of
 from .eager import as_inputs, eager, without_autocast
 from .ranks import Ranks
 from .shards import rows_of
-from .whole import Whole, agreed, taken
+from .whole import Whole, agreed
 
 
 class Heads(NamedTuple):
@@ -96,11 +96,10 @@ def ulysses_attention(
         out, lse, weights = _with_weights(whole, heads, return_lse, backend)
     else:
         whole, weights = whole._replace(call=_masks(whole, heads)), None
-        name = taken(whole, backend)
         if whole.differentiated:
-            out, lse = _Ulysses.apply(*call[:6], ranks_of.anchor(query), whole, heads, name)
+            out, lse = _Ulysses.apply(*call[:6], ranks_of.anchor(query), whole, heads)
         else:
-            out, lse, *_ = _forward(whole, heads, name)
+            out, lse, *_ = _forward(whole, heads)
     return results_of(4, out, lse if return_lse else None, weights)
 
 
@@ -175,12 +174,12 @@ def _local(whole: Whole, heads: Heads) -> Call:
 
 
 @without_autocast
-def _forward(whole: Whole, heads: Heads, name: str) -> tuple[Tensor, Tensor, Call, partial.Rows]:
+def _forward(whole: Whole, heads: Heads) -> tuple[Tensor, Tensor, Call, partial.Rows]:
     """(output, lse, the rank's own call, its Rows)."""
     call, (lengths, _) = _local(whole, heads), _lengths(whole)
     part = call._replace(partial=True, sinks=None)
-    rows = partial.start(call, partial.unit(part, name))
-    out, stats = partial.forward(part, name)
+    rows = partial.start(call, partial.unit(part, whole.backend))
+    out, stats = partial.forward(part, whole.backend)
     partial.add(rows, slice(None), out, *stats.unbind(-1))
     if call.sinks is not None:
         partial.add_sinks(rows, call.sinks)
@@ -191,7 +190,7 @@ def _forward(whole: Whole, heads: Heads, name: str) -> tuple[Tensor, Tensor, Cal
 
 @without_autocast
 def _backward(
-    whole: Whole, heads: Heads, name: str, call: Call, rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None
+    whole: Whole, heads: Heads, call: Call, rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients of the first fields of the call of a rank, from what its `_forward` kept."""
     own, (lengths, keys), rank = whole.call, _lengths(whole), whole.ranks.rank
@@ -199,7 +198,7 @@ def _backward(
     lse_grad = None if lse_grad is None else _to_heads(lse_grad, whole, heads.queries, lengths)
     wanted = [whole.wanted(number) and call[number] is not None for number in range(5)] + [False]
     part = call._replace(partial=True, sinks=None)
-    grads = partial.backward(part, name, out_grad, lse_grad, rows.out, rows.stats, wanted)
+    grads = partial.backward(part, whole.backend, out_grad, lse_grad, rows.out, rows.stats, wanted)
     query, key, value, bias, slopes, _ = grads
     total = own.query.shape[1]
     if query is not None:
@@ -236,10 +235,10 @@ class _Ulysses(torch.autograd.Function):
     """`ulysses_attention` of a Whole without weights, and its derivative."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, alibi_slopes, sinks, anchor, whole, heads, name):
+    def forward(ctx, query, key, value, bias, alibi_slopes, sinks, anchor, whole, heads):
         inputs = query, key, value, bias, alibi_slopes, sinks
-        out, lse, call, rows = _forward(whole.with_inputs(inputs), heads, name)
-        ctx.rest, ctx.unit, ctx.call = (whole, heads, name), rows.unit, call[6:]
+        out, lse, call, rows = _forward(whole.with_inputs(inputs), heads)
+        ctx.rest, ctx.unit, ctx.call = (whole, heads), rows.unit, call[6:]
         ctx.save_for_backward(*inputs, *call[:6], *rows[:3])
         ctx.set_materialize_grads(False)
         return out, lse
@@ -249,12 +248,12 @@ class _Ulysses(torch.autograd.Function):
     def backward(ctx, out_grad, lse_grad):
         saved = ctx.saved_tensors
         inputs, local, kept = saved[:6], saved[6:12], saved[12:]
-        whole, heads, name = ctx.rest
+        whole, heads = ctx.rest
         rows, call = partial.Rows(*kept, ctx.unit), Call(*local, *ctx.call)
         if out_grad is None:
             out_grad = torch.zeros_like(inputs[0][..., :1]).expand(*inputs[0].shape[:3], call.value.shape[3])
-        grads = _backward(whole.with_inputs(inputs), heads, name, call, rows, out_grad, lse_grad)
-        return *grads, None, None, None, None
+        grads = _backward(whole.with_inputs(inputs), heads, call, rows, out_grad, lse_grad)
+        return *grads, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -315,8 +314,6 @@ def _with_weights(
         origin=list(Origin(whole.shift, 0, 0, own.start, total)),
     )
     results = backends.choose(local, True, backends.named(backend)).run(local, need_lse, True)
-    found: Any = (
-        None if x is None else _Exchange.apply(x, whole, heads.queries, rows, total, True) for x in results
-    )
+    found: Any = (None if x is None else _Exchange.apply(x, whole, heads.queries, rows, total, True) for x in results)
     out, lse, weights = found
     return arrange(out.to(dtype), given.query), lse, weights.to(dtype)

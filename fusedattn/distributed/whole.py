@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends
 from ..call.form import Arguments, Call, Origin, Plan, rank4
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
-from ..operators import partial
+from ..operators import dtensors, partial
 from . import ranks as ranks_of
 from .ranks import Ranks
 from .shards import Chunk, check_balance, chunks, rows_of
@@ -27,14 +27,14 @@ class Pair(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A call of all ranks.
+    """A call of all ranks, whose parts a backend computes.
 
     call is that of this rank, of its own rows and keys, with its options, which are the same on all. rows and keys have
     the Chunks of each rank; shift is what the last row of the whole is further right than the last key of it would be
     without. needs says for each rank which inputs want a gradient.
     """
 
-    name: str
+    backend: str
     ranks: Ranks
     call: Call
     rows: list[list[Chunk]]
@@ -129,10 +129,11 @@ def agreed(
     ranks = ranks_of.of(group)
     if ranks is None:
         return None
-    problem, options, own, call = None, {}, _nothing(), None
+    problem, options, own, call, taken = None, {}, _nothing(), None, ""
     try:
         call = _checked(arguments, balance, return_lse, backend)
         call, more = prepare(call, ranks)
+        taken = _backend(call, backend)
         options = _options(call, arguments, balance, return_lse, backend) | more
         own = _own(call)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -151,10 +152,11 @@ def agreed(
     needs = [[bool(entry["needs"] >> n & 1) for n in range(NEEDS)] for entry in table]
     # Level where all rows and keys of the whole are: at the ends of both, or at their beginnings.
     shift = 0 if call.top_left else sum(keys) - sum(rows)
-    return Whole(name, ranks, call._replace(top_left=True), *every, shift, needs)
+    return Whole(taken, ranks, call._replace(top_left=True), *every, shift, needs)
 
 
 def _checked(arguments: Arguments, balance: Any, return_lse: Any, backend: Any) -> Call:
+    dtensors.refuse("fusedattn.distributed", arguments._asdict())
     check_balance(balance)
     check_flags(return_lse=return_lse)
     backends.check_name(backend)
@@ -235,10 +237,9 @@ def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dic
     return seed
 
 
-def taken(whole: Whole, backend: Any) -> str:
-    """The backend that computes the parts of a call."""
-    call = whole.call._replace(partial=True, sinks=None)
-    named = backends.named(backend)
+def _backend(call: Call, backend: Any) -> str:
+    """The name of the backend that computes the parts of a call."""
+    call, named = call._replace(partial=True, sinks=None), backends.named(backend)
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
         call = partial.widened(call)
     return backends.choose(call, False, named).name

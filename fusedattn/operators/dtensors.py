@@ -29,7 +29,9 @@ DIMS: dict[str, tuple[int, ...]] = dict.fromkeys(_BOTH, (BATCH, HEADS)) | dict.f
 
 def is_dtensor(x: Any) -> bool:
     """Whether this is a DTensor, whose class takes a second to import."""
-    return type(x) not in _CLASSES and hasattr(x, "device_mesh") and hasattr(x, "placements")
+    if type(x) in _CLASSES or not isinstance(x, Tensor):
+        return False
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def refuse(function: str, tensors: Mapping[str, Any]) -> None:

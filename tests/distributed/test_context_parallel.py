@@ -1,4 +1,4 @@
-"""torch's own context_parallel, whose ring calls the operators of flash attention: ours, where they take their place."""
+"""torch's own context_parallel: its ring calls operators of flash attention, ours where the provider replaces them."""
 
 import os
 from unittest import mock

@@ -38,26 +38,18 @@ CASES = {
 def counted(rank, size):
     """[bytes to each rank by the tensors' own operations, and by the agreement's]."""
     sent, said = [0] * size, [0] * size
-    batch, one, exchange = dist.batch_isend_irecv, dist.isend, dist.all_to_all_single
-    gather, gather_into, operation = dist.all_gather, dist.all_gather_into_tensor, dist.P2POp
-
-    def isend(tensor, *args, group_dst, **options):
-        said[group_dst] += tensor.nbytes
-        return one(tensor, *args, group_dst=group_dst, **options)
+    batch, exchange, gather = dist.batch_isend_irecv, dist.all_to_all_single, dist.all_gather
 
     def batch_isend_irecv(operations):
         for each in operations:
-            if each.op is one:
-                sent[each.group_peer] += each.tensor.nbytes
+            if each.op is dist.isend:  # what ranks agree on are words, all else are bytes
+                (said if each.tensor.dtype == torch.int64 else sent)[each.group_peer] += each.tensor.nbytes
         return batch(operations)
 
-    def gathers(function):
-        def run(out, own, **options):
-            for peer in {*range(size)} - {rank}:
-                sent[peer] += own.nbytes
-            return function(out, own, **options)
-
-        return run
+    def all_gather(out, own, **options):
+        for peer in {*range(size)} - {rank}:
+            sent[peer] += own.nbytes
+        return gather(out, own, **options)
 
     def all_to_all_single(out, flat, received, given, **options):
         for peer in {*range(size)} - {rank}:
@@ -67,12 +59,9 @@ def counted(rank, size):
     def refuse(*args, **options):
         raise AssertionError("nobody counts an all_reduce")
 
-    def point_to_point(op, *args, **options):  # which knows torch's own functions
-        return operation(one if op is isend else op, *args, **options)
-
     with mock.patch.multiple(
-        dist, isend=isend, batch_isend_irecv=batch_isend_irecv, P2POp=point_to_point, all_reduce=refuse,
-        all_to_all_single=all_to_all_single, all_gather=gathers(gather), all_gather_into_tensor=gathers(gather_into),
+        dist, batch_isend_irecv=batch_isend_irecv, all_reduce=refuse, all_gather=all_gather,
+        all_to_all_single=all_to_all_single,
     ):  # fmt: skip
         yield sent, said
 

@@ -1,4 +1,4 @@
-"""What else calls over several processes promise: packed sequences, weights, 16 bits, groups, and what surrounds them."""
+"""What else calls over several processes promise: packed sequences, weights, 16 bits, groups, transforms, modules."""
 
 import copy
 import functools

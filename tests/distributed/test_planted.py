@@ -70,7 +70,13 @@ def shifted_by_a_row():
 
 def forgets_what_comes_back():
     """Gradients of keys that others have computed are not added."""
-    return mock.patch.object(ring._Back, "wait", lambda self: setattr(self, "coming", None))
+
+    def wait(back):
+        if back.coming is not None:
+            back.coming.wait()
+            back.coming = None
+
+    return mock.patch.object(ring._Back, "wait", wait)
 
 
 PLANTED = {

@@ -193,7 +193,11 @@ SLIPS = {
         "changed while it was read",
     ),
     "p is given up while it is read": ("deps=(next_out, p))", "deps=(next_out, s))", "registers given up too soon"),
-    "the output is not fenced": ("            fence_async_shared()\n            place", "            place", "no fence"),
+    "the output is not fenced": (
+        "            fence_async_shared()\n            place",
+        "            place",
+        "no fence",
+    ),
     "q is given back before the output left": ("        if not SHARE:", "        if True:", None),
     "the other warpgroup is never let in": ("ping_pong.index(1 - g)", "ping_pong.index(g)", "wait for each other"),
     "the diagonal takes no mask": ("(block >= full_end)", "(block > full_end)", None),

@@ -1,4 +1,4 @@
-"""Parts of the keys that rows see, by the PTX that Triton makes of the kernels: float32 results, and places in a whole."""
+"""Parts of the keys that rows see, by the PTX that Triton makes: float32 results, and places in a whole."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_parts_by_compiled_code(name):
     backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
     tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)
     options = options | more
-    with device.gpu(capability) as there:
+    with device.gpu(capability):
         found = by_parts(tensors, options, rows, cuts, backend)
     assert all(x.dtype == torch.float32 for x in found.values())
     eager, exact = (function(each, tensors, options, rows) for function, each in FUNCTIONS)
