@@ -1,4 +1,4 @@
-"""The example in the README runs, and what it links to is there."""
+"""The examples in the README run, one after the other, and what it links to is there."""
 
 import re
 from pathlib import Path
@@ -7,10 +7,12 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    exec(compile(example, "README.md", "exec"), {})
+def test_the_examples_run(capsys):
+    names = {}
+    for example in re.findall(r"```python\n(.*?)```", README, re.S):
+        exec(compile(example, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith("takes ")
+    assert names["whole"].shape == names["x"].shape  # of one process, without a group
 
 
 def test_every_link_leads_somewhere():
@@ -22,7 +24,7 @@ def test_every_link_leads_somewhere():
 def test_the_rooms_of_the_architecture_are_there():
     """Every file of a room is named in its row."""
     page = (ROOT / "ARCHITECTURE.md").read_text()
-    for room in ("call", "naive", "launch", "operators", "replay", "testing"):
+    for room in ("call", "naive", "launch", "operators", "replay", "distributed", "testing"):
         (row,) = re.findall(rf"^\| `{room}/` \| (.*) \|$", page, re.M)
         files = {path.stem for path in (ROOT / "fusedattn" / room).glob("*.py")} - {"__init__"}
         assert files <= set(re.findall(r"`(\w+)`", row)), room
