@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_varlen
-from ..call.form import Arguments, Call, Origin, rank4, rows as one_row, wide_dtype
+from ..api import attention_varlen
+from ..call.form import TENSORS, Arguments, Call, Origin, rank4, rows as one_row, wide_dtype
 from ..call.layout import arrange
 from ..call.packed import OFFSETS, VALUES, Packed
 from ..call.rules import Sizes, apply, check_options, check_tensors, fail
@@ -22,7 +22,7 @@ from ..operators import partial
 from . import ranks as ranks_of
 from .eager import as_inputs, eager, without_autocast
 from .shards import Chunk, gathered, scattered
-from .whole import Whole, agreed
+from .whole import NEEDS, Whole, agreed, alone, grad_of_out
 
 
 class Piece(NamedTuple):
@@ -68,8 +68,7 @@ def gather_attention(
     )  # fmt: skip
     whole = agreed("gather_attention", group, balance, arguments, return_lse, backend)
     if whole is None:
-        options = arguments._asdict() | dict(return_lse=return_lse, backend=backend)
-        return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
+        return alone(arguments, return_lse=return_lse, backend=backend)
     out, lse = attend(whole, _pieces(whole))
     return (out, lse) if return_lse else out
 
@@ -102,7 +101,7 @@ def attend(whole: Whole, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
     if not whole.differentiated:
         out, rows = _forward(whole, pieces)
         return out, rows.lse
-    return _Gather.apply(*whole.call[:6], ranks_of.anchor(whole.call.query), whole, pieces)
+    return _Gather.apply(*whole.call[:TENSORS], ranks_of.anchor(whole.call.query), whole, pieces)
 
 
 def _all_keys(whole: Whole) -> Call:
@@ -182,22 +181,22 @@ class _Gather(torch.autograd.Function):
     """`attend`, and its derivative."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, alibi_slopes, sinks, anchor, whole, pieces):
-        inputs = query, key, value, bias, alibi_slopes, sinks
-        out, rows = _forward(whole.with_inputs(inputs), pieces)
-        ctx.whole, ctx.pieces, ctx.unit = whole, pieces, rows.unit
-        ctx.save_for_backward(*inputs, *rows[:3])
+    def forward(ctx, *arguments):
+        *tensors, _, whole, pieces = arguments
+        out, rows = _forward(whole.with_tensors(tensors), pieces)
+        ctx.whole, ctx.pieces, ctx.unit = whole.with_tensors(), pieces, rows.unit
+        ctx.save_for_backward(*tensors, *rows[:3])
         ctx.set_materialize_grads(False)
         return out, rows.lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, out_grad, lse_grad):
-        *inputs, out, largest, log2_sum = ctx.saved_tensors
-        out_grad = torch.zeros_like(inputs[0][..., :1]).expand(out.shape) if out_grad is None else out_grad
+        *tensors, out, largest, log2_sum = ctx.saved_tensors
         rows = partial.Rows(out, largest, log2_sum, ctx.unit)
-        whole = ctx.whole.with_inputs(inputs)
-        return *_backward(whole, ctx.pieces, rows, out_grad, lse_grad), None, None, None
+        incoming = grad_of_out(out_grad, out, tensors[0]), lse_grad
+        grads = _backward(ctx.whole.with_tensors(tensors), ctx.pieces, rows, *incoming)
+        return *grads, *(None,) * (TENSORS - NEEDS + 3)
 
 
 @eager
@@ -228,22 +227,25 @@ def gather_attention_varlen(
     Returns: the rank's rows of what `attention_varlen` returns: (rows, Hq, Dv); lse (Hq, rows).
     Raises: as `ring_attention`.
     """
-    check_tensors(query=query, key=key, value=value, cu_seqlens=cu_seqlens)
     options: dict[str, Any] = dict(causal=causal, window=window, align=align, scale=scale, softcap=softcap, sinks=sinks)
     options |= dict(dropout_p=dropout_p, seed=seed)
     if ranks_of.of(group) is None:
         options |= dict(mask=mask, bias=bias, alibi_slopes=alibi_slopes, key_mask=key_mask, query_mask=query_mask)
         options |= dict(return_lse=return_lse, backend=backend)
         return attention_varlen(query, key, value, cu_seqlens, cu_seqlens, **options)
-    tensors = (x.transpose(0, 1)[None] if x.dim() == 3 else x for x in (query, key, value))
+    inputs = dict(query=query, key=key, value=value)
+    tensors = (x.transpose(0, 1)[None] if isinstance(x, Tensor) and x.dim() == 3 else x for x in inputs.values())
     options |= dict(key_mask=key_mask, query_mask=query_mask)
     arguments = Arguments(*tensors, **options)
     offsets: list[int] = []
 
-    def prepare(call: Call, ranks: Any) -> tuple[Call, dict[str, Any]]:
-        for name, x in (("query", query), ("key", key), ("value", value)):
+    def before() -> None:
+        check_tensors(**inputs, cu_seqlens=cu_seqlens)
+        for name, x in inputs.items():
             if x.dim() != 3:
                 fail(ValueError, name, "rank 3, (rows, H, D)", tuple(x.shape))
+
+    def prepare(call: Call, ranks: Any) -> tuple[Call, dict[str, Any]]:
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"as many rows as query, {query.shape[0]}", key.shape[0])
         packed = Packed(query, key, value, cu_seqlens, cu_seqlens)
@@ -255,7 +257,7 @@ def gather_attention_varlen(
         fields = dict(mask=rank4(mask), bias=rank4(bias), alibi_slopes=one_row(alibi_slopes), cu_seqlens_q=cu_seqlens)
         return call._replace(**fields), dict(cu_seqlens=tuple(offsets))
 
-    whole = agreed("gather_attention_varlen", group, balance, arguments, return_lse, backend, prepare)
+    whole = agreed("gather_attention_varlen", group, balance, arguments, return_lse, backend, prepare, before)
     assert whole is not None
     of_all = query.new_empty(()).expand(whole.total, 1, 1)
     packed = Packed(of_all, of_all, of_all, cu_seqlens, cu_seqlens)

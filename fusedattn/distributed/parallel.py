@@ -28,6 +28,10 @@ class ContextParallel(NamedTuple):
     group: Any = None
     balance: str | None = None
 
+    def __deepcopy__(self, memo: Any) -> "ContextParallel":
+        """Itself: a copy of a module belongs to the same group, which cannot be copied."""
+        return self
+
 
 def check_parallel(parallel: Any) -> None:
     """Raise for what is no ContextParallel that a module can have."""
@@ -49,6 +53,7 @@ def attend(
 
     Raises: NotImplementedError for what the method lacks.
     """
+    check_parallel(parallel)  # an attribute of a module may have been set
     given = {name for name, x in options.items() if x is not None} | ({"need_weights"} if need_weights else set())
     for name in LACKS[parallel.method]:
         if name in given:

@@ -75,7 +75,6 @@ def agree(
     options: dict[str, Any],
     own: dict[str, int],
     problem: Exception | None,
-    device: torch.device | None,
 ) -> list[dict[str, int]]:
     """What each rank says as its own, after all have said the same of everything else.
 
@@ -83,13 +82,13 @@ def agree(
 
     Args:
         name: of the function. options: must be equal, as their reprs are; of all ranks in this order.
-        own: numbers that may differ. problem: why this rank cannot go on. device: that of its tensors.
+        own: numbers that may differ. problem: why this rank cannot go on.
     Raises: on every rank the same kind of error: its own problem, or ValueError for that of another; ValueError that
         names the option and the rank that differs; RuntimeError for a rank that did not come within the time limit of
         the group, or has ended.
     """
     said = _words(name, options, own, problem)
-    table = _heard(ranks, name, said if _on_cpu(ranks) else said.to(device)).cpu()
+    table = _heard(ranks, name, said.to(_device(ranks))).cpu()
     if problem is not None:
         raise problem
     values = table.tolist()
@@ -109,9 +108,12 @@ def agree(
     return [dict(zip(own, words[2:], strict=False)) for words in values]
 
 
-def _on_cpu(ranks: Ranks) -> bool:
-    """Whether a group can send what lies on a CPU."""
-    return "cpu" in dist.get_backend_config(ranks.group)
+def _device(ranks: Ranks) -> torch.device:
+    """Where numbers lie that a group sends: on the CPU if it can."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(ranks.group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
         works = _begun(dist.P2POp(dist.irecv, table[r], group=group, group_peer=r) for r in others)
         for r, work in zip(others, works, strict=False):  # NCCL has one for all
             try:
-                _await(work)
+                work.wait()
             except RuntimeError as error:
                 # Gloo closes all connections at a timeout, so the others hear it by the store.
                 tell(_key(ranks), str(r))
@@ -134,7 +136,7 @@ def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
         works = _begun(dist.P2POp(dist.isend, table, group=group, group_peer=r) for r in others)
         for r, work in zip(others, works, strict=False):
             try:
-                _await(work)
+                work.wait()
             except RuntimeError as error:
                 raise RuntimeError(_missing(name, r, limit)) from error
     else:
@@ -142,7 +144,7 @@ def _heard(ranks: Ranks, name: str, said: Tensor) -> Tensor:
             for operation, words, least in ((dist.isend, said, limit), (dist.irecv, table, 2 * limit)):
                 # Rank 0 may wait for another as long as it is allowed to.
                 for work in _begun([dist.P2POp(operation, words, group=group, group_peer=0)]):
-                    _await(work, least)
+                    work.wait(least)
         except RuntimeError as error:
             lost = told(_key(ranks), TOLD)
             raise RuntimeError(_missing(name, 0 if lost is None else int(lost), limit)) from error
@@ -160,11 +162,6 @@ def _key(ranks: Ranks) -> str:
 
 def _missing(name: str, rank: int, limit: timedelta) -> str:
     return f"{name}: rank {rank} of the group did not call it within {limit.total_seconds():g} s, or has ended"
-
-
-def _await(work: Any, limit: timedelta | None = None) -> None:
-    if work is not None:
-        work.wait() if limit is None else work.wait(limit)
 
 
 def check_rows(argument: str, rows: Sequence[int], every: Sequence[Sequence[Any]]) -> None:
@@ -191,7 +188,7 @@ class Transfer(NamedTuple):
         """The tensors that have come."""
         try:
             for work in self.works:
-                _await(work)
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"fusedattn.distributed: no answer of rank {self.peer} of the group: {error}") from error
         return self.tensors

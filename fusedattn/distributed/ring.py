@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
-from ..call.form import Arguments, Call, wide_dtype
+from ..call.form import TENSORS, Arguments, Call, wide_dtype
 from ..call.layout import arrange
 from ..operators import partial
 from . import ranks as ranks_of
 from .eager import as_inputs, eager, without_autocast
 from .ranks import Transfer
 from .shards import rows_of
-from .whole import Pair, Whole, agreed
+from .whole import NEEDS, Pair, Whole, agreed, alone, grad_of_out
 
 
 @eager
@@ -35,7 +34,7 @@ def ring_attention(
         >>> fusedattn.distributed.ring_attention(*shards, causal=True).shape
         torch.Size([1, 8, 1000, 64])
 
-    No rank holds more than two shards of keys and values at a time. All positions are those of the whole: causal,
+    Besides its own a rank holds two shards of keys and values at a time. All positions are those of the whole: causal,
     window, alibi_slopes and dropout give what one process would. What no row sees is neither sent nor computed.
 
     Args:
@@ -57,15 +56,12 @@ def ring_attention(
     )  # fmt: skip
     whole = agreed("ring_attention", group, balance, arguments, return_lse, backend)
     if whole is None:
-        options = arguments._asdict() | dict(return_lse=return_lse, backend=backend)
-        return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
+        return alone(arguments, return_lse=return_lse, backend=backend)
     if whole.differentiated:
-        call = whole.call
-        inputs = *call[:3], call.alibi_slopes, call.sinks
-        out, lse = _Ring.apply(*inputs, ranks_of.anchor(query), whole)
+        out, lse = _Ring.apply(*whole.call[:TENSORS], ranks_of.anchor(query), whole)
     else:
         out, rows = _forward(whole)
-        out, lse = out, rows.lse
+        lse = rows.lse
     return (out, lse) if return_lse else out
 
 
@@ -219,23 +215,19 @@ class _Ring(torch.autograd.Function):
     """`ring_attention` of a Whole, and its derivative."""
 
     @staticmethod
-    def forward(ctx, query, key, value, alibi_slopes, sinks, anchor, whole):
-        out, rows = _forward(whole._replace(call=_of(whole, query, key, value, alibi_slopes, sinks)))
-        ctx.whole, ctx.unit = whole, rows.unit
-        ctx.save_for_backward(query, key, value, alibi_slopes, sinks, *rows[:3])
+    def forward(ctx, *arguments):
+        *tensors, _, whole = arguments
+        out, rows = _forward(whole.with_tensors(tensors))
+        ctx.whole, ctx.unit = whole.with_tensors(), rows.unit
+        ctx.save_for_backward(*tensors, *rows[:3])
         ctx.set_materialize_grads(False)
         return out, rows.lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, out_grad, lse_grad):
-        *inputs, out, largest, log2_sum = ctx.saved_tensors
-        whole = ctx.whole._replace(call=_of(ctx.whole, *inputs))
-        out_grad = torch.zeros_like(inputs[0][..., :1]).expand(out.shape) if out_grad is None else out_grad
+        *tensors, out, largest, log2_sum = ctx.saved_tensors
         rows = partial.Rows(out, largest, log2_sum, ctx.unit)
-        return *_backward(whole, rows, out_grad, lse_grad), None, None
-
-
-def _of(whole: Whole, query, key, value, alibi_slopes, sinks) -> Call:
-    """The call with these tensors."""
-    return whole.call._replace(query=query, key=key, value=value, alibi_slopes=alibi_slopes, sinks=sinks)
+        whole = ctx.whole.with_tensors(tensors)
+        query, key, value, slopes, sinks = _backward(whole, rows, grad_of_out(out_grad, out, tensors[0]), lse_grad)
+        return query, key, value, None, slopes, sinks, *(None,) * (TENSORS - NEEDS + 2)

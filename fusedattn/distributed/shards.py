@@ -131,7 +131,7 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
         rest = (*x.shape[:dim], *x.shape[dim + 1 :])
         options = dict(dim=dim, balance=balance, shape=rest, dtype=x.dtype, device=x.device.type)
     own = dict(rows=x.shape[dim] if problem is None else 0, grad=int(problem is None and wants_grad(x)))
-    table = ranks_of.agree(ranks, "unshard", options, own, problem, x.device if problem is None else None)
+    table = ranks_of.agree(ranks, "unshard", options, own, problem)
     rows = [entry["rows"] for entry in table]
     every = chunks(sum(rows), ranks.size, balance)
     ranks_of.check_rows("x", rows, every)

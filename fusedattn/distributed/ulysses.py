@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..api import attention
-from ..call.form import Arguments, Call, Origin, results as results_of
+from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of
 from ..call.layout import arrange
 from ..call.rules import check_flags, fail
 from ..operators import partial
@@ -19,7 +18,7 @@ from . import ranks as ranks_of
 from .eager import as_inputs, eager, without_autocast
 from .ranks import Ranks
 from .shards import rows_of
-from .whole import Whole, agreed
+from .whole import NEEDS, Whole, agreed, alone, grad_of_out
 
 
 class Heads(NamedTuple):
@@ -36,15 +35,15 @@ class Heads(NamedTuple):
 
 def heads_of(heads: int, key_heads: int, size: int) -> Heads:
     """The Heads of `size` ranks, which divides the query heads."""
-    count, group = heads // size, heads // key_heads
+    count, group = heads // size, heads // max(1, key_heads)
     queries = [slice(rank * count, (rank + 1) * count) for rank in range(size)]
     keys = []
     for some in queries:
         every = [head // group for head in range(some.start, some.stop)]
         own = sorted(set(every))
         # As many query heads for each of its key heads, in this order; or else a key head for each of them.
-        even = count % max(1, len(own)) == 0
-        keys.append(own if even and every == [head for head in own for _ in range(count // len(own))] else every)
+        each = count // max(1, len(own))
+        keys.append(own if every == [head for head in own for _ in range(each)] else every)
     return Heads(queries, keys)
 
 
@@ -88,8 +87,7 @@ def ulysses_attention(
 
     whole = agreed("ulysses_attention", group, None, arguments, return_lse, backend, prepare)
     if whole is None:
-        options = arguments._asdict() | dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
-        return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
+        return alone(arguments, return_lse=return_lse, return_weights=return_weights, backend=backend)
     call = whole.call
     heads = heads_of(call.query.shape[1], call.key.shape[1], whole.ranks.size)
     if return_weights:
@@ -97,7 +95,7 @@ def ulysses_attention(
     else:
         whole, weights = whole._replace(call=_masks(whole, heads)), None
         if whole.differentiated:
-            out, lse = _Ulysses.apply(*call[:6], ranks_of.anchor(query), whole, heads)
+            out, lse = _Ulysses.apply(*whole.call[:TENSORS], ranks_of.anchor(query), whole, heads, return_lse)
         else:
             out, lse, *_ = _forward(whole, heads)
     return results_of(4, out, lse if return_lse else None, weights)
@@ -121,7 +119,7 @@ def _to_rows(x: Tensor, whole: Whole, heads: list[slice] | list[list[int]], tota
         return torch.cat(parts, 1)
     made = x.new_zeros(x.shape[0], total, *shapes[0][2:])
     for some, part in zip(heads, parts, strict=True):
-        made.index_add_(1, torch.tensor(some, device=x.device), part)
+        made.index_add_(1, torch.tensor(some, dtype=torch.int64, device=x.device), part)
     return made
 
 
@@ -133,7 +131,7 @@ def _lengths(whole: Whole) -> tuple[list[int], list[int]]:
 def _pairs(x: Tensor, whole: Whole, heads: Heads) -> Tensor:
     """A mask or bias of the rank's own rows as one of all rows, of the rank's heads or of all alike."""
     rows, _ = _lengths(whole)
-    x = x.expand(-1, -1, rows[whole.ranks.rank], -1)
+    x = x.expand(-1, -1, rows[whole.ranks.rank], whole.total)
     return _to_heads(x, whole, heads.queries if x.shape[1] > 1 else [slice(0, 1)] * whole.ranks.size, rows)
 
 
@@ -235,11 +233,17 @@ class _Ulysses(torch.autograd.Function):
     """`ulysses_attention` of a Whole without weights, and its derivative."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, alibi_slopes, sinks, anchor, whole, heads):
-        inputs = query, key, value, bias, alibi_slopes, sinks
-        out, lse, call, rows = _forward(whole.with_inputs(inputs), heads)
-        ctx.rest, ctx.unit, ctx.call = (whole, heads), rows.unit, call[6:]
-        ctx.save_for_backward(*inputs, *call[:6], *rows[:3])
+    def forward(ctx, *arguments):
+        *tensors, _, whole, heads, need_lse = arguments
+        out, lse, call, rows = _forward(whole.with_tensors(tensors), heads)
+        ctx.whole, ctx.heads, ctx.need_lse, ctx.unit, ctx.call = (
+            whole.with_tensors(),
+            heads,
+            need_lse,
+            rows.unit,
+            call[TENSORS:],
+        )
+        ctx.save_for_backward(*tensors, *call[:TENSORS], *rows[:3])
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -247,27 +251,42 @@ class _Ulysses(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, out_grad, lse_grad):
         saved = ctx.saved_tensors
-        inputs, local, kept = saved[:6], saved[6:12], saved[12:]
-        whole, heads = ctx.rest
-        rows, call = partial.Rows(*kept, ctx.unit), Call(*local, *ctx.call)
-        if out_grad is None:
-            out_grad = torch.zeros_like(inputs[0][..., :1]).expand(*inputs[0].shape[:3], call.value.shape[3])
-        grads = _backward(whole.with_inputs(inputs), heads, call, rows, out_grad, lse_grad)
-        return *grads, None, None, None
+        tensors, local, kept = saved[:TENSORS], saved[TENSORS : 2 * TENSORS], saved[2 * TENSORS :]
+        rows, call, query = partial.Rows(*kept, ctx.unit), Call(*local, *ctx.call), tensors[0]
+        out_grad = grad_of_out(out_grad, query[..., :1].expand(*query.shape[:3], call.value.shape[3]), query)
+        if ctx.need_lse and lse_grad is None:  # another rank may have one, and all take part in the exchange
+            lse_grad = rows.out.new_zeros(query.shape[:3])
+        grads = _backward(ctx.whole.with_tensors(tensors), ctx.heads, call, rows, out_grad, lse_grad)
+        return *grads, *(None,) * (TENSORS - NEEDS + 4)
 
 
 class _Exchange(torch.autograd.Function):
-    """`_to_heads`, or back `_to_rows`, of heads of which the whole has `total`; its derivative is the other one."""
+    """`_to_heads` of a tensor that has `total` heads, and its derivative."""
 
     @staticmethod
-    def forward(ctx, x, whole, heads, lengths, total, back):
-        ctx.rest = whole, heads, lengths, total
-        ctx.back = back
-        return _to_rows(x, whole, heads, total, lengths) if back else _to_heads(x, whole, heads, lengths)
+    def forward(ctx, x, whole, heads, lengths, total):
+        ctx.rest = whole.with_tensors(), heads, total, lengths
+        return _to_heads(x, whole, heads, lengths)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return _Exchange.apply(grad, *ctx.rest, not ctx.back), None, None, None, None, None
+        return _to_rows(grad, *ctx.rest), None, None, None, None
+
+
+class _Back(torch.autograd.Function):
+    """`_to_rows` of several results together: ranks may use some of them each, and all take part in the exchanges."""
+
+    @staticmethod
+    def forward(ctx, whole, heads, lengths, total, *results):
+        ctx.rest, ctx.there = (whole.with_tensors(), heads, lengths), [x is not None for x in results]
+        return tuple(None if x is None else _to_rows(x, whole, heads, total, lengths) for x in results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        pairs = zip(grads, ctx.there, strict=True)
+        return *(None,) * 4, *(_to_heads(grad, *ctx.rest) if there else None for grad, there in pairs)
 
 
 class _Shared(torch.autograd.Function):
@@ -302,18 +321,18 @@ def _with_weights(
     if bias is not None:
         many = bias.shape[1] > 1
         of = heads.queries if many else [[0]] * ranks.size
-        bias = _Exchange.apply(bias.expand(-1, -1, query.shape[2], -1), whole, of, rows, bias.shape[1], False)
+        every = bias.expand(-1, -1, query.shape[2], whole.total)
+        bias = _Exchange.apply(every, whole, of, rows, bias.shape[1])
     total = query.shape[1]
     local = _masks(whole, heads)._replace(
-        query=_Exchange.apply(query, whole, heads.queries, rows, total, False),
-        key=_Exchange.apply(key, whole, heads.keys, keys, key.shape[1], False),
-        value=_Exchange.apply(value, whole, heads.keys, keys, key.shape[1], False),
+        query=_Exchange.apply(query, whole, heads.queries, rows, total),
+        key=_Exchange.apply(key, whole, heads.keys, keys, key.shape[1]),
+        value=_Exchange.apply(value, whole, heads.keys, keys, key.shape[1]),
         bias=bias,
         alibi_slopes=None if slopes is None else _Shared.apply(slopes, ranks)[:, own],
         sinks=None if sinks is None else _Shared.apply(sinks, ranks)[:, own],
         origin=list(Origin(whole.shift, 0, 0, own.start, total)),
     )
     results = backends.choose(local, True, backends.named(backend)).run(local, need_lse, True)
-    found: Any = (None if x is None else _Exchange.apply(x, whole, heads.queries, rows, total, True) for x in results)
-    out, lse, weights = found
+    out, lse, weights = _Back.apply(whole, heads.queries, rows, total, *results)
     return arrange(out.to(dtype), given.query), lse, weights.to(dtype)

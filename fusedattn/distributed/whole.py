@@ -1,20 +1,24 @@
 """What the ranks of a call agree on before anything is sent: one call, of which each has some rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import backends
-from ..call.form import Arguments, Call, Origin, Plan, rank4
+from ..api import attention
+from ..call.form import TENSORS, Arguments, Call, Origin, Plan, rank4
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..operators import dtensors, partial
+from ..private import forward_level, transforms_active
 from . import ranks as ranks_of
 from .ranks import Ranks
 from .shards import Chunk, check_balance, chunks, rows_of
 
+ABSENT = -1  # the size of what is not there
 NEEDS = 6  # how many inputs may want a gradient: those of a Call that come first
 
 
@@ -46,9 +50,9 @@ class Whole(NamedTuple):
         """Whether any rank wants the gradient of an input."""
         return any(need[number] for need in self.needs)
 
-    def with_inputs(self, inputs: Sequence[Tensor | None]) -> "Whole":
-        """The same of a call whose first fields are these."""
-        return self._replace(call=Call(*inputs, *self.call[len(inputs) :]))  # type: ignore[arg-type]
+    def with_tensors(self, tensors: Sequence[Tensor | None] = (None,) * TENSORS) -> "Whole":
+        """The same of a call with these tensors, which autograd keeps for a backward; by default without any."""
+        return self._replace(call=Call(*tensors, *self.call[TENSORS:]))  # type: ignore[arg-type]
 
     @property
     def total(self) -> int:
@@ -118,27 +122,30 @@ def agreed(
     return_lse: Any,
     backend: Any,
     prepare: Callable[[Call, Ranks], tuple[Call, dict[str, Any]]] = lambda call, ranks: (call, {}),
+    before: Callable[[], None] = lambda: None,
 ) -> Whole | None:
     """The Whole of arguments of which each rank has its own rows, and all keys in mask and bias; None without a group.
 
     Args:
         prepare: of the rank's Call: what else belongs to it, and options that all must say alike; it raises for what a
-            function cannot take.
+            function cannot take. before: raises for what `Arguments` cannot be checked with.
     Raises: on all ranks, for what is wrong on one of them or differs between two.
     """
     ranks = ranks_of.of(group)
     if ranks is None:
         return None
-    problem, options, own, call, taken = None, {}, _nothing(), None, ""
+    problem, options, own, call = None, {}, _nothing(), None
     try:
+        before()
         call = _checked(arguments, balance, return_lse, backend)
         call, more = prepare(call, ranks)
-        taken = _backend(call, backend)
+        if backends.named(backend) is not None:  # which may raise; the choice among all does not
+            _backend(call, [False] * NEEDS, backend)
         options = _options(call, arguments, balance, return_lse, backend) | more
         own = _own(call)
     except (TypeError, ValueError, NotImplementedError) as error:
         problem = error
-    table = ranks_of.agree(ranks, name, options, own, problem, None if call is None else call.query.device)
+    table = ranks_of.agree(ranks, name, options, own, problem)
     assert call is not None
     rows, keys = ([entry[kind] for entry in table] for kind in ("rows", "keys"))
     every = chunks(sum(rows), ranks.size, balance), chunks(sum(keys), ranks.size, balance)
@@ -146,17 +153,19 @@ def agreed(
     ranks_of.check_rows("key", keys, every[1])
     for what in ("mask", "bias"):
         for rank, entry in enumerate(table):
-            if entry[what] not in (0, 1, sum(keys)):
+            if entry[what] not in (ABSENT, 1, sum(keys)):
                 fail(ValueError, what, f"all keys, {sum(keys)}, or 1 as its last size", f"{entry[what]} on rank {rank}")
     call = call._replace(seed=_common_seed(ranks, call, arguments, table))
     needs = [[bool(entry["needs"] >> n & 1) for n in range(NEEDS)] for entry in table]
     # Level where all rows and keys of the whole are: at the ends of both, or at their beginnings.
     shift = 0 if call.top_left else sum(keys) - sum(rows)
+    taken = _backend(call, [any(each) for each in zip(*needs, strict=True)], backend)
     return Whole(taken, ranks, call._replace(top_left=True), *every, shift, needs)
 
 
 def _checked(arguments: Arguments, balance: Any, return_lse: Any, backend: Any) -> Call:
     dtensors.refuse("fusedattn.distributed", arguments._asdict())
+    refuse_tangents(arguments)
     check_balance(balance)
     check_flags(return_lse=return_lse)
     backends.check_name(backend)
@@ -177,7 +186,7 @@ def _checked(arguments: Arguments, balance: Any, return_lse: Any, backend: Any) 
 
 
 def _nothing() -> dict[str, int]:
-    return dict.fromkeys(("rows", "keys", "needs", "seed", "mask", "bias"), 0)
+    return dict.fromkeys(("rows", "keys", "needs", "seed"), 0) | dict(mask=ABSENT, bias=ABSENT)
 
 
 def _own(call: Call) -> dict[str, int]:
@@ -199,9 +208,12 @@ def _options(call: Call, arguments: Arguments, balance: Any, return_lse: bool, b
     def shape(x: Any) -> Any:
         return None if x is None else tuple(x.shape)
 
-    seed = arguments.seed
-    if isinstance(seed, Tensor) or call.seed is None:
-        seed = None if seed is None or call.seed is None or seed.device.type != "cpu" else int(seed)
+    def dtype(x: Any) -> Any:
+        return None if x is None else x.dtype
+
+    seed = arguments.seed if call.dropout_p else None
+    if isinstance(seed, Tensor):
+        seed = int(seed) if seed.device.type == "cpu" else "a tensor"  # which nobody fetches
     return dict(
         balance=balance,
         query=(query.shape[0], query.shape[1], query.shape[3], query.dtype, query.device.type),
@@ -214,10 +226,10 @@ def _options(call: Call, arguments: Arguments, balance: Any, return_lse: bool, b
         align=call.top_left,
         scale=call.scale,
         softcap=call.softcap,
-        alibi_slopes=shape(call.alibi_slopes),
-        sinks=shape(call.sinks),
+        alibi_slopes=(shape(call.alibi_slopes), dtype(call.alibi_slopes)),
+        sinks=(shape(call.sinks), dtype(call.sinks)),
         mask=None if call.mask is None else tuple(call.mask.shape[:2]),
-        bias=None if call.bias is None else (*call.bias.shape[:2], call.bias.dtype),
+        bias=None if call.bias is None else (*call.bias.shape[:2], dtype(call.bias)),
         dropout_p=call.dropout_p,
         seed=seed,
         return_lse=return_lse,
@@ -228,8 +240,10 @@ def _options(call: Call, arguments: Arguments, balance: Any, return_lse: bool, b
 
 def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dict[str, int]]) -> Tensor | None:
     """The seed of all ranks: the one that was named, or what rank 0 has drawn."""
-    if call.seed is None or arguments.seed is not None:
-        return call.seed
+    if call.seed is None:
+        return None
+    if arguments.seed is not None:
+        return call.seed.clone()  # the backward has it, whatever becomes of the caller's
     if call.seed.device.type == "cpu":
         return torch.full_like(call.seed, table[0]["seed"])
     seed = call.seed.clone()
@@ -237,9 +251,34 @@ def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dic
     return seed
 
 
-def _backend(call: Call, backend: Any) -> str:
-    """The name of the backend that computes the parts of a call."""
+def refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Raise inside torch.func, and for tensors of forward mode: what is sent would not take them along."""
+    if transforms_active():
+        raise NotImplementedError("fusedattn.distributed: torch.func cannot look into what ranks send each other")
+    if forward_level() >= 0:
+        for x in tensors:
+            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError("fusedattn.distributed: it has no derivative in forward mode")
+
+
+def alone(arguments: Arguments, **more: Any) -> Any:
+    """`fusedattn.attention` of arguments: what a process without a group gets."""
+    options = arguments._asdict() | more
+    return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
+
+
+def grad_of_out(grad: Tensor | None, rows: Tensor, like: Tensor) -> Tensor:
+    """The gradient of an output, of the shape of `rows`; zeros where nothing has come."""
+    return like.new_zeros(()).expand(rows.shape) if grad is None else grad
+
+
+def _backend(call: Call, needs: Sequence[bool], backend: Any) -> str:
+    """The name of the backend that computes the parts of a call, of which any rank needs these gradients."""
     call, named = call._replace(partial=True, sinks=None), backends.named(backend)
+    if any(needs):
+        pairs: Any = zip(call[:NEEDS], needs, strict=True)
+        wanted: Any = (None if x is None else x.detach().requires_grad_(asked) for x, asked in pairs)
+        call = Call(*wanted, *call[NEEDS:])
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
         call = partial.widened(call)
     return backends.choose(call, False, named).name

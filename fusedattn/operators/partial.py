@@ -36,12 +36,14 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     if backend in KERNELS:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
         return out, stats
-    if backend == "naive":
-        return naive.forward(call)
     call = widened(call)
-    out, lse, _, _ = OPERATORS.forward(*call, True, False, False, backend)
-    empty = lse == -INFINITE
-    return out, torch.stack([lse, torch.zeros_like(lse).masked_fill_(empty, INFINITE)], -1)
+    if backend == "naive" or cpu.is_few(call):
+        return naive.forward(call)
+    out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
+    less, offset = kept[..., 0], cpu.offset(call)  # the lse less the offset, which leaves it near 0: so it is exact
+    lse = less + offset
+    rounded = ((offset - lse) + less) / LN2  # what that has cost
+    return out, torch.stack([lse, rounded.masked_fill_(lse == -INFINITE, INFINITE)], -1)
 
 
 def backward(
@@ -62,14 +64,14 @@ def backward(
     nothing = grad_out.new_empty(0)
     if backend in KERNELS:
         grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
-    elif backend == "naive":
-        return naive.backward(call, grad_out, grad_lse, out, stats, need)
     else:
         call = widened(call)
+        if backend == "naive" or cpu.is_few(call):
+            return naive.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out = grad_out.to(call.query.dtype)
-        row_max, log2_sum = stats.unbind(-1)
-        lse = torch.where(log2_sum == INFINITE, -INFINITE, row_max + log2_sum * LN2)
-        stats = (lse - cpu.offset(call))[..., None]
+        largest, log2_sum = stats.unbind(-1)
+        lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - cpu.offset(call)) + log2_sum * LN2)
+        stats = lse[..., None]
         grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
     return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
 

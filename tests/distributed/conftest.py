@@ -34,7 +34,7 @@ def _serve(rank, size, port, pipe):
         module, name, arguments = pipe.recv()
         try:
             pipe.send((None, getattr(importlib.import_module(module), name)(rank, size, *arguments)))
-        except Exception:
+        except BaseException:  # those of pytest among them
             pipe.send((traceback.format_exc(), None))
 
 

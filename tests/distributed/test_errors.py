@@ -76,6 +76,25 @@ def test_heads_that_ranks_do_not_divide_are_refused(pools):
     pools(2).run(no_divisor)
 
 
+def wrong_offsets(rank, size):
+    query, key, value = (torch.randn(8, 2, 8) for _ in range(3))
+    offsets = [0, 16] if rank else torch.tensor([0, 16], dtype=torch.int32)
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens: expected a tensor, got list"):
+        distributed.gather_attention_varlen(query, key, value, offsets)
+    with pytest.raises(ValueError, match="^cu_seqlens_q: expected "):
+        distributed.gather_attention_varlen(query, key, value, torch.tensor([0, 15], dtype=torch.int32))
+    for shape in ((1, 1, 8, 0), (1, 1, 8, 9)):
+        mask = torch.ones(shape if rank else (1, 1, 1, 1), dtype=torch.bool)
+        with pytest.raises(ValueError, match="^mask: expected all keys, 16, or 1 as its last size"):
+            distributed.ulysses_attention(*inputs(), mask=mask)
+    mask = torch.ones((1, 1, 8, 16) if rank else (1, 1, 1, 1), dtype=torch.bool)
+    return distributed.ulysses_attention(*inputs(), mask=mask).shape
+
+
+def test_sizes_and_types_that_differ_between_ranks(pools):
+    assert pools(2).run(wrong_offsets) == [(1, 4, 8, 8)] * 2
+
+
 WRONG = {
     "balance": (dict(balance="striped"), "^balance: expected None or 'zigzag', got 'striped'"),
     "rank": (dict(query=torch.randn(4, 8, 8)), r"^query: expected rank 4, \(B, H, rows, D\), got \(4, 8, 8\)"),
@@ -159,7 +178,7 @@ def _answers(target, ranks, seconds):
         process.start()
     answers = dict(queue.get(timeout=seconds) for _ in ranks)
     for process in processes:
-        process.join()
+        process.kill()
     assert answers.keys() == set(ranks)
     return answers
 

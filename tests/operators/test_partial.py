@@ -46,10 +46,8 @@ def test_parts_make_the_whole(name, cut, backend):
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, None)):
         if dtype == torch.float32 and backend == "triton" and cut != "odd":
             continue  # the interpreter takes its time
-        if name == "large scores" and backend == "cpu":
-            tolerance = 1e-9  # its lse is one number
-            if dtype == torch.float32:
-                continue
+        if (name, cut, backend, dtype) == ("large scores", "one", "cpu", torch.float32):
+            continue  # PyTorch's kernel breaks the rule there, also in one call
         tensors, more = draw(dtype, ROWS, KEYS, learned=learned)
         options = options | more
         key_mask = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(1)) > 0.4 if hidden else None
