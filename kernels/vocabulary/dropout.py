@@ -13,8 +13,8 @@ import triton.language as tl
 class Dropout(NamedTuple):
     """A call's dropout; `of` makes one. seed points to one int64, so that a graph can be replayed with a new one.
 
-    Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale. origin, or None,
-    says where they lie in a larger call.
+    Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale. origin, or (),
+    says where they lie in a larger call. Not None: Triton 3.6 does not compare a tuple that holds one.
     """
 
     seed: tl.tensor
@@ -26,7 +26,7 @@ class Dropout(NamedTuple):
 class Origin(NamedTuple):
     """What is counted from: row 0, key 0 and the first plane, each of so many heads a batch.
 
-    Rows and keys that are multiples of 16 are `aligned`, the others `unaligned`; either is None.
+    Rows and keys that are multiples of 16 are `aligned`, the others `unaligned`; either is ().
     """
 
     aligned: tuple
@@ -37,11 +37,12 @@ class Origin(NamedTuple):
 
 def of(seed, dropout_p, origin=None):
     """The Dropout of a call. Where all is dropped the threshold wraps to 0, but then the scale is 0."""
+    place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
-        first = (row // 16, key // 16) if row % 16 == key % 16 == 0 else None
-        origin = Origin(first, (row, key) if first is None else None, plane, heads)
-    return Dropout(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0, origin)
+        aligned = row % 16 == key % 16 == 0
+        place = Origin((row // 16, key // 16) if aligned else (), () if aligned else (row, key), plane, heads)
+    return Dropout(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0, place)
 
 
 @triton.jit
@@ -56,7 +57,10 @@ def _counters(x, SIZE: tl.constexpr):
 def _plane(dropout, plane):
     """The number of a plane, of all of them."""
     origin = dropout.origin
-    return plane.index if origin is None else origin.plane + plane.batch * origin.heads + plane.head
+    if len(origin) == 0:
+        return plane.index
+    else:
+        return origin.plane + plane.batch * origin.heads + plane.head
 
 
 @triton.jit
@@ -74,9 +78,9 @@ def _word(dropout, plane, i, j):
 def _kept(dropout, plane, r, c):
     """Which pairs (r, c) are kept; r and c come already broadcast, either way round."""
     threshold = tl.cast(dropout.threshold, tl.uint32)
-    if dropout.origin is None:
+    if len(dropout.origin) == 0:
         return _four(dropout, plane, r, c) >= threshold
-    elif dropout.origin.aligned is None:
+    elif len(dropout.origin.aligned) == 0:
         row, key = dropout.origin.unaligned
         return _word(dropout, plane, r + row, c + key) >= threshold
     else:
@@ -97,7 +101,7 @@ def _four(dropout, plane, r, c):
         i, j = tl.broadcast(i[:, None], j[None, :])
     else:
         i, j = tl.broadcast(i[None, :], j[:, None])
-    if dropout.origin is not None:
+    if len(dropout.origin) > 0:
         i, j = i + dropout.origin.aligned[0] * 8, j + dropout.origin.aligned[1] * 8
     zero = tl.full(i.shape, 0, tl.int32)
     w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + _plane(dropout, plane), zero, 7)
