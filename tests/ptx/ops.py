@@ -129,7 +129,7 @@ def shf_r_wrap(low, high, n):
 
 
 def bfe(x, position, length):
-    """Bits [position, position + length) of 32; if x is signed, so is the field, and above bit 31 are copies of it."""
+    """Bits [position, position + length) of x; if it is signed, so is the field, its sign copied above it."""
     wide = x.astype(S64 if x.dtype.kind == "i" else U64)
     position = np.minimum(position & U32(255), 63).astype(wide.dtype)
     above = (64 - np.clip(length & U32(255), 1, 64)).astype(wide.dtype)

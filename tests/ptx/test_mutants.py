@@ -17,16 +17,11 @@ FIRST, *REST = (
     for each in (
         ("forward", 80, "barrier left out"),
         ("forward", 80, "wait for copies left out"),
-        ("forward", 80, "a bit of a swizzle"),
         ("dkdv", 80, "one copy less waited for"),
-        ("dkdv", 80, "copied unconditionally"),
         ("dq", 80, "halves swapped"),
-        ("dq", 80, "loaded by all"),
         ("decode", 80, "negated branch"),
-        ("dkdv", 90, "product not waited for"),
         ("forward", 90, "proxy fence left out"),
         ("hopper", 90, "product not waited for"),
-        ("hopper", 90, "next part of a matrix"),
         ("hopper", 90, "arrival left out"),
         ("hopper", 90, "mbarrier not waited for"),
     )

@@ -23,10 +23,16 @@ CASES = {  # backend, capability, dtype, columns, options, those that are learne
     "dropout, not aligned": ("triton", 90, torch.bfloat16, (64, 64), dict(dropout_p=0.3, seed=5, causal=True), (), ODD),
     "fp32 D40": ("triton", 80, torch.float32, (40, 24), dict(causal=True, softcap=3.0), (), ODD),
 }
-FIRST, *REST = (pytest.param(name, id=name.replace(" ", "_")) for name in CASES)
+ALWAYS = "hopper D64, causal", "slopes, two passes", "dropout, not aligned"
 
 
-@pytest.mark.parametrize("name", [FIRST, *matrix(*REST)])
+def pytest_generate_tests(metafunc):
+    """Those that have a kernel's code of their own, with --everything all."""
+    some = CASES if metafunc.config.getoption("--everything", False) else ALWAYS
+    first, *rest = (pytest.param(name, id=name.replace(" ", "_")) for name in some)
+    metafunc.parametrize("name", [first, *matrix(*rest)])
+
+
 def test_parts_by_compiled_code(name):
     backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
     tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)

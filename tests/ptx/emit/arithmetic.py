@@ -117,7 +117,7 @@ def signless(e, op, d, *operands):
 
 
 @instruction("bfi brev clz lop3 popc prmt shf.l.wrap shf.r.wrap", "b32")
-@instruction("bfe", "s32 u32")
+@instruction("bfe", "s32 s64 u32")
 def field(e, op, d, a, *operands):
     """Calls the function in ops of the same name."""
     sources = e.array(a, TYPES[op.kind]), *(e.read(x, U32) for x in operands)
