@@ -150,18 +150,17 @@ def errors_of_16_bits(rank, size, method, balance, dtype):
     return {name: (each.why, each.mean_error) for name, each in verdict.items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_16_bits_are_as_right_on_any_number_of_ranks(pools, method):
-    """No partial result is rounded: errors do not grow with the number of ranks."""
-    balance = None if method == "ulysses_attention" else "zigzag"
-    errors = {}
-    for size in (2, 4, 8):
-        found, *_ = pools(size).run(errors_of_16_bits, method, balance, torch.bfloat16)
-        assert not any(why for why, _ in found.values()), (size, found)
-        errors[size] = {name: error for name, (_, error) in found.items()}
-    if method != "ulysses_attention":  # which has other heads with 8
-        names = "out", "query", "key", "value"
-        assert all(errors[8][name] < 1.05 * errors[2][name] + 1e-7 for name in names), errors
+def test_16_bits_are_as_right_on_any_number_of_ranks(pools):
+    """No partial result is rounded: errors do not grow with the number of ranks. One test, so that 8 start once."""
+    for method in METHODS:
+        balance, errors = None if method == "ulysses_attention" else "zigzag", {}
+        for size in (2, 4, 8):
+            found, *_ = pools(size).run(errors_of_16_bits, method, balance, torch.bfloat16)
+            assert not any(why for why, _ in found.values()), (method, size, found)
+            errors[size] = {name: error for name, (_, error) in found.items()}
+        if method != "ulysses_attention":  # which has other heads with 8
+            names = "out", "query", "key", "value"
+            assert all(errors[8][name] < 1.05 * errors[2][name] + 1e-7 for name in names), (method, errors)
 
 
 # Groups
