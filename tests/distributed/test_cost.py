@@ -7,12 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedattn.bench.dev import distributed as page
 
 from fusedattn import distributed
 from fusedattn.distributed import cost, forecast
 from fusedattn.distributed.cost import Shape
 from fusedattn.distributed.shards import Chunk
+
+from ..offline import distributed as page
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 SMALL = Shape(2, 37, 4, 2, 8, 6, 2, 0, causal=True)
@@ -167,7 +168,7 @@ def test_a_gather_crosses_to_a_node_once():
 
 
 def test_the_page_is_what_its_command_writes():
-    """After a change of the model: python -m bench.dev.distributed --report."""
+    """After a change of the model: python -m tests.offline.distributed --report."""
     assert page.PAGE.read_text() == page.text()
     assert page.PAGE.with_suffix(".png").is_file()
 

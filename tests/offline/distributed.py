@@ -1,4 +1,4 @@
-"""What attention over many GPUs sends, and when that hides behind its products.    python -m bench.dev.distributed
+"""What attention over many GPUs sends, and when that hides behind its products.    python -m tests.offline.distributed
 
 Predicted by fusedattn.distributed.forecast from the constants below; nothing is measured. With --report it writes
 bench/results/distributed.md and, with matplotlib, the picture in it.
@@ -13,13 +13,13 @@ from typing import NamedTuple
 from fusedattn.distributed import cost, forecast
 from fusedattn.distributed.cost import METHODS, Shape
 
-PAGE = pathlib.Path(__file__).parents[1] / "results" / "distributed.md"
+PAGE = pathlib.Path(__file__).parents[2] / "bench" / "results" / "distributed.md"
 
 
 PROSE = """\
 # Attention over many GPUs: what is sent, and when it hides
 
-**Predicted**, by `python -m bench.dev.distributed --report`; no GPU has measured any of it. The bytes are exact:
+**Predicted**, by `python -m tests.offline.distributed --report`; no GPU has measured any of it. The bytes are exact:
 `tests/distributed/test_cost.py` counts what 2 and 4 processes send over gloo. The seconds are those of
 `fusedattn/distributed/forecast.py` with the constants below. What a message or a launch costs however small it is, is
 not in them: it adds to ring most, N messages a pass. N GPUs, S tokens, one causal sequence in bfloat16, heads of 128,
@@ -244,7 +244,7 @@ def draw():
 
 
 def main(arguments=None):
-    words = argparse.ArgumentParser(prog="python -m bench.dev.distributed", description=__doc__.splitlines()[0])
+    words = argparse.ArgumentParser(prog="python -m tests.offline.distributed", description=__doc__.splitlines()[0])
     words.add_argument("--report", action="store_true", help=f"write {PAGE.name} and its picture")
     if words.parse_args(arguments).report:
         PAGE.write_text(text())
