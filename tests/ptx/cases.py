@@ -51,6 +51,7 @@ EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="ow
 EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
 ONE_BATCH = EVERYTHING | dict(B=1, bias="batch")  # whose heads share a bias, as two batches do
 RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights", Sq=40, Sk=60)
+OF_FP32 = dict(dtype=FP32, bias="batch", grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
@@ -125,9 +126,9 @@ _OPTIONS = dense(
     ("everything", EVERYTHING),
     ("bias, slopes, cap, weights D128 fp16", RICH | dict(dtype=FP16, **WIDE)),
     ("bias, slopes, cap, weights D256", RICH | dict(D=256, **SHORT)),
-    ("bias, slopes, cap, weights fp32 D40", RICH | dict(dtype=FP32, D=40)),
-    ("bias, slopes, cap, weights fp32 D128", RICH | dict(dtype=FP32, **WIDE)),
-    ("bias, slopes, cap, weights fp32 D256", RICH | dict(dtype=FP32, D=256)),
+    ("bias, weights fp32 D40, two passes", OF_FP32 | dict(D=40) | TWO),
+    ("bias, weights fp32 D128, two passes", OF_FP32 | WIDE | TWO),
+    ("bias, weights fp32 D256", OF_FP32 | dict(D=256)),
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
@@ -210,14 +211,14 @@ FEW = (
 ALSO = {
     80: (
         *("bias of rows", "mask of pairs", "plain D128, two passes", "far apart, two passes, masks"),
-        *("bias, slopes, cap, weights fp32 D40", "bias, slopes, cap, weights fp32 D256"),
+        *("bias, weights fp32 D40, two passes", "bias, weights fp32 D128, two passes", "bias, weights fp32 D256"),
         *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
         *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
         *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 fp32 D256"),
     ),
     HOPPER: (
         *("bias, slopes, cap, weights D128 fp16", "bias, slopes, cap, weights D256"),
-        *("bias, slopes, cap, weights fp32 D128", "bias of keys D128", "mask of pairs D256", "packed window D128"),
+        *("bias of keys D128", "mask of pairs D256", "packed window D128"),
         *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
         *("decode: cache D128", "decode: fp32, split and merged D256", "decode: decode_32, window"),
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
