@@ -124,7 +124,7 @@ BACKENDS = {
         "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run
     ),
     "cpu": Backend("cpu", cpu.reasons, attention.run_on_cpu),
-    "naive": Backend("naive", lambda call, need_weights: [], formula.run),
+    "naive": Backend("naive", lambda call, need_weights: [], attention.run_naively),
 }
 
 

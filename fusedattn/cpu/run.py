@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from ..call.form import DIFFERENTIABLE, Call, differentiated
 from ..naive.formula import without_autocast
-from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, forward_level, transforms_active
+from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, transforms_active
 from . import flash
 
 # A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
@@ -53,10 +52,6 @@ def reasons(call: Call, need_weights: bool) -> list[str]:
         lacks.append("it has no gradients of bias and alibi_slopes")
     if need_weights and _differentiated(call[:DIFFERENTIABLE]):
         lacks.append("it has no gradients of weights")
-    if not is_compiling() and forward_level() >= 0:
-        lacks.append("it has no derivative in forward mode")
-    if transforms_active() and (is_compiling() or call.cu_seqlens_q is not None):
-        lacks.append("it knows torch.func neither inside torch.compile nor of packed sequences")
     return lacks
 
 

@@ -90,7 +90,7 @@ def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
     return Masks(_bytes(mask, batch, heads, rows, keys), tokens(key_mask, keys), tokens(query_mask, rows))
 
 
-def _each_head(tensor, batch, heads):
+def each_head(tensor, batch, heads):
     """The View of one number a head of a (1 or B, Hq) tensor."""
     return None if tensor is None else of(tensor[:, :, None, None].expand(batch, heads, 1, 1))
 
@@ -121,7 +121,7 @@ def scored(call):
     """The Score of a call."""
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
-    slopes, sinks = (_each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
+    slopes, sinks = (each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
     return score(call.scale, call.softcap, slopes, bias, sinks, shift(call))
 
 

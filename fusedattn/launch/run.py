@@ -13,7 +13,20 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from ..call.form import Call
-from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, weights
+from ..kernels import (
+    append,
+    block_mask,
+    combine,
+    dbias,
+    decode,
+    dkdv,
+    dq,
+    forward,
+    preprocess,
+    sequences,
+    tangent,
+    weights,
+)
 from ..kernels.vocabulary.tiles import width
 from . import failures, hopper, launcher, tiles as tile_table, tuned
 
@@ -117,6 +130,8 @@ KERNELS = {
         sequences.fill_slots,
         append.append,
         combine.combine,
+        tangent.tangent,
+        tangent.tangent_weights,
     )
 }
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
@@ -142,7 +157,7 @@ def kind_of(name, call):
     query, rows = call.query, call.query.shape[2]
     if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
         rows = call.max_seqlen_q
-    small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq")
+    small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     if not small and call.left is not None and call.right is not None:
         small = tile_table.narrow(call.left, call.right)
     return name, device_of(query), query.dtype, widest(call), load_of(call), small

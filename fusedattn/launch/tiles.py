@@ -82,8 +82,8 @@ ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # programs that share the keys of a sequence
 
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
-INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
-INTERPRETED |= dict.fromkeys(("weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
+INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
+INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
 INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
 INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1),), append=(Tile(4, None, 4, 1),))
 
@@ -162,6 +162,22 @@ TABLE = {
     ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1),),
     ("dbias", 80, 4, 128): (Tile(16, 32, 8, 1),),
     ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
+    # Five products, where dq has three: of q and k with each other and with each other's tangents, and with values.
+    ("tangent", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    ("tangent", 80, 2, 128): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("tangent", 80, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 16, 4, 2)),
+    ("tangent", 90, 2, 64): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("tangent", 90, 2, 128): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("tangent", 90, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
+    ("tangent", 80, 4, 64): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+    ("tangent", 80, 4, 128): (Tile(16, 16, 8, 1),),
+    ("tangent", 80, 4, 256): (Tile(16, 16, 8, 1),),
+    ("tangent_weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
+    ("tangent_weights", 80, 2, 128): (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
+    ("tangent_weights", 80, 2, 256): (Tile(32, 32, 8, 1),),
+    ("tangent_weights", 80, 4, 64): (Tile(32, 32, 8, 1),),
+    ("tangent_weights", 80, 4, 128): (Tile(16, 32, 8, 1),),
+    ("tangent_weights", 80, 4, 256): (Tile(16, 16, 8, 1),),
     # Memory bound: as many keys in flight as fit, in tiles of as few rows as there are.
     ("decode_16", 80, 2, 64): (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3)),
     ("decode_16", 80, 2, 128): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
@@ -302,8 +318,8 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
-        kernel: "forward", "weights", "preprocess", "dq", "dkdv", "one_pass", "postprocess", "dbias", "append",
-            "combine" or one of DECODE.
+        kernel: "forward", "weights", "preprocess", "dq", "dkdv", "one_pass", "postprocess", "dbias", "tangent",
+            "tangent_weights", "append", "combine" or one of DECODE.
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.

@@ -33,14 +33,14 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return x.reshape(batch * heads, (all_heads // heads if heads else 0) * rows, columns)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """(B, Hq, Sq, Sk), without a copy of a key head for each of its heads."""
     # Not by baddbmm, which could scale as well: torch 2.13 crashed on it where torch.func is inside torch.compile.
     scores = torch.bmm(_grouped(query, key.shape[1]), key.flatten(0, 1).mT).mul_(scale)
     return scores.view(*query.shape[:3], key.shape[2])
 
 
-def _sums(weights: Tensor, value: Tensor) -> Tensor:
+def sums_of(weights: Tensor, value: Tensor) -> Tensor:
     """(B, Hq, Sq, Dv): the values that weights add up, without a copy of a value head for each of its heads."""
     return torch.bmm(_grouped(weights, value.shape[1]), value.flatten(0, 1)).view(*weights.shape[:3], value.shape[3])
 
@@ -49,7 +49,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-FEWEST_COPIES = _scores, _sums
+FEWEST_COPIES = scores_of, sums_of
 # The same as people write it by hand.
 AS_WRITTEN = (
     lambda query, key, scale: query @ _repeated(key, query.shape[1]).mT * scale,
@@ -88,6 +88,17 @@ def formula(
     """
     multiply, add_up = products
     scores = scored(multiply(query, key, scale), softcap, added)
+    weights, lse, _ = softmax(scores, need_lse, visible, empty, limits=limits, sinks=sinks)
+    if factor is not None:
+        weights = weights * factor
+    return add_up(weights, value), lse, weights
+
+
+def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None):
+    """(weights, lse or None, weights of the sinks or None), (B, Hq, Sq, Sk), (B, Hq, Sq) and (B, Hq, Sq, 1).
+
+    The other arguments are those of `formula`.
+    """
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     for columns, hidden in limits:  # autograd need not know: where a weight is 0, its score has the gradient 0
@@ -101,14 +112,13 @@ def formula(
         scores = scores.masked_fill(empty, 0.0)
     weights = scores.softmax(-1)
     lse = _logsumexp(scores) if need_lse else None
-    if sinks is not None:
-        weights = weights[..., :-1]
+    of_sinks = None
     if empty is not None:
         weights = weights.masked_fill(empty, 0.0)
         lse = lse.masked_fill(empty.squeeze(-1), float("-inf")) if need_lse else None
-    if factor is not None:
-        weights = weights * factor
-    return add_up(weights, value), lse, weights
+    if sinks is not None:
+        weights, of_sinks = weights[..., :-1], weights[..., -1:]
+    return weights, lse, of_sinks
 
 
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
@@ -129,7 +139,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
     return (scores - top).logsumexp(-1) + top.squeeze(-1)
 
 
-def _hiding(call: Call, block: Block) -> dict:
+def hiding(call: Call, block: Block) -> dict:
     """visible, limits and empty of a block, as `formula` takes them."""
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)) if block.begin == block.end else {}
@@ -159,7 +169,7 @@ def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple
         sinks=call.sinks,
         factor=pairs.factor(call, part.planes, block),
         products=products,
-        **_hiding(call, block),
+        **hiding(call, block),
     )
 
 
@@ -192,7 +202,7 @@ def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> t
     return _block(Part(Call(*fields), planes, []), block, need_lse, False)[:2]
 
 
-def _most(call: Call) -> int:
+def most(call: Call) -> int:
     """How many bytes of scores a block may have."""
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
@@ -203,7 +213,7 @@ def _is_one(call: Call) -> bool:
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
         return True
-    if scores * wide(call).itemsize > _most(call):
+    if scores * wide(call).itemsize > most(call):
         return False
     # Of few rows each sees nearly all keys that one of them sees.
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
@@ -242,8 +252,8 @@ def at_once(call: Call) -> dict[str, Any] | None:
         return None
     if not (sized(call) and readable(call) and _is_one(call)):
         return None
-    hiding = _hiding(call, uncut(call).blocks[0])
-    return None if "visible" in hiding else dict(scale=call.scale, need_lse=False, softcap=call.softcap, **hiding)
+    hidden = hiding(call, uncut(call).blocks[0])
+    return None if "visible" in hidden else dict(scale=call.scale, need_lse=False, softcap=call.softcap, **hidden)
 
 
 def _joined(results: list[tuple], dim: int) -> tuple:
@@ -260,13 +270,13 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
         return _all(call, need_lse, False, AS_WRITTEN)[:2]
     if _is_one(call):
         return _all(call, need_lse, False)[:2]
-    all_parts = parts(call, _most(call))
+    all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
     several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(all_parts[0][0].blocks) > 1
     # torch.func forbids the hooks that computing again needs.
     again = several and needs_grad and not transforms_active() and _kept(call, all_parts, need_lse) > BUDGET
     if again:
-        all_parts = parts(call, max(_most(call), AGAIN))
+        all_parts = parts(call, max(most(call), AGAIN))
     return _joined([_joined([_of_part(part, need_lse, again) for part in row], 1) for row in all_parts], 0)
 
 
@@ -374,6 +384,27 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
         total = [a + b for a, b in zip(total, parts, strict=True)] if total else parts
     gradients = dict(zip([*names, *present], total, strict=True))
     return tuple(gradients.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
+
+
+def second_tangent(call: Call, given, moved, need_weights: bool) -> tuple:
+    """The second derivative of (output, lse, weights or None) in two directions, each of the DIFFERENTIABLE fields.
+
+    Args: given, moved: the directions; None where they are zero. At least one field of each is not.
+    """
+    rows, columns = call.query.shape[:3], call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    shapes = (*rows, call.value.shape[3]), rows, *[(*rows, columns)] * need_weights
+    dtypes = call.query.dtype, wide(call), call.query.dtype
+    zeros = [call.query.new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    number = [i for i, x in enumerate(moved) if x is not None]
+
+    def of_fields(*incoming):
+        gradients = second_derivative(call, (*incoming, *[None] * (3 - len(incoming))), given)[3:]
+        return tuple(gradients[i] for i in number)
+
+    # It is linear in the incoming gradients, so that its gradient with regard to these is what they are multiplied by.
+    pull = torch.func.vjp(of_fields, *zeros)[1]
+    found = pull(tuple(moved[i] for i in number))
+    return found if need_weights else (*found, None)
 
 
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:

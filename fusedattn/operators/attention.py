@@ -10,49 +10,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, plain, wide_dtype
+from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, wide_dtype
 from ..call.layout import arrange, dense
 from ..call.rules import fail
 from ..cpu import run as cpu
 from ..launch import failures, tuned
 from ..launch.failures import Unusable, take_next
 from ..naive import formula
-from ..private import below_autograd, forward_level, has_storage, transforms_active
+from ..private import constant, forward_level, has_storage, transforms_active
 from . import fallback, rules
+from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
+from .schema import CALL, INPUTS, run_operator, stats_columns
+from .tangent import Tangent, plus
 
-_CALL = (  # the fields of a Call, in their order
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? block_mask, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named, SymInt[]? origin, bool partial"
-)
-_INPUTS = Call._fields[:DIFFERENTIABLE]
+_RESULTS = "out", "lse", "weights", "stats"
 _AFTER = 4  # how many arguments of forward come after the fields of the Call; of backward 2
 _MASKS = 4  # how many arguments of block_mask come before the lengths
 _BEFORE = 6  # how many arguments of backward come before them
-
-
-def run_operator(operator, implementation, arguments):
-    """What an operator computes: by the dispatcher, if something must see the operator, otherwise at once.
-
-    The dispatcher also materialises tensors that are not what lies in memory. What comes this way has been checked.
-    """
-    if plain(arguments):
-        return implementation(*arguments)
-    with below_autograd():
-        return operator(*arguments)
-
-
-def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
-    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` and `cpu` have them.
-
-    Kernels: two of the softmax, and of 16-bit outputs, so many columns wide, what rounding took, a byte an element.
-    """
-    if backend == "cpu":
-        return cpu.stats_columns(dtype, width)
-    return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
+_OF_FORWARD = *Call._fields, "need_lse", "need_weights", "save", "backend"
+_OF_BACKWARD = "grad_out", "grad_lse", "grad_weights", "out", "weights", "stats", *Call._fields, "backend", "need"
 
 
 def _dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
@@ -73,7 +50,7 @@ def _new(call, need_lse, need_weights, save, backend):
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
     out = _dense(query, (*rows, width), wide if call.partial else None)
     kept = stats_columns(out.dtype, width, backend)
-    save = save or (need_weights and backend != "cpu")  # kernels make weights of stats
+    save = save or (need_weights and backend in ("hopper", "triton"))  # kernels make weights of stats
     return out, lse, weights, lse.new_empty((*rows, kept) if save else (0,))
 
 
@@ -95,6 +72,8 @@ def _forward(*arguments):
     call, backend = Call(*arguments[:-_AFTER]), arguments[-1]
     if backend == "cpu":
         return cpu.forward(call, *arguments[-_AFTER:-1])
+    if backend == "naive":
+        return fallback.results(call, *arguments[-_AFTER:-1])
     out, *rest = results = _new(call, *arguments[-_AFTER:])
     if out.numel():
         # The first call imports Triton, nothing before it does.
@@ -122,6 +101,9 @@ def _backward(*arguments):
     if not out.numel():
         for grad in grads:
             grad.zero_()
+        return grads
+    if backend == "naive":
+        fallback.gradients(grads, (grad_out, grad_lse, grad_weights), call)
         return grads
     from ..launch import run as launch
     from ..launch.backward import fill
@@ -158,7 +140,7 @@ def _of_masks(function, arguments):
 
 
 register(
-    f"forward({_CALL}, bool need_lse, bool need_weights, bool save, str backend) "
+    f"forward({CALL}, bool need_lse, bool need_weights, bool save, str backend) "
     "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
     _forward,
     new_forward,
@@ -166,7 +148,7 @@ register(
 )
 register(
     "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
-    f"{_CALL}, str backend, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in _INPUTS)})",
+    f"{CALL}, str backend, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})",
     _arranged_backward,
     new_backward,
     functools.partial(rules.check_backward, stats_columns),
@@ -194,16 +176,39 @@ def check_saved(before: list, after: list) -> None:
 
 
 def _keep(ctx, inputs, output):
-    """setup_context of the forward: what its derivative needs."""
+    """setup_context of the forward: what its derivatives need."""
     fields = inputs[:-_AFTER]
-    out, _, weights, stats = output
+    out, lse, weights, stats = output
     # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
     saved = *fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats
     ctx.save_for_backward(*saved)
+    ctx.save_for_forward(*saved)
     ctx.facts = facts(saved)
     ctx.numbers, ctx.backend = fields[TENSORS:], inputs[-1]
+    ctx.of_results = lse.dim() > 1, weights.dim() > 1
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
+
+
+def _stats(stats, fields, backend):
+    """What a forward has kept; it is made now where a graph that was recorded without gradients saved nothing."""
+    if stats.dim() == 4:
+        return stats
+    with torch.no_grad():
+        return OPERATORS.forward(*fields, False, False, True, backend)[3]
+
+
+def gradients(incoming, out, weights, stats, fields, backend, need):
+    """Gradients of the first of the fields of a Call, from those of its results; None where they are not needed.
+
+    weights: None, where the forward made none.
+    """
+    stats = _stats(stats, fields, backend)
+    if weights is None and incoming[2] is not None:
+        weights = OPERATORS.forward(*fields, False, True, False, backend)[2].detach()
+    weights = out.new_empty(0) if weights is None else weights
+    grads = backward(*incoming, out, weights, stats, *fields, backend, need)
+    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
 
 
 def _differentiate(ctx, grad_out, grad_lse, grad_weights):
@@ -214,21 +219,28 @@ def _differentiate(ctx, grad_out, grad_lse, grad_weights):
     rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + _AFTER)
     if all(grad is None for grad in incoming):
         return (None,) * DIFFERENTIABLE + rest
-    need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
     *fields, out, weights, stats = saved = ctx.saved_tensors
     check_saved(ctx.facts, facts(saved))
-    weights = out.new_empty(0) if weights is None else weights
-    if stats.dim() == 1:  # a graph that was recorded without gradients saves nothing
-        with torch.no_grad():
-            *_, stats = OPERATORS.forward(*fields, *ctx.numbers, False, False, True, ctx.backend)
-    grads = backward(*incoming, out, weights, stats, *fields, *ctx.numbers, ctx.backend, need)
-    return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *rest)
+    need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+    return (*gradients(incoming, out, weights, stats, (*fields, *ctx.numbers), ctx.backend, need), *rest)
+
+
+def _move(ctx, *tangents):
+    """Tangents of the results of the forward."""
+    *fields, out, _, stats = ctx.saved_tensors
+    fields, (has_lse, has_weights) = (*fields, *ctx.numbers), ctx.of_results
+    given, stats = tangents[:DIFFERENTIABLE], _stats(stats, fields, ctx.backend)
+    out, lse, weights = Tangent.apply(*given, out, stats, *fields, has_weights, ctx.backend)
+    # Of what was not needed a tangent as empty as that; torch takes no None.
+    return out, lse if has_lse else lse.new_zeros(0), weights if has_weights else out.new_zeros(0), None
 
 
 def _keep_again(ctx, inputs, output):
     """setup_context of the backward."""
-    ctx.save_for_backward(*inputs[:3], *inputs[_BEFORE : _BEFORE + TENSORS])
-    ctx.numbers, ctx.need = inputs[_BEFORE + TENSORS : -2], inputs[-1]
+    tensors = inputs[: _BEFORE + TENSORS]
+    ctx.save_for_backward(*tensors[:3], *tensors[_BEFORE:])
+    ctx.save_for_forward(*tensors)
+    ctx.numbers, ctx.backend, ctx.need = inputs[_BEFORE + TENSORS : -2], inputs[-2], inputs[-1]
     ctx.set_materialize_grads(False)
 
 
@@ -241,40 +253,33 @@ def _differentiate_again(ctx, *grad_grads):
     return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 2))
 
 
-def _folded(size, dims, arguments, batch, first=0):
-    """Arguments of a vmap over `size` calls with that dimension folded into the batch, of `batch` elements a call.
+def _move_again(ctx, *tangents):
+    """Tangents of the gradients: what the tangents of incoming gradients give, and the second derivative of the fields.
 
-    first: where the fields of the Call begin.
+    That is symmetric, so it is the one that `_differentiate_again` has.
     """
-    if arguments[first + Call._fields.index("cu_seqlens_q")] is not None:
-        raise NotImplementedError("cu_seqlens_q: packed sequences under torch.vmap need backend='naive'")
-    seed = first + Call._fields.index("seed")
-    if arguments[seed] is not None:
-        raise NotImplementedError("dropout_p: expected 0 under torch.vmap of the fused kernels; backend='naive' has it")
-
-    def fold(x, dim):
-        if not isinstance(x, Tensor):
-            return x
-        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        if x.dim() == 2:
-            return x[0]  # lse, weights or stats that nobody asked for
-        # What is broadcast over the batch may differ between calls, and then no longer can be.
-        return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
-
-    return [fold(x, dim) for x, dim in zip(arguments, dims, strict=True)]
-
-
-def _unfolded(size, x):
-    return x.reshape(size, x.shape[0] // max(size, 1), *x.shape[1:])
-
-
-def _sizes(x, dim):
-    """The shape in each call of a tensor that vmap maps over `dim`, or over nothing."""
-    return x.shape if dim is None else x.movedim(dim, 0).shape[1:]
+    *incoming, out, weights, stats = ctx.saved_tensors[:_BEFORE]
+    fields, need = (*ctx.saved_tensors[_BEFORE:], *ctx.numbers), ctx.need
+    moved = tangents[_BEFORE : _BEFORE + DIFFERENTIABLE]
+    total = [None] * DIFFERENTIABLE
+    if any(x is not None for x in tangents[:3]):
+        weights = None if weights.dim() == 1 else weights
+        total = gradients(tangents[:3], out, weights, stats, fields, ctx.backend, need)
+    if any(x is not None for x in moved):
+        curved = formula.second_derivative(Call(*fields), incoming, moved)[3:]
+        curved = [x if needed else None for x, needed in zip(curved, need, strict=True)]
+        total = [plus(*pair) for pair in zip(total, curved, strict=True)]
+    made = []
+    for x, field, needed in zip(total, fields, need, strict=False):
+        if not needed:
+            made.append(out.new_zeros(0))
+        else:  # torch wants it to lie as the gradient does
+            made.append(torch.zeros_like(field) if x is None else arrange(x, field))
+    return tuple(made)
 
 
 class Backward(torch.autograd.Function):
-    """The backward operator and its derivative."""
+    """The backward operator and its derivatives."""
 
     @staticmethod
     def forward(*arguments):
@@ -282,19 +287,11 @@ class Backward(torch.autograd.Function):
 
     setup_context = staticmethod(_keep_again)
     backward = staticmethod(_differentiate_again)
+    jvp = staticmethod(_move_again)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        size, query = info.batch_size, _BEFORE
-        batch = _sizes(arguments[query], in_dims[query])[0]
-        grads = Backward.apply(*_folded(size, in_dims, arguments, batch, first=_BEFORE))
-        gradients = []
-        for grad, x, dim in zip(grads, arguments[query:], in_dims[query:], strict=False):
-            grad = _unfolded(size, grad)
-            if grad.numel() and _sizes(x, dim)[0] == 1:
-                grad = grad.sum(1, keepdim=True)
-            gradients.append(grad)
-        return tuple(gradients), (0,) * len(gradients)
+        return mapped(Backward.apply, _OF_BACKWARD, INPUTS, info, in_dims, arguments)
 
 
 def backward(*arguments):
@@ -306,13 +303,14 @@ def backward(*arguments):
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator and its derivative, as eager code and torch.func take them."""
+    """The forward operator and its derivatives, as eager code and torch.func take them."""
 
     @staticmethod
     def forward(*arguments):
         return run_operator(OPERATORS.forward, _forward, arguments)
 
     setup_context = staticmethod(_keep)
+    jvp = staticmethod(_move)
 
     @staticmethod
     def backward(ctx, *incoming):
@@ -320,14 +318,23 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        batch = _sizes(arguments[0], in_dims[0])[0]
-        results = _Attention.apply(*_folded(info.batch_size, in_dims, arguments, batch))
-        return tuple(_unfolded(info.batch_size, x) for x in results), (0,) * len(results)
+        return mapped(_Attention.apply, _OF_FORWARD, _RESULTS, info, in_dims, arguments)
 
 
 # For graphs that are compiled or exported, and for who calls operators by name.
 register_derivative("forward", _Attention.apply)
 register_derivative("backward", backward)
+
+
+def _transformed(*arguments):
+    """`_Attention.apply`, which a compiler that meets it inside a transform runs, and does not look into."""
+    return _Attention.apply(*arguments)
+
+
+@constant
+def allow_in_graph() -> None:
+    """Tell the compiler so; it calls this as it compiles, so that nobody has to import it before."""
+    torch.compiler.allow_in_graph(_transformed)
 
 
 def _attend(
@@ -337,13 +344,15 @@ def _attend(
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
     # Neither of these shows in requires_grad.
     transformed = transforms_active() or forward_level() >= 0
-    if torch.compiler.is_compiling():
-        if transformed:
-            raise NotImplementedError("fusedattn: torch.func inside torch.compile needs backend='naive'")
+    if torch.compiler.is_compiling() and transformed:
+        allow_in_graph()
+        out, lse, weights, _ = _transformed(*call, need_lse, need_weights, True, backend)
+    elif torch.compiler.is_compiling():
         out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
     elif save or transformed:
         # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
-        if backend != "cpu" and not (transformed or call.mask is call.key_mask is call.query_mask is call.bias is None):
+        masked = not call.mask is call.key_mask is call.query_mask is call.bias is None
+        if masked and backend in ("hopper", "triton") and not transformed:
             call = _with_block_mask(call)
         out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, backend)
     else:
@@ -360,6 +369,18 @@ def run(call: Call, need_lse: bool, need_weights: bool):
 def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     """The backend "hopper"."""
     return _attend(call, need_lse, need_weights, "hopper")
+
+
+def run_naively(call: Call, need_lse: bool, need_weights: bool):
+    """The backend "naive". Derivatives see through it, with two exceptions.
+
+    Under vmap dropout has the bits that kernels have. And a gradient of a tangent outside of torch.func is ours, for
+    torch 2.13 writes over what its own softmax has kept for it.
+    """
+    hidden = transforms_active() and call.seed is not None
+    if hidden or (forward_level() >= 0 and not transforms_active() and torch.is_grad_enabled()):
+        return _attend(call, need_lse, need_weights, "naive")
+    return formula.run(call, need_lse, need_weights)
 
 
 def run_on_cpu(call: Call, need_lse: bool, need_weights: bool):

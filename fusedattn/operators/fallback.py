@@ -26,9 +26,22 @@ def forward(results: Sequence[Tensor], call: Call, why: Unusable) -> None:
     stats.fill_(float("nan"))
 
 
+def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, ...]:
+    """(output, lse, weights, stats) of a call of the backend "naive"; empty where not needed, stats always."""
+    out, *more = formula.run(call, need_lse, need_weights)
+    nothing = out.new_empty(0), out.new_empty(0)
+    lse, weights = (empty if x is None else x for x, empty in zip(more, nothing, strict=True))
+    return out, lse, weights, out.new_empty((*out.shape[:3], 0) if save else (0,))
+
+
 def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call, why: Unusable) -> None:
     """Fill gradients of the first fields of a call, from those of its results; empty ones are not wanted."""
     take_next(why, call.named)
+    gradients(grads, incoming, call)
+
+
+def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
+    """`backward` without a reason."""
     with private.autograd_inside(call.query.device), torch.enable_grad():
         wanted = {name: grad for name, grad in zip(Call._fields, grads, strict=False) if grad.numel()}
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}

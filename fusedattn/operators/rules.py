@@ -140,8 +140,8 @@ def check_forward(*arguments: Any) -> None:
 
 def check_backend(call: Call, backend: str) -> None:
     """Raise for a backend that no kernel has, or that cannot take a call."""
-    if backend not in ("hopper", "triton", "cpu"):
-        fail(ValueError, "backend", "'hopper', 'triton' or 'cpu'", repr(backend))
+    if backend not in ("hopper", "triton", "cpu", "naive"):
+        fail(ValueError, "backend", "'hopper', 'triton', 'cpu' or 'naive'", repr(backend))
     lacks = []
     if backend == "cpu":
         lacks = cpu.limits(call)
@@ -190,6 +190,33 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
             fail(ValueError, "need", f"False for {name}, which is None", True)
         if needed and backend == "cpu" and name in ("bias", "alibi_slopes"):
             fail(ValueError, "need", f"False for {name}, of which the backend 'cpu' has no gradient", True)
+
+
+def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *arguments: Any) -> None:
+    """Those of `tangent`; stats_columns as for `check_backward`, but for its 2."""
+    given, (out, stats) = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE : DIFFERENTIABLE + 2]
+    *fields, need_weights, backend = arguments[DIFFERENTIABLE + 2 :]
+    call = Call(*fields)
+    check_call(call, need_weights)
+    check_backend(call, backend)
+    if call.partial:
+        fail(ValueError, "partial", "False: parts have no derivative in forward mode", True)
+    query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
+    expected: dict[str, tuple] = {"out": (out, query.dtype, (*rows, width))}
+    if backend in ("hopper", "triton"):
+        expected["stats"] = stats, wide_dtype(call), (*rows, stats_columns(query.dtype, width, backend))
+    for name, x, field in zip(Call._fields, given, call, strict=False):
+        if x is not None and field is None:
+            fail(ValueError, f"tangent_{name}", "None beside no such input", "a tensor")
+        if x is not None:
+            expected[f"tangent_{name}"] = x, field.dtype, tuple(field.shape)
+    for name, (x, dtype, shape) in expected.items():
+        if x.dtype != dtype:
+            fail(TypeError, name, dtype, x.dtype)
+        if tuple(x.shape) != shape:
+            fail(ValueError, name, f"shape {shape}", tuple(x.shape))
+        if x.device != query.device:
+            fail(ValueError, name, f"the device of query, {query.device}", x.device)
 
 
 def check_block_mask(*arguments: Any) -> None:

@@ -72,8 +72,14 @@ def bias(score, band, plane, r, c, CHECK: tl.constexpr):
 
     To be loaded before the product that it is added to: a load in between keeps wgmma from running asynchronously.
     """
-    if score.bias is not None:
-        return tiles.load_pairs(tiles.matrix(score.bias, plane), r, c, band.rows, band.keys, CHECK)
+    return pairs(score.bias, band, plane, r, c, CHECK)
+
+
+@triton.jit
+def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
+    """Elements (r, c) of a View of (B, H, Sq, Sk), as `bias` has them; 0 of None."""
+    if view is not None:
+        return tiles.load_pairs(tiles.matrix(view, plane), r, c, band.rows, band.keys, CHECK)
     else:
         return 0.0
 
@@ -118,3 +124,12 @@ def apply_dcap(score, dcap, ds):
 def grad(score, total):
     """Gradient of q or k, from the sum over tiles of (what `apply_dcap` gave) @ (k or q)."""
     return total * (score.softmax_scale if score.scale is None else score.scale)
+
+
+@triton.jit
+def tangent(score, t_x, dcap, t_bias, t_slopes, band, plane, r, c):
+    """Tangents of the scores of pairs (r, c), from those of products and biases, and a View of those of slopes."""
+    t_s = apply_dcap(score, dcap, grad(score, t_x)) + tiles.cast(t_bias, t_x.dtype)
+    if t_slopes is not None:
+        t_s -= tiles.cast(tiles.scalar(t_slopes, plane), t_x.dtype) * distance(score, band, r, c).to(t_x.dtype)
+    return t_s

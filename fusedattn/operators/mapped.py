@@ -1,0 +1,102 @@
+"""torch.vmap of the operators: the calls that it maps over become one call, or are made one by one.
+
+Mapped calls are folded into the batch; those of packed sequences into one call with all of their sequences. So each has
+planes of its own, as dropout counts them: the bits of one call are not those of the next. They are the same where torch
+is told so (randomness="same") and for derivatives of a call that was not mapped itself, and each call has those of its
+seed where seeds are mapped: then the calls are made one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.form import Call
+
+# What lies by row or key: of packed sequences, in which axis of a call. The rest has a batch, or is (1, ..).
+_AXES = dict(key_mask=1, query_mask=1) | dict.fromkeys(("query", "key", "value", "out", "lse", "weights", "stats"), 2)
+
+
+def _kind(name: str) -> str:
+    """The name of what a gradient or a tangent is one of."""
+    for prefix in ("grad_", "tangent_"):
+        name = name.removeprefix(prefix)
+    return name
+
+
+class _Folded:
+    """How `size` calls are one: each of `batch` sequences, or batches, and so many rows and keys if it is packed."""
+
+    def __init__(self, size: int, call: dict[str, Any], dims: dict[str, int | None]):
+        shapes = {
+            name: x.shape if dims[name] is None else x.movedim(dims[name], 0).shape[1:]
+            for name, x in call.items()
+            if isinstance(x, Tensor)
+        }
+        self.size, self.packed = size, "cu_seqlens_q" in shapes
+        self.totals = {"cu_seqlens_q": shapes["query"][2], "cu_seqlens_k": shapes["key"][2]}
+        self.batch = shapes["cu_seqlens_q"][0] - 1 if self.packed else shapes["query"][0]
+        self.shared = {name for name, shape in shapes.items() if len(shape) > 1 and shape[0] == 1}
+
+    def fold(self, name: str, x: Any, dim: int | None) -> Any:
+        """An argument of the one call."""
+        if not isinstance(x, Tensor) or name == "seed":
+            return x
+        x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if name in self.totals:
+            total = self.totals[name]
+            starts = x[:, :-1] + total * torch.arange(self.size, dtype=x.dtype, device=x.device)[:, None]
+            return torch.cat([starts.flatten(), x.new_full((1,), self.size * total)])
+        if x.dim() == 2:
+            return x[0]  # lse, weights or stats that nobody asked for
+        axis = _AXES.get(_kind(name))
+        if self.packed and axis is not None:
+            return x.movedim(0, axis).flatten(axis, axis + 1)
+        # What is broadcast over the batch may differ between calls, and then no longer can be.
+        return x.expand(self.size, self.batch, *x.shape[2:]).flatten(0, 1)
+
+    def unfold(self, name: str, x: Tensor) -> Tensor:
+        """A result of the one call as those of the calls, in front."""
+        if self.packed and x.dim() > 1 and name in _AXES:
+            axis = _AXES[name]
+            return x.unflatten(axis, (self.size, x.shape[axis] // max(self.size, 1))).movedim(axis, 0)
+        return x.reshape(self.size, x.shape[0] // max(self.size, 1), *x.shape[1:])
+
+
+def mapped(
+    apply: Callable[..., Sequence[Tensor]],
+    names: Sequence[str],
+    results: Sequence[str],
+    info: Any,
+    in_dims: Sequence[int | None],
+    arguments: Sequence[Any],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """(results, their dimensions) of a Function under torch.vmap.
+
+    Args:
+        apply: computes it. names: of its arguments; those of a Call are its fields. results: the names of what it
+            returns; gradients have those of what they are the gradients of.
+        info, in_dims, arguments: as torch hands them to `vmap`.
+    """
+    given, dims = (dict(zip(names, x, strict=True)) for x in (arguments, in_dims))
+    fields = Call._fields
+    own = any(dims[name] is not None for name in fields if name != "seed")
+    one_by_one = given["seed"] is not None and (dims["seed"] is not None or not own or info.randomness == "same")
+    if one_by_one and info.batch_size:
+        calls = [
+            apply(*(x if dim is None else x.select(dim, n) for x, dim in zip(arguments, in_dims, strict=True)))
+            for n in range(info.batch_size)
+        ]
+        made = [torch.stack(each) for each in zip(*calls, strict=True)]
+    else:
+        folded = _Folded(info.batch_size, {name: given[name] for name in fields}, dims)
+        arguments = [folded.fold(*each) for each in zip(names, arguments, in_dims, strict=True)]
+        made = [folded.unfold(name, x) for name, x in zip(results, apply(*arguments), strict=True)]
+        if results[0] in fields:  # gradients, of what calls share with all of their batches too
+            shared = folded.shared - (set(_AXES) if folded.packed else set())
+            made = [
+                x.sum(1, keepdim=True) if x.numel() and name in shared else x
+                for name, x in zip(results, made, strict=True)
+            ]
+    return tuple(made), (0,) * len(made)

@@ -1,0 +1,195 @@
+"""The derivative of attention in one direction, forward mode: one more pass over the tiles that the forward visited.
+
+With tangents t_q, t_k, ... of the inputs, weights p and the scores' tangents
+t_s = scale (t_q k + q t_k) cap' + t_bias - t_slope distance, those of the results are
+t_lse = sum p t_s, t_p = p (t_s - t_lse) and t_out = sum t_p v + p t_v = sum p (t_s v + t_v) - t_lse out:
+the last form needs no sum before the walk.
+Source: the derivative of softmax, FlashAttention-2, arXiv:2307.08691, section 2.2, applied to a direction.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .vocabulary import (
+    copies,
+    dropout as dropping,
+    kept,
+    masks as masking,
+    row_sums,
+    scores,
+    softmax,
+    span,
+    tiles,
+    walk,
+)
+
+
+class Tangents(NamedTuple):
+    """Tangents of the inputs, each like what it is the tangent of: Views, None where it is zero."""
+
+    q: tiles.View
+    k: tiles.View
+    v: tiles.View
+    bias: tiles.View
+    slopes: tiles.View
+    sinks: tiles.View
+
+
+@triton.jit
+def _of_products(q, t_q, k, t_k, like, PRECISION: tl.constexpr):
+    """Tangents of the products q @ k.T, from tiles and their tangents; 0 where there are none."""
+    dtype: tl.constexpr = like.dtype
+    t_x = tl.zeros(like.shape, dtype)
+    if t_q is not None:
+        t_x = tl.dot(t_q, k.T, t_x, input_precision=PRECISION, out_dtype=dtype)
+    if t_k is not None:
+        t_x = tl.dot(q, t_k.T, t_x, input_precision=PRECISION, out_dtype=dtype)
+    return t_x
+
+
+@triton.jit
+def _walk(
+    out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, masks, plane, tile_list, begin, end, score, dropout,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Add to the sums over keys, out of p (t_s v + t_v) and total of p t_s, what key blocks [begin, end) give."""
+    following = walk.first(tile_list, begin)
+    for n in tl.range(begin, end):
+        j, member, following = walk.step(tile_list, n, following)
+        cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        r, c = rows[:, None], cols[None, :]
+        k_tile = tiles.load(k, cols, exists, D)
+        t_k_tile = None if t_k is None else tiles.load(t_k, cols, exists, D)
+        shown = masking.shown(masks, band, plane, r, c, CHECK)
+        bias = scores.bias(score, band, plane, r, c, CHECK)
+        t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK)
+        copies.fence()
+        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
+        s, dcap = scores.apply(score, x, bias, band, plane, r, c)
+        p = softmax.weights(s, row, score.softmax_scale)
+        t_x = _of_products(q, t_q, k_tile, t_k_tile, x, PRECISION)
+        t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        if CHECK:
+            seen = masking.visible(masks, shown, band, plane, r, c)
+            p, t_s = tl.where(seen, p, 0.0), tl.where(seen, t_s, 0.0)
+        total += row_sums.total(p * t_s)
+        v_tile = tiles.load(v, cols, exists, DV)
+        p = dropping.drop(dropout, p, plane, r, c)
+        t_p = tiles.opaque(p * t_s).to(v_tile.dtype)
+        out = tl.dot(t_p, v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
+        if t_v is not None:
+            t_v_tile = tiles.load(t_v, cols, exists, DV)
+            p = tiles.opaque(p).to(v_tile.dtype)
+            out = tl.dot(p, t_v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
+    return out, total
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
+def tangent(
+    Q, K, V, Out, Stats, TangentOut, TangentLse,
+    tangents, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TangentOut (B, Hq, Sq, DV), a View, and TangentLse (B, Hq, Sq), contiguous, unless None.
+
+    From Tangents, and from the Out and the Stats of the forward. The other arguments are the forward's.
+    """
+    # ids
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
+    first = span.latest_first(block, q_len, BLOCK_M)
+    rows = first + tl.arange(0, BLOCK_M)
+    real = masking.real_rows(masks, plane, rows, q_len)
+    q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
+    t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, D)
+    dtype: tl.constexpr = Out.base.dtype.element_ty
+    stats = kept.table(Stats, plane, q_len, dtype, DV)
+    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
+    known = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
+    kv = span.kv_head(plane, GROUP)
+    k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
+    t_k = None if tangents.k is None else tiles.of_keys(tangents.k, kv)
+    t_v = None if tangents.v is None else tiles.of_keys(tangents.v, kv)
+
+    # what it sees
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
+    # walk it
+    wide: tl.constexpr = tiles.wide(dtype)
+    t_out = tl.zeros([BLOCK_M, tiles.width(DV)], wide)
+    t_lse = tl.zeros([BLOCK_M], wide)
+    FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
+    for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
+        tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
+        begin, end = walk.extent(ranges, tile_list, n)
+        t_out, t_lse = _walk(
+            t_out, t_lse, q, t_q, k, v, t_k, t_v, tangents, known, rows, band, masks, plane, tile_list, begin, end,
+            score, dropout, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+        )  # fmt: skip
+
+    # store it
+    if masks.rows is not None:
+        t_lse = tl.where(real, t_lse, 0.0)
+    if tangents.sinks is not None:
+        p = softmax.weights(scores.sink(score, plane, wide), row, score.softmax_scale)
+        t_lse += p * tiles.cast(tiles.scalar(tangents.sinks, plane), wide)
+    if TangentLse is not None:
+        tiles.store_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0, t_lse)
+    out = tiles.load(tiles.of_rows(Out, plane), rows, rows < q_len, DV)
+    if dtype.primitive_bitwidth == 16:
+        t_out -= t_lse[:, None] * kept.lost(stats, rows, q_len, out, DV)
+    t_out -= t_lse[:, None] * out.to(wide)
+    if masks.rows is not None:
+        t_out = tl.where(real[:, None], t_out, 0.0)
+    tiles.store(tiles.of_rows(TangentOut, plane), rows, q_len, t_out, DV)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
+def tangent_weights(
+    Q, K, Stats, TangentLse, TangentWeights,
+    tangents, sequences, masks, dropout, heads, q_len, k_len, columns, left, right, score,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TangentWeights, a View of (B, Hq, Sq, columns), after dropout: a program a tile, as `weights` has it.
+
+    From the Stats of the forward, the Tangents and the TangentLse that `tangent` wrote.
+    """
+    across = tl.cdiv(columns, BLOCK_N)
+    pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
+    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
+    if sequences is not None:
+        block = tl.maximum(block, 0)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, c = rows[:, None], cols[None, :]
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    dtype: tl.constexpr = Q.base.dtype.element_ty
+    t_p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(dtype))
+    if (tile >= begin) & (tile < end):
+        real = masking.real_rows(masks, plane, rows, q_len)
+        exists = masking.real_keys(masks, plane, cols, k_len)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
+        t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, D)
+        kv = span.kv_head(plane, GROUP)
+        k = tiles.load(tiles.of_keys(K, kv), cols, exists, D)
+        t_k = None if tangents.k is None else tiles.load(tiles.of_keys(tangents.k, kv), cols, exists, D)
+        stats = kept.table(Stats, plane, q_len, dtype, DV)
+        row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
+        row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
+        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=t_p.dtype)
+        shown = masking.shown(masks, band, plane, r, c, CHECK=True)
+        bias = scores.bias(score, band, plane, r, c, CHECK=True)
+        t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
+        s, dcap = scores.apply(score, x, bias, band, plane, r, c)
+        p = dropping.drop(dropout, softmax.weights(s, row, score.softmax_scale), plane, r, c)
+        t_x = _of_products(q, t_q, k, t_k, x, PRECISION)
+        t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        mean = tiles.load_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
+        t_p = tl.where(masking.visible(masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
+    tiles.store_pairs(tiles.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)
