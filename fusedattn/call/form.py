@@ -216,6 +216,11 @@ def plain(arguments: Iterable[Any]) -> bool:
     return not watched() and in_memory(arguments)
 
 
+def is_known(x: Tensor) -> bool:
+    """Whether what a tensor holds can be read without waiting: on a CPU, not compiled, not mapped by torch.vmap."""
+    return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
+
+
 def differentiated(arguments: Iterable[Any]) -> bool:
     """Whether somebody may want a derivative of what comes of arguments, tensors and others."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]

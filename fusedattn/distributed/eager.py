@@ -1,4 +1,4 @@
-"""What surrounds code that talks to other processes: no compiler, no autocast; gradients in the dtypes of inputs."""
+"""What surrounds code that talks to other processes: no autocast; gradients in the dtypes of inputs."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -8,18 +8,6 @@ import torch
 from torch import Tensor
 
 from ..call.form import autocasting
-
-
-def eager(function: Callable) -> Callable:
-    """A function that torch.compile does not look into: it computes as without, and the graph breaks there."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **options)
-        return function(*args, **options)
-
-    return run
 
 
 def without_autocast(function: Callable) -> Callable:

@@ -19,8 +19,9 @@ from ..call.layout import arrange
 from ..call.packed import OFFSETS, VALUES, Packed
 from ..call.rules import Sizes, apply, check_options, check_tensors, fail
 from ..operators import partial
+from ..operators.namespace import eager
 from . import ranks as ranks_of
-from .eager import as_inputs, eager, without_autocast
+from .eager import as_inputs, without_autocast
 from .shards import Chunk, gathered, scattered
 from .whole import NEEDS, Whole, agreed, alone, grad_of_out
 

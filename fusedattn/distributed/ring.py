@@ -13,8 +13,9 @@ from torch import Tensor
 from ..call.form import TENSORS, Arguments, Call, wide_dtype
 from ..call.layout import arrange
 from ..operators import partial
+from ..operators.namespace import eager
 from . import ranks as ranks_of
-from .eager import as_inputs, eager, without_autocast
+from .eager import as_inputs, without_autocast
 from .ranks import Transfer
 from .shards import rows_of
 from .whole import NEEDS, Pair, Whole, agreed, alone, grad_of_out

@@ -14,8 +14,9 @@ from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of
 from ..call.layout import arrange
 from ..call.rules import check_flags, fail
 from ..operators import partial
+from ..operators.namespace import eager
 from . import ranks as ranks_of
-from .eager import as_inputs, eager, without_autocast
+from .eager import as_inputs, without_autocast
 from .ranks import Ranks
 from .shards import rows_of
 from .whole import NEEDS, Whole, agreed, alone, grad_of_out

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call.form import Call
+from ..call.form import Call, is_known
 from ..call.packing import Packing, packing
 
 WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
@@ -72,7 +72,7 @@ def sequences(call: Call) -> list[Call]:
     depends on the number of a sequence.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    known = call.cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
     if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
         return [call]
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()

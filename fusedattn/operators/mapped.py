@@ -79,20 +79,21 @@ def mapped(
             returns; gradients have those of what they are the gradients of.
         info, in_dims, arguments: as torch hands them to `vmap`.
     """
-    given, dims = (dict(zip(names, x, strict=True)) for x in (arguments, in_dims))
-    fields = Call._fields
+    given, fields = dict(zip(names, arguments, strict=True)), Call._fields
+    # Of a list torch has a list of dimensions; none of ours has tensors.
+    dims = {name: dim if isinstance(given[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
     own = any(dims[name] is not None for name in fields if name != "seed")
     one_by_one = given["seed"] is not None and (dims["seed"] is not None or not own or info.randomness == "same")
     if one_by_one and info.batch_size:
         calls = [
-            apply(*(x if dim is None else x.select(dim, n) for x, dim in zip(arguments, in_dims, strict=True)))
+            apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in given.items()))
             for n in range(info.batch_size)
         ]
         made = [torch.stack(each) for each in zip(*calls, strict=True)]
     else:
         folded = _Folded(info.batch_size, {name: given[name] for name in fields}, dims)
-        arguments = [folded.fold(*each) for each in zip(names, arguments, in_dims, strict=True)]
-        made = [folded.unfold(name, x) for name, x in zip(results, apply(*arguments), strict=True)]
+        folded_in = [folded.fold(name, x, dims[name]) for name, x in given.items()]
+        made = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
         if results[0] in fields:  # gradients, of what calls share with all of their batches too
             shared = folded.shared - (set(_AXES) if folded.packed else set())
             made = [

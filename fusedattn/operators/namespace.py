@@ -4,7 +4,9 @@ The namespace is the package's own name, torch.ops.fusedattn as installed. A cop
 mypkg._vendor.fusedattn, has torch.ops.mypkg__vendor_fusedattn: so both live in one process.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -39,6 +41,18 @@ def _once(check: Callable) -> Callable:
     return checked
 
 
+def eager(function: Callable) -> Callable:
+    """A function that torch.compile does not look into: it computes as without, and the graph breaks there."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **options)
+        return function(*args, **options)
+
+    return run
+
+
 def register(schema: str, run: Callable, new: Callable, check: Callable) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 
@@ -50,6 +64,7 @@ def register(schema: str, run: Callable, new: Callable, check: Callable) -> None
     name = schema.partition("(")[0]
     known = _once(check)
 
+    @eager  # somebody's graph may break inside of it, and the compiler then take it for the next one
     def checked_run(*arguments):
         known(*arguments)
         return run(*arguments)
