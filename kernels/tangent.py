@@ -149,7 +149,7 @@ def tangent(
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
-def tangent_weights(
+def tangent_p(
     Q, K, Stats, TangentLse, TangentWeights,
     tangents, sequences, masks, dropout, heads, q_len, k_len, columns, left, right, score,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,

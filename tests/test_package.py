@@ -38,7 +38,10 @@ ROOMS = {
 # What imports Triton before a call asks for it: the launches, and of them neither the tables of tiles nor the failures.
 LAUNCHES = {
     f"launch.{x}"
-    for x in ("arguments", "backward", "blocks", "cached", "forward", "hopper", "interpreter", "launcher", "run")
+    for x in (
+        *("arguments", "backward", "blocks", "cached", "forward"),
+        *("hopper", "interpreter", "launcher", "run", "tangent"),
+    )
 }
 KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
 ASKS_FOR_TRITON = {"backends", "cli.machine", "launch.tuned"}  # whether it is there, and which version

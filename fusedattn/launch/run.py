@@ -131,7 +131,7 @@ KERNELS = {
         append.append,
         combine.combine,
         tangent.tangent,
-        tangent.tangent_weights,
+        tangent.tangent_p,
     )
 }
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)

@@ -18,7 +18,7 @@ def _tangents(call, given):
 
 def passes(need_weights: bool) -> tuple[str, ...]:
     """The kernels that make the tangents, in their order."""
-    return ("tangent", *["tangent_weights"] * need_weights)
+    return ("tangent", *["tangent_p"] * need_weights)
 
 
 def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Call):
@@ -40,7 +40,7 @@ def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Cal
         return
     shared.pop("V")
     run.run_tiled(
-        "tangent_weights",
+        "tangent_p",
         call,
         lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * heads,
         shared | dict(TangentWeights=arguments.of(tangent_weights), columns=columns),

@@ -83,7 +83,7 @@ MOST_SPLITS = 128  # programs that share the keys of a sequence
 
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
-INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
+INTERPRETED |= dict.fromkeys(("weights", "tangent_p", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
 INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
 INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1),), append=(Tile(4, None, 4, 1),))
 
@@ -172,12 +172,12 @@ TABLE = {
     ("tangent", 80, 4, 64): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
     ("tangent", 80, 4, 128): (Tile(16, 16, 8, 1),),
     ("tangent", 80, 4, 256): (Tile(16, 16, 8, 1),),
-    ("tangent_weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
-    ("tangent_weights", 80, 2, 128): (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
-    ("tangent_weights", 80, 2, 256): (Tile(32, 32, 8, 1),),
-    ("tangent_weights", 80, 4, 64): (Tile(32, 32, 8, 1),),
-    ("tangent_weights", 80, 4, 128): (Tile(16, 32, 8, 1),),
-    ("tangent_weights", 80, 4, 256): (Tile(16, 16, 8, 1),),
+    ("tangent_p", 80, 2, 64): (Tile(64, 64, 4, 1),),
+    ("tangent_p", 80, 2, 128): (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
+    ("tangent_p", 80, 2, 256): (Tile(32, 32, 8, 1),),
+    ("tangent_p", 80, 4, 64): (Tile(32, 32, 8, 1),),
+    ("tangent_p", 80, 4, 128): (Tile(16, 32, 8, 1),),
+    ("tangent_p", 80, 4, 256): (Tile(16, 16, 8, 1),),
     # Memory bound: as many keys in flight as fit, in tiles of as few rows as there are.
     ("decode_16", 80, 2, 64): (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3)),
     ("decode_16", 80, 2, 128): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
@@ -319,7 +319,7 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
 
     Args:
         kernel: "forward", "weights", "preprocess", "dq", "dkdv", "one_pass", "postprocess", "dbias", "tangent",
-            "tangent_weights", "append", "combine" or one of DECODE.
+            "tangent_p", "append", "combine" or one of DECODE.
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.

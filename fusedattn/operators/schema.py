@@ -3,6 +3,7 @@
 import torch
 
 from ..call.form import DIFFERENTIABLE, Call, plain
+from ..call.rules import fail
 from ..cpu import run as cpu
 from ..private import below_autograd
 
@@ -37,3 +38,16 @@ def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> in
     if backend == "naive":
         return 0
     return 2 + (-(-width // 4) if dtype.itemsize == 2 else 0)
+
+
+def facts(tensors) -> list:
+    """(shape, dtype) of each tensor, or None."""
+    return [None if x is None else (x.shape, x.dtype) for x in tensors]
+
+
+def check_saved(before: list, after: list) -> None:
+    """Raise for saved tensors that came back from hooks with other `facts`: kernels would read outside of them."""
+    for saved, came in zip(before, after, strict=True):
+        if saved != came:
+            expected = f"a tensor of {saved[1]} and shape {tuple(saved[0])} back, as it was saved"
+            fail(ValueError, "saved_tensors_hooks", expected, f"{came[1]} and shape {tuple(came[0])}")

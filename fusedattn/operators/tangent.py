@@ -15,6 +15,7 @@ from ..call.layout import arrange, dense
 from ..launch.failures import Unusable, take_next
 from ..naive import formula, tangent as naive
 from . import rules
+from .backward import gradients, plus
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
 from .schema import CALL, INPUTS, run_operator, stats_columns
@@ -80,9 +81,11 @@ register(
 )
 
 
-def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two derivatives, None of which is zero."""
-    return b if a is None else a if b is None else a + b
+def _kept(ctx):
+    """(tangents, out, stats, the fields of the Call, need_weights, backend) of a Tangent."""
+    tensors, numbers = ctx.saved_tensors, ctx.numbers
+    given, (out, stats), fields = tensors[:DIFFERENTIABLE], tensors[DIFFERENTIABLE:_BEFORE], tensors[_BEFORE:]
+    return given, out, stats, (*fields, *numbers[:-_AFTER]), *numbers[-_AFTER:]
 
 
 class Tangent(torch.autograd.Function):
@@ -101,17 +104,8 @@ class Tangent(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def _saved(ctx):
-        """(tangents, out, stats, the fields of the Call, need_weights, backend)."""
-        tensors, numbers = ctx.saved_tensors, ctx.numbers
-        given, (out, stats), fields = tensors[:DIFFERENTIABLE], tensors[DIFFERENTIABLE:_BEFORE], tensors[_BEFORE:]
-        return given, out, stats, (*fields, *numbers[:-_AFTER]), *numbers[-_AFTER:]
-
-    @staticmethod
     def backward(ctx, *incoming):
-        from .attention import gradients
-
-        given, out, stats, fields, need_weights, backend = Tangent._saved(ctx)
+        given, out, stats, fields, need_weights, backend = _kept(ctx)
         incoming = [None if x is None or x.dim() == 1 else x for x in incoming]
         rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + _AFTER)
         if all(x is None for x in incoming):
@@ -128,7 +122,7 @@ class Tangent(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        given, out, stats, fields, need_weights, backend = Tangent._saved(ctx)
+        given, out, stats, fields, need_weights, backend = _kept(ctx)
         others, moved = tangents[:DIFFERENTIABLE], tangents[_BEFORE : _BEFORE + DIFFERENTIABLE]
         total = [None] * len(_RESULTS)
         if any(x is not None for x in others):

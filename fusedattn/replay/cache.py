@@ -28,7 +28,7 @@ from ..call.form import (
 from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
-from ..operators import attention, dtensors
+from ..operators import attention, backward, dtensors, schema
 from ..private import TensorGuards, any_autocast, can_replay, forward_level, has_storage
 from .on_cpu import OnCpu, call_of
 
@@ -347,7 +347,7 @@ class Replay:
         wanted = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
         recorded = self.backwards.get(wanted)
         if recorded is None:
-            attention.check_saved(self.facts, attention.facts(kept.values()))
+            schema.check_saved(self.facts, schema.facts(kept.values()))
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
             try:
@@ -368,16 +368,16 @@ class Replay:
         *incoming, out, weights, stats = bare[TENSORS:]
         call = self.fields(bare[:TENSORS])
         with Recorder(self.device, bare) as recorder:
-            grads = attention.new_backward(*incoming, out, weights, stats, *call, "triton", need)
+            grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
             fill(made, *incoming, out, weights, stats, call)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recording(), places
 
     def _differentiate_slowly(self, kept, tensors, incoming, out, weights, stats, need):
-        attention.check_saved(self.facts, attention.facts(kept.values()))
+        schema.check_saved(self.facts, schema.facts(kept.values()))
         weights = out.new_empty(0) if weights is None else weights
-        grads = attention.backward(*incoming, out, weights, stats, *self.fields(tensors), self.backend, list(need))
+        grads = backward.backward(*incoming, out, weights, stats, *self.fields(tensors), self.backend, list(need))
         triples = zip(grads, tensors, need, strict=False)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
 
@@ -393,7 +393,7 @@ class _Differentiable(torch.autograd.Function):
         kept = replay.take_kept(tensors)
         ctx.save_for_backward(*kept)
         if not replay.facts:
-            replay.facts = attention.facts(kept)
+            replay.facts = schema.facts(kept)
         if len(replay.results) > 1:
             ctx.set_materialize_grads(False)
         return replay.take_results(tensors)

@@ -10,10 +10,10 @@ from torch.compiler import is_compiling
 
 from ..call.form import DIFFERENTIABLE, Call, rank4, results, rows, watched
 from ..call.layout import arrange, dense
-from ..cpu import flash
+from ..cpu import flash, run as cpu
 from ..cpu.parts import Rectangle
 from ..naive import formula
-from ..operators import attention
+from ..operators import attention, backward, schema
 from ..private import (
     TensorGuards,
     current_node,
@@ -49,7 +49,7 @@ class OnCpu:
         more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
         self.causal = None if more else flash.at_once(call)
         # Autograd would refuse what is made here in inference mode.
-        by_formula = run is formula.run and not any(self.wanted) and not torch.is_inference_mode_enabled()
+        by_formula = run is attention.run_naively and not any(self.wanted) and not torch.is_inference_mode_enabled()
         self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
         everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
         self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None
@@ -82,9 +82,9 @@ class OnCpu:
         """Gradients by the operator, whose own derivative and vmap are right."""
         query, key, value, out, lse, kept = tensors
         fields = call_of((query, key, value, *(None,) * (_TENSORS - 3)), self.numbers)
-        stats = attention.cpu.stats(flash.Result(out, lse, kept))
+        stats = cpu.stats(flash.Result(out, lse, kept))
         incoming = grad_out, None, None, out, out.new_empty(0), stats
-        return attention.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])[:3]
+        return backward.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])[:3]
 
     def before_backward(self, grads: tuple) -> tuple | None:
         """Where something watches or differentiates the backward, replaces the node's gradients by the operator's."""
@@ -113,7 +113,7 @@ class OnCpu:
         if guards is not None and guards.check(*saved):
             return True
         before, after = self.facts[count], _facts(saved)
-        attention.check_saved([x[:2] for x in before], [x[:2] for x in after])
+        schema.check_saved([x[:2] for x in before], [x[:2] for x in after])
         if before != after:
             return False
         if TensorGuards is not None and len(set(map(id, saved))) == count:

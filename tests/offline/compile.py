@@ -253,7 +253,7 @@ def table(capabilities=(80, 90)):
             if rich != plain:
                 for index, tile in enumerate(rich):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
-            if dtype == "bf16" and kernel != "weights" and not seldom:
+            if dtype == "bf16" and kernel not in ("weights", "tangent_p") and not seldom:
                 if capability >= 90:  # elsewhere a band is the same code: its loops are those of a full call
                     yield Row(kernel, capability, dtype, width, "causal", *best)
                 if capability >= 90 and width <= 128:

@@ -19,7 +19,7 @@ import triton
 
 from fusedattn.call.form import DIFFERENTIABLE, Call
 from fusedattn.launch import run as launch, tiles as tile_table
-from fusedattn.operators import attention, cached
+from fusedattn.operators import attention, backward, cached, tangent
 
 from . import absent, flow, fusing, hazards, operands
 from .sass import disassemble
@@ -199,16 +199,20 @@ def _call(row, heads):
     tensors = dict(query=tensor(heads), key=tensor(heads // group), value=tensor(heads // group))
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
-    need_weights = row.kernel == "weights" or everything
+    moves = row.kernel in ("tangent", "tangent_p")
+    need_weights = row.kernel in ("weights", "tangent_p") or everything
     out, _, weights, stats = attention._forward(
         *call, True, need_weights, True, "hopper" if row.kernel == "hopper" else "triton"
     )
-    if row.kernel not in ("forward", "weights", "hopper"):
+    if moves:
+        given = [None if x is None else torch.empty_like(x) for x in call[:DIFFERENTIABLE]]
+        tangent._tangent(*given, out, stats, *call, need_weights, "triton")
+    elif row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
         if one_pass := row.kernel in ("one_pass", "postprocess"):
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: not one_pass):
-            attention._backward(out, None, weights if everything else None, out, weights, stats, *call, "triton", need)
+            backward._backward(out, None, weights if everything else None, out, weights, stats, *call, "triton", need)
 
 
 def _call_on_cache(row):
