@@ -47,10 +47,21 @@ def test_vmap_and_what_is_learned(device):
         same(*results, atol=1e-4)
 
 
-def test_vmap_with_dropout_is_refused(device):
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_vmap_with_dropout_has_planes_of_its_own_for_each_call(device, backend):
     query, key, value = draw(device)
-    with pytest.raises(NotImplementedError, match="dropout_p: expected 0 under torch.vmap"):
-        torch.vmap(lambda q: fa.attention(q, key, value, dropout_p=0.5, seed=3, backend="triton"))(query[None])
+    many = torch.stack([query, query + 1])
+
+    def attend(query, key, value, backend=backend):
+        return fa.attention(query, key, value, dropout_p=0.5, seed=3, backend=backend)
+
+    folded = attend(many.flatten(0, 1), *(torch.cat([x, x]) for x in (key, value)), backend="naive")
+    same([torch.vmap(attend, (0, None, None))(many, key, value)], [folded.view_as(many[..., : value.shape[3]])])
+    alike = torch.vmap(attend, (0, None, None), randomness="same")(many, key, value)
+    same([alike], [torch.stack([attend(x, key, value) for x in many])])
+    seeds = torch.tensor([[3], [4]], device=device)
+    mapped = torch.vmap(lambda s: fa.attention(query, key, value, dropout_p=0.5, seed=s, backend=backend))(seeds)
+    same([mapped], [torch.stack([fa.attention(query, key, value, dropout_p=0.5, seed=s) for s in seeds])])
 
 
 def test_vmap_over_masks(device):
@@ -91,8 +102,9 @@ def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
     ):
         for a, b in zip(ask(fused), ask(naive), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
-        torch.func.hessian(lambda q: fused(q, key, value))(query.detach())
+    few = [x.detach()[:1, :, :2] for x in (query, key, value)]
+    hessians = (torch.func.hessian(f)(*few) for f in (fused, naive))
+    torch.testing.assert_close(*hessians, rtol=1e-4, atol=1e-4)
 
 
 def test_third_derivatives(device):
@@ -121,11 +133,12 @@ def test_second_derivatives_take_rows_by_the_block(device, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_forward_mode_raises_or_is_right(device):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_mode_is_what_the_gradient_says(device, backend):
     query, key, value = draw(device)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda q: loss("triton")(q, key, value), (query,), (query,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        loss("triton")(forward_ad.make_dual(query, query), key, value)
-    _, tangent = torch.func.jvp(lambda q: loss("naive")(q, key, value), (query,), (query,))
-    torch.testing.assert_close(tangent, (torch.func.grad(loss("naive"))(query, key, value) * query).sum())
+    expected = (torch.func.grad(loss("naive"))(query, key, value) * query).sum()
+    _, tangent = torch.func.jvp(lambda q: loss(backend)(q, key, value), (query,), (query,))
+    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(loss(backend)(forward_ad.make_dual(query, query), key, value)).tangent
+    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)

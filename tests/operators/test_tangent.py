@@ -1,16 +1,12 @@
 """Forward mode: tangents of output, lse and weights, of every option, by every backend."""
 
 import pytest
-import torch
-from torch.autograd import forward_ad
 
 import fusedattn as fa
 
-from .. import cases, sequences
+from .. import cases
 from ..sample import matrix, named
-from ..tangents import compare, directions, some_of, with_tangents
-
-FLOAT64 = torch.float64
+from ..tangents import compare, directions, with_tangents
 
 
 def _attend(backend):

@@ -96,7 +96,7 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torch_func_inside_compile_raises_or_is_right(device, backend, fresh):
+def test_torch_func_inside_compile_is_right(device, backend, fresh):
     query, key, value = draw(device)
     fn = loss(backend)
     transforms = {
@@ -108,11 +108,7 @@ def test_torch_func_inside_compile_raises_or_is_right(device, backend, fresh):
         for compiler in ("eager", "aot_eager"):
             torch._dynamo.reset()
             compiled = torch.compile(transform, fullgraph=True, backend=compiler)
-            if backend == "triton":
-                with pytest.raises(Exception, match="Observed exception|NotImplementedError"):
-                    compiled(query)
-            else:
-                torch.testing.assert_close(compiled(query), transform(query)), name
+            torch.testing.assert_close(compiled(query), transform(query), rtol=1e-4, atol=1e-4), name
 
 
 @pytest.mark.filterwarnings("ignore")
