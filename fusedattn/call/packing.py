@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..private import has_storage, transforms_active
-
 
 @dataclass
 class Packing:
@@ -47,10 +45,8 @@ class Packing:
 
 def longest(offsets: Tensor, name: str) -> int:
     """The most rows of any sequence, which is what `name` may say: of offsets on a GPU the host has to wait for it."""
-    mapped = transforms_active() and not has_storage(offsets)
-    if mapped or torch.compiler.is_compiling():
-        where = "in code that is compiled" if torch.compiler.is_compiling() else "under torch.vmap"
-        raise ValueError(f"{name}: expected an int {where}, where offsets have no values, got None")
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{name}: expected an int in code that is compiled, where offsets have no values, got None")
     return max(0, int(offsets.diff().max())) if len(offsets) > 1 else 0
 
 

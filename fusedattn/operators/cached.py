@@ -91,7 +91,7 @@ def _check_decode(*arguments):
     rules.check_caches(caches_and_angles, added)
     call = _call(*arguments)
     rules.check_call(call, keys=capacity(caches_and_angles))
-    rules.check_backend(call, arguments[-1])
+    rules.check_backend(call, arguments[-1], ())
 
 
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"

@@ -138,10 +138,10 @@ def check_forward(*arguments: Any) -> None:
     check_backend(call, backend)
 
 
-def check_backend(call: Call, backend: str) -> None:
+def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
     """Raise for a backend that no kernel has, or that cannot take a call."""
-    if backend not in ("hopper", "triton", "cpu", "naive"):
-        fail(ValueError, "backend", "'hopper', 'triton', 'cpu' or 'naive'", repr(backend))
+    if backend not in (known := ("hopper", "triton", "cpu", *also)):
+        fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
     if backend == "cpu":
         lacks = cpu.limits(call)
@@ -255,7 +255,7 @@ def check_append(
     key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
 ) -> None:
     """Check the arguments of `append`."""
-    check_backend(Call(new_key, new_key, new_value), backend)
+    check_backend(Call(new_key, new_key, new_value), backend, ())
     new, turning = (new_key, new_value), (cos, sin, interleaved)
     arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
     apply(NEW_KEY_CACHE, arguments, arguments)

@@ -260,7 +260,7 @@ def test_forward_mode(taken):
     inputs = draw(1, 2, 9, 16)
 
     def tangent(backend):
-        return torch.func.jvp(lambda q: fa.attention(q, *inputs[1:], backend=backend), inputs[:1], inputs[1:2])[1]
+        return torch.func.jvp(lambda q: fa.attention(q, *inputs[1:], backend=backend), (inputs[0],), (inputs[1],))[1]
 
     same([tangent(None)], [tangent("naive")], atol=1e-5)
     assert len(taken) == 1

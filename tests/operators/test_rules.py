@@ -65,7 +65,7 @@ RIGHT = {  # arguments that an operator takes
     "decode": dict(query=ones(B, HQ, SQ, D)) | CACHES | dict(added=1) | TURNING | OPTIONS | NUMBERS,
 }
 NO_GRADIENT = "False for {}, of which the backend 'cpu' has no gradient"
-KNOWN = "'hopper', 'triton', 'cpu' or 'naive', got"
+KNOWN = "expected one of 'hopper', 'triton', 'cpu'"
 WRONG = {  # argument that is named, error, what the sentence must say, what is changed
     "forward": [
         ("query", ValueError, "rank 4, got (3, 8)", dict(query=ones(SQ, D))),
@@ -104,7 +104,7 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("backend", ValueError, "another where it knows no key_mask", dict(key_mask=bools(1, SK), backend="hopper")),
         ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0, backend="hopper")),
         ("backend", ValueError, "float16 and bfloat16, not torch.float32", dict(backend="hopper")),
-        ("backend", ValueError, KNOWN, dict(backend="naive")),
+        ("backend", ValueError, KNOWN, dict(backend="other")),
     ],
     "packed forward": [
         ("cu_seqlens_k", TypeError, "a tensor, got NoneType", dict(cu_seqlens_k=None)),
