@@ -50,7 +50,7 @@ class _Counting:
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     """Compile what one of PASSES launches for a case on a device; nothing is launched, nor memory taken."""
     from ..launch import backward, forward, hopper, run, tuned
-    from ..operators import attention
+    from ..operators import attention, backward
 
     def tensor(*sizes):
         return torch.empty(sizes, dtype=getattr(torch, case.dtype), device="meta")
@@ -66,7 +66,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
             out, _, weights, stats = attention.new_forward(*call, False, False, what != "inference", "triton")
             if what == "backward":
                 need = [x is not None for x in call[:DIFFERENTIABLE]]
-                grads = attention.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
+                grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
                 backward.fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call)
             else:
                 width = tuned.row_width(run.widest(call))

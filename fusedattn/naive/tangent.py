@@ -5,6 +5,7 @@ t_lse = sum p t_s, t_p = p (t_s - t_lse), t_out = sum t_p v + p t_v.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def _moved(call: Call, given: Given) -> Call:
     In the place of query, key and value that have none stand these themselves.
     """
     some = [x if t is None else t for x, t in zip(call[:3], given, strict=False)]
-    return call._replace(**dict(zip(Call._fields, (*some, *given[3:]), strict=False)))
+    fields: dict[str, Any] = dict(zip(Call._fields, (*some, *given[3:]), strict=False))
+    return call._replace(**fields)
 
 
 def _scored(call: Call, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | float]:

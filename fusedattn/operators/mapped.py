@@ -28,7 +28,7 @@ def _kind(name: str) -> str:
 class _Folded:
     """How `size` calls are one: each of `batch` sequences, or batches, and so many rows and keys if it is packed."""
 
-    def __init__(self, size: int, call: dict[str, Any], dims: dict[str, int | None]):
+    def __init__(self, size: int, call: dict[str, Any], dims: dict[str, Any]):
         shapes = {
             name: x.shape if dims[name] is None else x.movedim(dims[name], 0).shape[1:]
             for name, x in call.items()

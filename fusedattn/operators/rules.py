@@ -205,6 +205,7 @@ def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *argume
     expected: dict[str, tuple] = {"out": (out, query.dtype, (*rows, width))}
     if backend in ("hopper", "triton"):
         expected["stats"] = stats, wide_dtype(call), (*rows, stats_columns(query.dtype, width, backend))
+    field: Any
     for name, x, field in zip(Call._fields, given, call, strict=False):
         if x is not None and field is None:
             fail(ValueError, f"tangent_{name}", "None beside no such input", "a tensor")

@@ -30,7 +30,7 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised tangents of output, in its order and dtype, lse and weights, which are empty unless needed."""
     call, need_weights = Call(*arguments[_BEFORE:-_AFTER]), arguments[-_AFTER]
     query, rows = call.query, call.query.shape[:3]
-    columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     out = dense(query, (*rows, call.value.shape[3]))
     lse = query.new_empty(rows, dtype=wide_dtype(call))
     return out, lse, query.new_empty((*rows, columns) if need_weights else (0,))
