@@ -49,7 +49,8 @@ class _Counting:
 
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     """Compile what one of PASSES launches for a case on a device; nothing is launched, nor memory taken."""
-    from ..launch import backward, forward, hopper, run, tuned
+    from ..launch import forward, hopper, run, tuned
+    from ..launch.backward import fill
     from ..operators import attention, backward
 
     def tensor(*sizes):
@@ -67,7 +68,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
             if what == "backward":
                 need = [x is not None for x in call[:DIFFERENTIABLE]]
                 grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
-                backward.fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call)
+                fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call)
             else:
                 width = tuned.row_width(run.widest(call))
                 faster = tuned.is_faster_on_hopper(device, call.query.dtype, width, case.causal)
