@@ -104,7 +104,7 @@ def test_a_table_of_tiles_is_no_part_of_the_launch():
 def test_few_rows_are_of_every_kernel_gpu_variant_and_dtype():
     every = list(offline.table())
     few = list(offline.few(every))
-    assert len(few) <= 50 < len(every)
+    assert len(few) <= 60 < len(every)
     for what in ("kernel", "capability", "variant", "dtype"):
         assert {getattr(row, what) for row in few} == {getattr(row, what) for row in every}
     assert {(row.kernel, row.capability) for row in few} == {(row.kernel, row.capability) for row in every}
@@ -113,7 +113,7 @@ def test_few_rows_are_of_every_kernel_gpu_variant_and_dtype():
 def test_pairs_are_all_there_in_less_rows():
     first = [row for row in offline.table() if row.place[0] == 0]
     rows = list(offline.pairs(offline.table()))
-    assert len(rows) <= 100 < len(first) and set(rows) <= set(first)
+    assert len(rows) <= 120 < len(first) and set(rows) <= set(first)
     for names in itertools.combinations(("kernel", "capability", "dtype", "dim", "variant"), 2):
         of = operator.attrgetter(*names)
         assert set(map(of, rows)) == set(map(of, first))
