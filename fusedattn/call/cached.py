@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .form import Arguments, Call, autocast_dtype, differentiated, normalise
+from .form import Arguments, Call, autocast_dtype, differentiated, is_known, normalise
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
@@ -166,11 +166,6 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
         if differentiated((x,)):
             expected = "a tensor without a gradient, for attention_decode has none (see torch.no_grad)"
             fail(ValueError, name, expected, "one that requires it")
-
-
-def is_known(x: Tensor) -> bool:
-    """Whether tensor values can be read without waiting: on a CPU, not compiled."""
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_values(a: CacheArguments, options: Arguments) -> list[int]:

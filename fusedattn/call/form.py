@@ -211,6 +211,11 @@ def in_memory(tensors: Iterable[Any]) -> bool:
     return True
 
 
+def is_known(tensor: Tensor) -> bool:
+    """Whether what a tensor holds can be read without waiting: on a CPU, neither fake nor wrapped, not compiled."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_compiling()
+
+
 def plain(arguments: Iterable[Any]) -> bool:
     """Whether an operator of arguments may be computed without telling torch of it."""
     return not watched() and in_memory(arguments)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .form import Arguments, Call, Plan, autocast, normalise
+from .form import Arguments, Call, Plan, autocast, is_known, normalise
 from .packing import longest
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
@@ -26,8 +26,8 @@ class Packed(NamedTuple):
 
 
 def _known(offsets: Tensor) -> list[int] | None:
-    """What offsets hold; None of those on a GPU, which are not looked at, and in code that is compiled."""
-    return None if offsets.device.type != "cpu" or torch.compiler.is_compiling() else offsets.tolist()
+    """What offsets hold; None where they are not `is_known`: then they are not looked at."""
+    return offsets.tolist() if is_known(offsets) else None
 
 
 def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..call import cached
-from ..call.cached import CacheArguments, is_known
-from ..call.form import Arguments, asking, autocast_dtype, autocasting
+from ..call.cached import CacheArguments
+from ..call.form import Arguments, asking, autocast_dtype, autocasting, is_known
 from ..call.rules import check_flags, check_tensors, fail, is_int
 from ..naive.cached import rotated
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call.form import Call
+from ..call.form import Call, is_known
 from ..call.packing import Packing, packing
 
 WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
@@ -68,11 +68,10 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 def sequences(call: Call) -> list[Call]:
     """A packed call as several, so that one long sequence does not make all others as long.
 
-    It stays one where its lengths are not at hand, on a GPU and in code that is compiled, and with dropout, which
-    depends on the number of a sequence.
+    It stays one where its lengths are not `is_known`, and with dropout, which depends on the number of a sequence.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    known = call.cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
     if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
         return [call]
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
