@@ -1,4 +1,4 @@
-"""Tensors of other classes, modes and default devices around the functions: the same numbers, of the class that was given."""
+"""Tensors of other classes, modes and default devices around the functions: the same numbers, in the same class."""
 
 import contextlib
 from typing import NamedTuple
