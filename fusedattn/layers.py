@@ -160,6 +160,7 @@ class FeedForward(_Configurable):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_shares(dropout=dropout)
+        self.hidden_size = hidden_size
         self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
         self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -167,8 +168,8 @@ class FeedForward(_Configurable):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden), any leading dimensions -> the same shape. Raises: ValueError for another width."""
         check_tensors(x=x)
-        if x.shape[-1:] != (self.linear_1.in_features,):
-            fail(ValueError, "x", f"shape (..., {self.linear_1.in_features})", tuple(x.shape))
+        if x.shape[-1:] != (self.hidden_size,):
+            fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
         check_fits("x", x, self.linear_1)
         out: Tensor = self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
         return out
@@ -276,6 +277,7 @@ class AttentionDecoder(nn.Module):
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
+        self.hidden_size, self.encoder_size = hidden_size, encoder_size
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
         attentions = (MultiHeadAttention(hidden_size, num_heads, **options) for _ in range(num_attentions))
         self.embedding, self.attentions = nn.Embedding(vocab_size, embed_size, **factory), nn.ModuleList(attentions)
@@ -302,8 +304,8 @@ class AttentionDecoder(nn.Module):
         Raises: ValueError, TypeError for other shapes and dtypes.
         """
         _check_ids("input", input, ("batch",))
-        check_input("hidden", hidden, (input.shape[0], self.rnn.hidden_size), self.embedding)
-        check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.fc_attn.out_features), self.embedding)
+        check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
+        check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
         if encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
         embedded = _look_up(self.embedding, "input", input)

@@ -41,10 +41,11 @@ def check_input(name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: 
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     """Raise unless a tensor has the dtype and the device of a layer's weight.
 
-    A layer whose weight is wrapped, quantized or not yet loaded checks its input itself.
+    A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     """
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta:
+    # Not layer.weight: one that is computed, as by torch.nn.utils.parametrize, would be computed for this alone.
+    weight = None if layer is None else dict(layer.named_parameters(recurse=False)).get("weight")
+    if weight is None or not weight.is_floating_point() or weight.is_meta:
         return
     if tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
         fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)

@@ -217,7 +217,7 @@ def plain(arguments: Iterable[Any]) -> bool:
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether what a tensor holds can be read without waiting: on a CPU, not compiled, not mapped by torch.vmap."""
+    """Whether what a tensor holds can be read without waiting: on a CPU, neither compiled nor mapped, no wrapper."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
 
 

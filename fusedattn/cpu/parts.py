@@ -255,7 +255,7 @@ def additive(call: Call, where: Rectangle, less: float = 0.0) -> Tensor:
     wide = torch.promote_types(call.query.dtype, torch.float32)
     terms = pairs.added(call, block, wide)
     if less or not terms:
-        terms.append(torch.full((), -less, dtype=wide))
+        terms.append(torch.full((), -less, dtype=wide, device=call.query.device))
     total = functools.reduce(torch.add, terms)
     seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # bias is -inf where it hides
     return total if seen is None else torch.where(seen, total, float("-inf"))

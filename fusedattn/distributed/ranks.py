@@ -62,8 +62,8 @@ def _words(name: str, options: dict[str, Any], own: dict[str, int], problem: Exc
     text = b"" if problem is None else f"{type(problem).__name__}: {problem}".encode()[:TEXT]
     words = [_digest(name), len(text), *own.values(), *map(_digest, options.values())]
     assert len(words) <= WORDS - TEXT // 8
-    said = torch.zeros(WORDS, dtype=torch.int64)
-    said[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    said = torch.zeros(WORDS, dtype=torch.int64, device="cpu")  # whatever the default device is
+    said[: len(words)] = torch.tensor(words, dtype=torch.int64, device="cpu")
     if text:
         said[-TEXT // 8 :].view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return said

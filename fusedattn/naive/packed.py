@@ -68,8 +68,7 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 def sequences(call: Call) -> list[Call]:
     """A packed call as several, so that one long sequence does not make all others as long.
 
-    It stays one where its lengths are not at hand, on a GPU and in code that is compiled, and with dropout, which
-    depends on the number of a sequence.
+    It stays one where its lengths are not `is_known`, and with dropout, which depends on the number of a sequence.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)

@@ -29,7 +29,7 @@ from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention, backward, dtensors, schema
-from ..private import TensorGuards, any_autocast, can_replay, forward_level, has_storage
+from ..private import TensorGuards, any_autocast, can_replay, dispatch_modes, forward_level, has_storage
 from .on_cpu import OnCpu, call_of
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
@@ -155,9 +155,12 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
     return present, (numbers, precision, asked.deterministic, there)
 
 
-def _is_compiled() -> bool:
-    """Whether something must see a call that guards cannot know of: of all else that `watched` names, they do."""
-    return is_compiling() or forward_level() >= 0
+def _is_seen() -> bool:
+    """Whether something must see a call that guards may not know of: of all else that `watched` names, they do.
+
+    They pass over some modes of dispatch, such as those of selective checkpoints.
+    """
+    return is_compiling() or dispatch_modes() != 0 or forward_level() >= 0
 
 
 def _may_repeat(present: tuple) -> bool:
@@ -187,7 +190,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     Args:
         tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
     """
-    if _is_compiled() or not _known:
+    if _is_seen() or not _known:
         return None
     split = _split(tensors, numbers)
     if split is None:
@@ -229,7 +232,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
         on_hopper = chosen.run is attention.run_on_hopper
-        replay = OnCpu(call, numbers, chosen.run) if on_cpu else Replay(call, numbers, on_hopper)
+        replay = OnCpu(call, numbers, chosen.run) if on_cpu else Replay(tensors, call, numbers, on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
     _known[signature] = replay
@@ -258,7 +261,7 @@ def _facts_of_any(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
 
 def recall(tensors: tuple, numbers: tuple) -> Any:
     """What was remembered of a call that is like this one, or None."""
-    if _is_compiled() or not _recent:
+    if _is_seen() or not _recent:
         return None
     facts = _facts_of_any(tensors, numbers)
     if facts is not None:
@@ -282,12 +285,14 @@ class Replay:
 
     backend = "triton"
 
-    def __init__(self, call, numbers: tuple, on_hopper: bool):
+    def __init__(self, tensors: tuple, call, numbers: tuple, on_hopper: bool):
         from ..launch import blocks, forward
         from .recording import Recorder
 
         self.device, self.numbers = call.query.device, call[TENSORS:]
         self.drops = call.seed is not None
+        pairs = zip(tensors, call[:_SEED], strict=False)
+        self.ranks_differ = any(x is not None and x.dim() != of_call.dim() for x, of_call in pairs)
         return_lse, return_weights, _, grad = numbers[-4:]
         self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
         bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
@@ -317,6 +322,8 @@ class Replay:
         if self.drops:
             tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_BLOCK_MASK]
         if self.save:
+            if self.ranks_differ:  # autograd keeps what it keeps of a call that is no replay, as a checkpoint asks
+                tensors = self.fields(tensors)[:TENSORS]
             return _differentiable((self, tensors), *self.take_inputs(tensors))
         return self.take_results(self.forward.run(tensors))
 

@@ -1,5 +1,9 @@
 """What only a GPU can show: real sizes, every tile of the table, races, graphs, streams, memory."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -222,6 +226,68 @@ def test_a_graph_replays_on_new_values(passes, cuda, monkeypatch):
         out, dq, *others = zip(captured, step(), strict=True)
         assert all(torch.equal(*both) for both in (out, *others, *([dq] if passes == 2 else [])))
         torch.testing.assert_close(*dq)
+
+
+def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
+    """Of each replay other weights: the gradient of value is by those that came with the output."""
+    inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+
+    def step():
+        out, weights = fa.attention(*inputs, dropout_p=0.5, return_weights=True, backend="triton")
+        return weights.detach(), torch.autograd.grad(out, inputs[2], grad)[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights, of_value = step()
+    dropped = []
+    for _ in range(2):
+        graph.replay()
+        dropped.append(weights == 0)
+        torch.testing.assert_close(of_value, weights.mT @ grad, rtol=0, atol=2e-2)
+    assert not torch.equal(*dropped)
+
+
+FIRST_CALLS = """
+import hashlib, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import fusedattn as fa
+
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+inputs = [torch.randn(2, 4, 100, 64).half().cuda() for _ in range(3)]
+ready = threading.Barrier(8)
+
+def step(_):
+    ready.wait()
+    each, results = [x.clone().requires_grad_() for x in inputs], []
+    for _ in range(3):
+        out = fa.attention(*each, causal=True, backend="triton")
+        results += [out, *torch.autograd.grad(out.float().square().sum(), each)]
+    torch.cuda.synchronize()
+    held = torch.cat([x.detach().flatten().view(torch.uint8) for x in results])
+    return hashlib.sha256(bytes(held.tolist())).hexdigest()
+
+with ThreadPoolExecutor(8) as pool:
+    print(*set(pool.map(step, range(8))))
+"""
+
+
+@pytest.mark.matrix
+def test_first_calls_of_eight_threads_of_each_of_eight_processes(cuda, tmp_path):
+    """Nothing is compiled yet, and all of them give the same bits."""
+    environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    command = [sys.executable, "-c", FIRST_CALLS]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(8)]
+    said = [process.communicate() for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+    assert len({out for out, _ in said}) == 1 and len(said[0][0].split()) == 1
 
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):

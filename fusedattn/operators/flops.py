@@ -1,0 +1,101 @@
+"""How many floating point operations the operators take, for `torch.utils.flop_counter.FlopCounterMode`.
+
+As torch counts them for its own attention: 2 * m * n * k for each product of matrices, with what masks hide, and no
+more. Packed sequences and those in a cache count with their own lengths, where these can be read; where not, as those
+of fake tensors, with the longest that they may have.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ..call.cached import CacheArguments, capacity
+from ..call.form import in_memory
+from ..private import argument_names
+from .namespace import OPERATORS
+
+# Products that each pair of a query and a key has a part in: so many as wide as a query, and as a value.
+PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
+COUNTER = "torch.utils.flop_counter"
+
+
+def _packed_pairs(cu_seqlens: Sequence[Any], longest: Sequence[Any], totals: Sequence[Any]) -> Any:
+    """How many pairs of a query and a key are in one sequence; totals: how many of each there are in all."""
+    if in_memory(cu_seqlens):
+        rows, keys = (offsets.diff().tolist() for offsets in cu_seqlens)
+        return sum(a * b for a, b in zip(rows, keys, strict=True))
+    if any(length is None for length in longest):
+        return totals[0] * totals[1]
+    return (cu_seqlens[0].shape[0] - 1) * longest[0] * longest[1]
+
+
+def _cached_pairs(query: Any, caches: CacheArguments, added: Any) -> Any:
+    """How many pairs of a query and a key are in a cache, to which `added` keys were appended."""
+    batch, _, rows, _ = query.shape
+    room = capacity(caches)
+    if not in_memory([caches.cache_seqlens]):
+        return batch * rows * room
+    return rows * sum(min(length + added, room) for length in caches.cache_seqlens.tolist())
+
+
+def _pairs(given: dict[str, Any]) -> Any:
+    """How many pairs of a query and a key each head of a call has, of the arguments of an operator by their names."""
+    query = given["query"]
+    if "key_cache" in given:
+        names = "key_cache", "value_cache", "cache_seqlens", "block_table"
+        return _cached_pairs(query, CacheArguments(query, *(given[name] for name in names)), given["added"])
+    (batch, _, rows, _), keys = query.shape, given["key"].shape[2]
+    cu_seqlens, longest = ((given[f"{name}_q"], given[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
+    return batch * rows * keys if cu_seqlens[0] is None else _packed_pairs(cu_seqlens, longest, (rows, keys))
+
+
+def formula(name: str) -> Callable[..., Any]:
+    """(arguments of an operator) -> how many floating point operations it takes, as torch asks for them."""
+    named, (like_query, like_value) = argument_names(getattr(OPERATORS, name).default), PRODUCTS[name]
+
+    def flops(*arguments: Any, out_val: Any = None, **more: Any) -> Any:
+        given = dict(zip(named, arguments, strict=False)) | more
+        query, value = given["query"], given["value_cache" if "value_cache" in given else "value"]
+        width = like_query * query.shape[3] + like_value * value.shape[3]
+        return 2 * _pairs(given) * query.shape[1] * width
+
+    return flops
+
+
+def _register(counter: ModuleType) -> None:
+    for name in PRODUCTS:
+        counter.register_flop_formula(getattr(OPERATORS, name), get_raw=True)(formula(name))
+
+
+class _Finder(MetaPathFinder):
+    """Finds torch's counter by the finders behind this one, and has the formulas registered once it is imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != COUNTER:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            _then_register(spec.loader)
+        return spec
+
+
+def _then_register(loader: Any) -> None:
+    execute = loader.exec_module
+
+    def execute_and_register(module: ModuleType) -> None:
+        execute(module)
+        _register(module)
+
+    loader.exec_module = execute_and_register
+
+
+def register_when_imported() -> None:
+    """Register the formulas with torch's counter; not before somebody imports it, which imports Triton."""
+    sys.meta_path.insert(0, _Finder())
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])

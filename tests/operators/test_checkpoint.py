@@ -1,0 +1,94 @@
+"""Checkpoints: what is computed again is the same, and what is kept by the name of the operator is not."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fusedattn as fa
+from fusedattn.launch import forward
+from fusedattn.operators import attention
+from fusedattn.replay import cache
+
+from ..inside import HQ, SK, SQ, draw, same
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+# Options with fewer dimensions than the backends take them in.
+LESS = {
+    "key_mask": lambda: dict(key_mask=torch.arange(SK) < SK - 2),
+    "query_mask": lambda: dict(query_mask=torch.arange(SQ) > 0),
+    "mask": lambda: dict(mask=torch.ones(SQ, SK, dtype=torch.bool).tril(4)),
+    "bias": lambda: dict(bias=torch.randn(SQ, SK)),
+    "slopes and sinks": lambda: dict(alibi_slopes=torch.rand(HQ), sinks=torch.randn(HQ)),
+}
+KEPT = {"plain": {}, "dropout": dict(dropout_p=0.4), "masks": dict(key_mask=torch.arange(SK) < SK - 2)}
+
+
+def attend(backend, options, query, key, value):
+    return fa.attention(query * 1.5, key, value.sin(), causal=True, backend=backend, **options).square().sum()
+
+
+@pytest.mark.parametrize("name", LESS)
+def test_a_call_saves_the_same_whether_replayed_or_not(name, device, monkeypatch):
+    """A checkpoint refuses what is not: the first call and the second, of which one is replayed, and later ones."""
+    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    options = {key: x.to(device) for key, x in LESS[name]().items()}
+    inputs = draw(device, requires_grad=True)
+    want = torch.autograd.grad(attend("naive", options, *inputs), inputs)
+    for _ in range(2):
+        out = checkpoint(functools.partial(attend, "triton", options), *inputs, use_reentrant=False)
+        same(torch.autograd.grad(out, inputs), want, atol=1e-4)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """A list with an element for each forward that the operator computes."""
+    calls = []
+
+    def counted(function):
+        return lambda *arguments: (calls.append(function), function(*arguments))[1]
+
+    monkeypatch.setattr(attention.cpu, "forward", counted(attention.cpu.forward))
+    monkeypatch.setattr(forward, "forward", counted(forward.forward))
+    return calls
+
+
+def kept_by_name(step):
+    """The same by a checkpoint that keeps what the operator returns, and computes everything else again."""
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.fusedattn.forward.default])
+    return lambda *inputs: checkpoint(step, *inputs, use_reentrant=False, context_fn=keep)
+
+
+def graded(step, inputs):
+    torch.manual_seed(3)
+    return torch.autograd.grad(step(*inputs), inputs)
+
+
+@pytest.mark.parametrize("name, backend", [*((name, "triton") for name in KEPT), ("plain", "cpu"), ("masks", "cpu")])
+def test_what_is_kept_by_name_is_not_computed_again(name, backend, device, computed):
+    """Also of calls that would be replayed: nobody sees the operator of those."""
+    if backend == "cpu" != device:
+        pytest.skip("about CPU tensors")
+    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in KEPT[name].items()}
+    step, inputs = functools.partial(attend, backend, options), draw(device, requires_grad=True)
+    want = graded(step, inputs)
+    for _ in range(2):
+        computed.clear()
+        assert all(map(torch.equal, graded(kept_by_name(step), inputs), want)) and len(computed) == 1
+        assert all(map(torch.equal, graded(step, inputs), want))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+def test_a_compiled_checkpoint_keeps_it_too(backend, device, computed):
+    if backend == "cpu" != device:
+        pytest.skip("about CPU tensors")
+    torch._dynamo.reset()
+    step, inputs = functools.partial(attend, backend, {}), draw(device, requires_grad=True)
+    want = graded(step, inputs)
+    computed.clear()
+    got = graded(torch.compile(kept_by_name(step), backend="aot_eager", fullgraph=True), inputs)
+    assert len(computed) == 1
+    same(got, want, atol=1e-5)

@@ -1,0 +1,175 @@
+"""Modules that are copied and saved, and modules whose projections somebody has replaced, wrapped or parametrized."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fusedattn as fa
+from fusedattn import layers
+
+WIDTH, INSIDE = 16, 32
+X, KEY_MASK = torch.randn(2, 5, WIDTH), torch.arange(5) < torch.tensor([[5], [3]])
+IDS = torch.tensor([[1, 2, 3], [4, 0, 6]])
+
+# name: how it is made, how it is called
+MODULES = {
+    "attention": (
+        lambda: fa.MultiHeadAttention(WIDTH, 4, num_kv_heads=2, causal=True, window=(3, None), softcap=3.0),
+        lambda module: module(X, key_mask=KEY_MASK, need_weights=True),
+    ),
+    "one head": (lambda: fa.SelfAttention(WIDTH, dropout=0.2), lambda module: module(X, need_weights=True)),
+    "positions": (lambda: layers.SinusoidalPositionalEncoding(WIDTH, 9), lambda module: (module(X),)),
+    "embeddings": (lambda: layers.Embeddings(7, WIDTH, 5, 0.2), lambda module: (module(IDS),)),
+    "encoder": (
+        lambda: layers.TransformerEncoder(2, WIDTH, 2, INSIDE, 0.2, attention_dropout=0.2, scale=0.3),
+        lambda module: (module(X, key_mask=KEY_MASK),),
+    ),
+    "decoder": (
+        lambda: layers.AttentionDecoder(7, 3, 6, WIDTH),
+        lambda module: module(IDS[:, 0], X[:, 0, :6], X, key_mask=KEY_MASK),
+    ),
+}
+
+
+def saved(thing, **options):
+    """What torch.load reads of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+def saved_whole(module):
+    with torch.serialization.safe_globals([type(part) for part in module.modules()]):
+        return saved(module, weights_only=True)
+
+
+def loaded(module):
+    """Another module of the same sizes, with weights that were saved."""
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(float("nan"))
+    other.load_state_dict(saved(module.state_dict(), weights_only=True))
+    return other
+
+
+COPIES = dict(deepcopy=copy.deepcopy, pickle=lambda module: pickle.loads(pickle.dumps(module)))
+COPIES |= dict(whole=saved_whole, state_dict=loaded)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_copy_gives_the_same_bits_and_shares_nothing(name, how):
+    make, call = MODULES[name]
+    module = make()
+    other = COPIES[how](module)
+    for training in (True, False):
+        outcomes = []
+        for each in (module, other):
+            torch.manual_seed(3)
+            outcomes.append([x for x in call(each.train(training)) if x is not None])
+        assert all(map(torch.equal, *outcomes))
+    assert not {x.data_ptr() for x in other.parameters()} & {x.data_ptr() for x in module.parameters()}
+
+
+class Adapted(nn.Module):
+    """A linear layer and a product of two thin ones beside it, as LoRA has it, with nothing else of a linear layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def quantized(module):
+    return torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
+
+
+def replaced(change):
+    """A module with `change` of each of its linear layers."""
+
+    def replace(module):
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, change(child))
+        return module
+
+    return replace
+
+
+WRAPPED = {
+    "quantized": quantized,
+    "adapted": replaced(Adapted),
+    "weight_norm": replaced(parametrizations.weight_norm),
+    "orthogonal": replaced(parametrizations.orthogonal),
+}
+
+
+def by_hand(layer, x):
+    """The output of a MultiHeadAttention of two heads, by what its projections return."""
+    query, key, value = (
+        f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+    return layer.out_proj((weights @ value).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", WRAPPED)
+def test_projections_that_were_wrapped_are_called(how):
+    if how == "quantized" and torch.backends.quantized.engine == "none":
+        pytest.skip("this torch has no quantized layers")
+    layer = WRAPPED[how](fa.MultiHeadAttention(WIDTH, 2).eval())
+    torch.testing.assert_close(layer(X)[0], by_hand(layer, X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_layers_ask_nothing_of_linear_layers_but_to_be_called(name, how):
+    if how == "quantized" and torch.backends.quantized.engine == "none":
+        pytest.skip("this torch has no quantized layers")
+    make, call = MODULES[name]
+    out, *_ = call(WRAPPED[how](make().eval()))
+    assert out.isfinite().all()
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight * 2
+
+
+def test_a_weight_that_is_computed_is_computed_once_a_call():
+    """spectral_norm changes with each time, and a weight may cost more than the projection."""
+    layer, twin = fa.MultiHeadAttention(WIDTH, 2), fa.MultiHeadAttention(WIDTH, 2)
+    twin.load_state_dict(layer.state_dict())
+    counts = [Counted() for _ in range(4)]
+    for projection, count in zip(layer.children(), counts, strict=True):
+        parametrize.register_parametrization(projection, "weight", count)
+        count.calls = 0
+    with torch.no_grad():
+        for projection in twin.children():
+            projection.weight.mul_(2)
+    out = layer(X)[0]
+    assert [count.calls for count in counts] == [1, 1, 1, 1]
+    torch.testing.assert_close(out, twin(X)[0])
+    layer(X)[0].sum().backward()
+    twin(X)[0].sum().backward()
+    for projection, of_twin in zip(layer.children(), twin.children(), strict=True):
+        torch.testing.assert_close(projection.parametrizations.weight.original.grad, of_twin.weight.grad * 2)
