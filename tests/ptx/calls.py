@@ -16,7 +16,7 @@ from fusedattn.replay import cache
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
-from .. import caches, sequences
+from .. import caches, sequences, tangents
 from ..caches import Cached
 from .device import Device, gpu
 from .tf32 import eager_by_tf32
@@ -148,8 +148,19 @@ def _decode(entry, device):
     return got, judge
 
 
+def _tangents(entry, device):
+    """The same of tangents, in one direction of all inputs."""
+    tensors, given = entry.case.draw()
+    moved = tangents.directions(tensors, given)
+    attend = functools.partial(fa.attention, backend=entry.backend)
+    got = tangents.with_tangents(attend, tensors, given, moved)
+    return got, lambda: tangents.compare(got, tensors, given, moved)
+
+
 def _call_of(entry):
-    return _decode if isinstance(entry.case, Cached) else _attention
+    if isinstance(entry.case, Cached):
+        return _decode
+    return _tangents if entry.forward_mode else _attention
 
 
 def execute(entry, capability, tile=0, **options):

@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     times: int = 1  # how often it is called: the third time it is a repeated one
     far: tuple | None = None  # (axis, how many elements apart its neighbours lie)
     tf32: bool = False  # float32 is multiplied by tensor cores, which round it
+    forward_mode: bool = False  # tangents are computed, no gradients
 
     @property
     def name(self):
@@ -159,6 +160,25 @@ _ON_HOPPER = dense(
 )
 
 
+_MANY = dict(bias="heads", softcap=5.0, alibi="own", sinks=True, dropout=0.2, key_mask="own", mask="pairs")
+_TANGENTS = dense(
+    *(
+        (f"tangent {name}", fields | dict(forward_mode=True))
+        for name, fields in (
+            ("D64", {}),
+            ("D128 fp16", dict(dtype=FP16, causal=True, **WIDE)),
+            ("D256", dict(D=256, **SHORT)),
+            ("window", dict(window=(40, 20))),
+            ("window D128", dict(window=(40, 20), **WIDE)),
+            ("everything", _MANY | SHORT),
+            ("fp32 D40", dict(dtype=FP32, D=40, Dv=24, **SHORT)),
+            ("fp32 D128", dict(dtype=FP32, Sq=40, Sk=60, **WIDE)),
+            ("fp32 D256", dict(dtype=FP32, D=256, Sq=40, Sk=60)),
+        )
+    )
+)
+
+
 def _decode():
     cache = dict(dtype=BF16, D=64, Dv=64, C=320, lengths=(17, 260))
     pages, wide = cache | dict(page=16), dict(D=128, Dv=128)
@@ -200,7 +220,11 @@ def _decode():
         yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")))
 
 
-ENTRIES = {entry.name: entry for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _decode(), _ON_HOPPER) for entry in group}
+ENTRIES = {
+    entry.name: entry
+    for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
+    for entry in group
+}
 # `make test` runs these: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("plain D64", "causal D128", "window, two passes", "key mask", "dropout", "bias over batch (dbias)"),
@@ -215,6 +239,7 @@ ALSO = {
         *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
         *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
         *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 fp32 D256"),
+        *("tangent D128 fp16", "tangent D256", "tangent fp32 D40", "tangent fp32 D128"),
     ),
     HOPPER: (
         *("bias, slopes, cap, weights D128 fp16", "bias, slopes, cap, weights D256"),
@@ -223,6 +248,7 @@ ALSO = {
         *("decode: cache D128", "decode: fp32, split and merged D256", "decode: decode_32, window"),
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
         *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 D256"),
+        *("tangent D64", "tangent fp32 D256"),
     ),
 }
 
