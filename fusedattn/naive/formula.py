@@ -1,7 +1,7 @@
 """Attention by its definition in PyTorch, a block of rows at a time: what kernels are held to, and what a CPU runs."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..call.cached import Decode
-from ..call.form import DIFFERENTIABLE, Call, autocasting
+from ..call.form import Call, autocasting
 from ..call.layout import arrange
 from ..private import transforms_active
 from . import cached, pairs
-from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, spans, uncut
+from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
 from .inputs import prepared
 from .packed import joined, packed, padded, sequences
 
@@ -173,7 +173,7 @@ def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple
     )
 
 
-def _block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
     """(output, lse or None, weights or None) of a block."""
     call = part.call
     out, lse, weights = _compute(part, block, need_lse, products)
@@ -191,15 +191,15 @@ def _block(part: Part, block: Block, need_lse: bool, need_weights: bool, product
     return out, lse, weights if need_weights else None
 
 
-def _all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
     """(output, lse or None, weights or None) of all rows and keys at once."""
     part = uncut(call)
-    return _block(part, part.blocks[0], need_lse, need_weights, products)
+    return of_block(part, part.blocks[0], need_lse, need_weights, products)
 
 
 def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> tuple:
-    """`_block` of the fields of a Call, which torch's checkpoint tracks only as arguments of their own."""
-    return _block(Part(Call(*fields), planes, []), block, need_lse, False)[:2]
+    """`of_block` of the fields of a Call, which torch's checkpoint tracks only as arguments of their own."""
+    return of_block(Part(Call(*fields), planes, []), block, need_lse, False)[:2]
 
 
 def most(call: Call) -> int:
@@ -241,7 +241,7 @@ def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
             for block in part.blocks
         ]
     else:
-        done = [_block(part, block, need_lse, False)[:2] for block in part.blocks]
+        done = [of_block(part, block, need_lse, False)[:2] for block in part.blocks]
     return _joined(done, 2)
 
 
@@ -267,9 +267,9 @@ def _joined(results: list[tuple], dim: int) -> tuple:
 def _blocks(call: Call, need_lse: bool) -> tuple:
     """(output, lse or None), a block at a time."""
     if not sized(call):  # with open sizes torch 2.10 cannot export what merges dimensions
-        return _all(call, need_lse, False, AS_WRITTEN)[:2]
+        return of_all(call, need_lse, False, AS_WRITTEN)[:2]
     if _is_one(call):
-        return _all(call, need_lse, False)[:2]
+        return of_all(call, need_lse, False)[:2]
     all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
     several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(all_parts[0][0].blocks) > 1
@@ -316,95 +316,13 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     made = prepared(call, wide(call))
     out, lse = _blocks(made, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
-    weights = _all(made, False, True)[2].to(call.query.dtype).contiguous() if need_weights else None
+    weights = of_all(made, False, True)[2].to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 
 
 def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """`run` with every step in the dtype of the inputs, and all rows at once."""
-    return _all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
-
-
-def _whole(call: Call, first: int, last: int) -> tuple:
-    """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
-    if call.cu_seqlens_q is None:
-        part = uncut(prepared(call, wide(call)))
-        return _block(part, part.blocks[0]._replace(first=first, last=last), True, True)
-    made, rows = padded(call)
-    return packed(rows, *_all(prepared(made, wide(call)), True, True))
-
-
-def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the rows that are differentiated twice at a time."""
-    batch, heads, rows, _ = call.query.shape
-    # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
-    if not sized(call) or call.cu_seqlens_q is not None:
-        return iter([(0, rows)])
-    row_bytes = 3 * batch * heads * call.key.shape[2] * call.query.element_size()
-    return spans(rows, BUDGET // max(1, row_bytes))
-
-
-@without_autocast
-def second_derivative(call: Call, incoming, grad_grads) -> tuple:
-    """Gradients of sum(<grad, grad_grad>), where the grads are those of a call's inputs: the formula, derived twice.
-
-    It is a sum over rows, and is taken by the block of rows as the naive path is.
-
-    Args:
-        incoming: gradients of output, lse and weights, that the grads were made from. grad_grads: of the DIFFERENTIABLE
-            fields of the call. Any of both may be None.
-    Returns: gradients of the incoming and of the fields; None where one is None.
-    """
-    if call.cu_seqlens_q is not None and type(call.cu_seqlens_q) is not Tensor:
-        # Inside a graph nobody knows the lengths; but none is longer than all together.
-        most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
-        max_seqlen_q, max_seqlen_k = (x.shape[2] if length is None else length for length, x in most)
-        call = call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
-    wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
-    present = [number for number, grad in enumerate(incoming) if grad is not None]
-    if not wanted or not present:
-        return (None,) * (len(incoming) + DIFFERENTIABLE)
-    fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
-    total: list[Tensor] = []
-    for span in _rows_again(call):
-
-        def grads(fields, given, span=span):
-            def outputs(*fields):
-                out, lse, weights = _whole(call._replace(**dict(zip(names, fields, strict=True))), *span)
-                results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
-                return tuple(results[number] for number in present)
-
-            _, pull = torch.func.vjp(outputs, *fields)
-            gradients = dict(zip(names, pull(tuple(grad[:, :, slice(*span)] for grad in given)), strict=True))
-            return tuple(gradients[name] for name in wanted)
-
-        pull = torch.func.vjp(grads, fields, given)[1]
-        parts = [part for group in pull(tuple(grad for grad in grad_grads if grad is not None)) for part in group]
-        total = [a + b for a, b in zip(total, parts, strict=True)] if total else parts
-    gradients = dict(zip([*names, *present], total, strict=True))
-    return tuple(gradients.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
-
-
-def second_tangent(call: Call, given, moved, need_weights: bool) -> tuple:
-    """The second derivative of (output, lse, weights or None) in two directions, each of the DIFFERENTIABLE fields.
-
-    Args: given, moved: the directions; None where they are zero. At least one field of each is not.
-    """
-    rows, columns = call.query.shape[:3], call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    shapes = (*rows, call.value.shape[3]), rows, *[(*rows, columns)] * need_weights
-    dtypes = call.query.dtype, wide(call), call.query.dtype
-    zeros = [call.query.new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
-    number = [i for i, x in enumerate(moved) if x is not None]
-
-    def of_fields(*incoming):
-        gradients = second_derivative(call, (*incoming, *[None] * (3 - len(incoming))), given)[3:]
-        return tuple(gradients[i] for i in number)
-
-    # It is linear in the incoming gradients, so that its gradient with regard to these is what they are multiplied by.
-    pull = torch.func.vjp(of_fields, *zeros)[1]
-    found = pull(tuple(moved[i] for i in number))
-    return found if need_weights else (*found, None)
+    return of_all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
 
 
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:

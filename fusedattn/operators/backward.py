@@ -10,7 +10,7 @@ from ..call.layout import arrange, dense
 from ..cpu import run as cpu
 from ..launch import failures, tuned
 from ..launch.failures import Unusable
-from ..naive import formula
+from ..naive.second import second_derivative
 from ..private import has_storage, transforms_active
 from . import fallback, rules
 from .mapped import mapped
@@ -127,7 +127,7 @@ def _differentiate_again(ctx, *grad_grads):
     incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
-    gradients = formula.second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
+    gradients = second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
     return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 2))
 
 
@@ -144,7 +144,7 @@ def _move_again(ctx, *tangents):
         weights = None if weights.dim() == 1 else weights
         total = gradients(tangents[:3], out, weights, stats, fields, ctx.backend, need)
     if any(x is not None for x in moved):
-        curved = formula.second_derivative(Call(*fields), incoming, moved)[3:]
+        curved = second_derivative(Call(*fields), incoming, moved)[3:]
         curved = [x if needed else None for x, needed in zip(curved, need, strict=True)]
         total = [plus(*pair) for pair in zip(total, curved, strict=True)]
     made = []

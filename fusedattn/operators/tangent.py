@@ -13,7 +13,8 @@ from torch import Tensor
 from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
 from ..call.layout import arrange, dense
 from ..launch.failures import Unusable, take_next
-from ..naive import formula, tangent as naive
+from ..naive import tangent as naive
+from ..naive.second import second_derivative, second_tangent
 from . import rules
 from .backward import gradients, plus
 from .mapped import mapped
@@ -116,7 +117,7 @@ class Tangent(torch.autograd.Function):
             first = gradients(incoming, out, None, stats, fields, backend, list(of_tangents))
         second = [None] * DIFFERENTIABLE
         if any(of_inputs[:DIFFERENTIABLE]):
-            second = formula.second_derivative(Call(*fields), incoming, given)[3:]
+            second = second_derivative(Call(*fields), incoming, given)[3:]
         second = [x if needed else None for x, needed in zip(second, of_inputs, strict=False)]
         return (*first, None, None, *second, *rest)
 
@@ -128,7 +129,7 @@ class Tangent(torch.autograd.Function):
         if any(x is not None for x in others):
             total = list(Tangent.apply(*others, out, stats, *fields, need_weights, backend))
         if any(x is not None for x in moved):
-            curved = formula.second_tangent(Call(*fields), given, moved, need_weights)
+            curved = second_tangent(Call(*fields), given, moved, need_weights)
             total = [plus(*pair) for pair in zip(total, curved, strict=True)]
         return tuple(total) if need_weights else (*total[:2], out.new_zeros(0))
 

@@ -159,8 +159,8 @@ def test_grouped_heads_copy_no_key_and_no_value():
 
 
 def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch):
-    computed, run = [], formula._block
-    monkeypatch.setattr(formula, "_block", lambda *x: computed.append(x[1]) or run(*x))
+    computed, run = [], formula.of_block
+    monkeypatch.setattr(formula, "of_block", lambda *x: computed.append(x[1]) or run(*x))
     monkeypatch.setattr(formula, "CACHE", 2**16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     tensors = draw(1, 2, 256, 8, requires_grad=True)
