@@ -48,9 +48,10 @@ def with_tangents(function, tensors, options, moved, weights=True):
 def compare(got, tensors, options, moved, apply=lambda function: function):
     """{result: Verdict} of what `with_tangents` gave; apply: makes of a function what `got` is held to."""
     weights = "weights" in got
-    eager = with_tangents(apply(reference.eager), tensors, options, moved, weights)
     exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
-    oracle = with_tangents(apply(reference.attention), in_float64(tensors), exact, in_float64(moved), weights)
+    with torch.no_grad():  # where a gradient may be wanted as well, the naive path has a tangent of ours
+        eager = with_tangents(apply(reference.eager), tensors, options, moved, weights)
+        oracle = with_tangents(apply(reference.attention), in_float64(tensors), exact, in_float64(moved), weights)
     return verdicts(got, eager, oracle, _terms(tensors, options, moved))
 
 

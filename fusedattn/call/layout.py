@@ -44,3 +44,8 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
     if axes == tuple(range(tensor.dim())):
         return tensor.contiguous()
     return tensor.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
+
+
+def row_major(tensor: Tensor) -> Tensor:
+    """`tensor` with the strides of a new one of its shape; those of an empty one may be any, and be called contiguous."""
+    return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)

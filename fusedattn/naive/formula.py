@@ -141,8 +141,10 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 def hiding(call: Call, block: Block) -> dict:
     """visible, limits and empty of a block, as `formula` takes them."""
+    if block.begin == block.end:
+        return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
-        return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)) if block.begin == block.end else {}
+        return {}
     quick = readable(call)
     if quick and pairs.only_edges(call, block):
         return dict(limits=pairs.edges(call, block))

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import private
 from ..call.cached import Decode
 from ..call.form import Call
+from ..call.layout import row_major
 from ..launch.failures import Unusable, take_next
 from ..naive import cached, formula
 
@@ -30,7 +31,8 @@ def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     """(output, lse, weights, stats) of a call of the backend "naive"; empty where not needed, stats always."""
     out, *more = formula.run(call, need_lse, need_weights)
     nothing = out.new_empty(0), out.new_empty(0)
-    lse, weights = (empty if x is None else x for x, empty in zip(more, nothing, strict=True))
+    # A tangent must have the layout of what it is one of.
+    lse, weights = (empty if x is None else row_major(x) for x, empty in zip(more, nothing, strict=True))
     return out, lse, weights, out.new_empty((*out.shape[:3], 0) if save else (0,))
 
 

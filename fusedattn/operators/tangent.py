@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
-from ..call.layout import arrange, dense
+from ..call.layout import arrange, dense, row_major
 from ..launch.failures import Unusable, take_next
 from ..naive import tangent as naive
 from ..naive.second import second_derivative, second_tangent
@@ -39,7 +39,7 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _by_formula(call: Call, given: tuple, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, weights = naive.tangent(call, given, need_weights)
-    return out, lse, call.query.new_empty(0) if weights is None else weights
+    return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

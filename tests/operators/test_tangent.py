@@ -1,23 +1,35 @@
 """Forward mode: tangents of output, lse and weights, of every option, by every backend."""
 
 import pytest
+import torch
 
 import fusedattn as fa
 
 from .. import cases
+from ..cases import Case
+from ..inside import SQ, D
+from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER
+from ..kernels.test_packed import draw as draw_packed
 from ..sample import matrix, named
+from ..sequences import attention_varlen, by_sequence
 from ..tangents import compare, directions, with_tangents
+
+# Every input has a tangent here, and may be the only one that has.
+EVERYTHING = Case("", B=2, Hq=4, Hkv=2, bias="heads", alibi="own", sinks=True, softcap=2.0, causal=True, key_mask="own")
 
 
 def _attend(backend):
     return lambda **arguments: fa.attention(**arguments, backend=backend)
 
 
+def _held(found):
+    assert all(verdict.ok for verdict in found.values()), {name: x.why for name, x in found.items()}
+
+
 def _hold(case, backend, names=None):
     tensors, options = case.draw()
     moved = directions(tensors, options, names)
-    found = compare(with_tangents(_attend(backend), tensors, options, moved), tensors, options, moved)
-    assert all(verdict.ok for verdict in found.values()), {name: x.why for name, x in found.items()}
+    _held(compare(with_tangents(_attend(backend), tensors, options, moved), tensors, options, moved))
 
 
 CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *cases.SINGLE, *cases.OPTION_PAIRS]))]
@@ -32,3 +44,52 @@ def test_tangents_by_kernels(case, device):
 def test_tangents_on_a_cpu(case):
     """By "cpu" where it takes the call, else by the formula."""
     _hold(case, None)
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "alibi_slopes", "sinks"])
+def test_tangents_of_one_input(name, dropout, backend, device):
+    _hold(EVERYTHING._replace(name=name, dropout=dropout), backend, [name])
+
+
+def _hold_packed(case, number, device, backend):
+    rows, keys, tensors, options = draw_packed(case, number, device)
+    moved = directions(tensors, options)
+    got = with_tangents(attention_varlen(rows, keys, backend), tensors, options, moved)
+    _held(compare(got, tensors, options, moved, lambda function: by_sequence(function, rows, keys)))
+
+
+@pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::3]))
+def test_tangents_of_packed_sequences(number, case, device):
+    if case.dtype == torch.float64 and device == "cuda":
+        case = case._replace(dtype=torch.float16)
+    _hold_packed(case, number, device, "triton")
+
+
+@pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::9]))
+def test_tangents_of_packed_sequences_on_a_cpu(number, case):
+    _hold_packed(case, number + 1, "cpu", None)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("backend", ["triton", None])
+def test_tangents_of_a_module(dropout, backend, device):
+    """Of its inputs and of its parameters, as its gradients have them: <gradient, direction> is the tangent."""
+    options = dict(num_kv_heads=2, causal=True, window=(6, None), softcap=3.0, dropout=dropout)
+    layer = fa.MultiHeadAttention(D, 4, backend=backend, device=device, **options)
+    x, bias = torch.randn(2, SQ, D, device=device), torch.randn(SQ, SQ, device=device)
+    parameters = {key: parameter.detach() for key, parameter in layer.named_parameters()}
+    moved = {key: torch.randn_like(parameter) for key, parameter in parameters.items()}
+
+    def total(x, bias, parameters):
+        torch.manual_seed(3)
+        out, weights = torch.func.functional_call(layer, parameters, (x,), dict(need_weights=True, bias=bias))
+        return out.square().sum() + weights.square().sum()
+
+    inputs = x, bias, parameters
+    _, tangent = torch.func.jvp(total, inputs, (x, bias, moved))
+    of_x, of_bias, of_parameters = torch.func.grad(total, argnums=(0, 1, 2))(*inputs)
+    expected = (of_x * x).sum() + (of_bias * bias).sum()
+    expected += sum((of_parameters[key] * moved[key]).sum() for key in moved)
+    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
