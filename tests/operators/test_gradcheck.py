@@ -1,4 +1,4 @@
-"""Gradients of the kernels against finite differences, in float64 in the interpreter: each option, each pair."""
+"""Derivatives of the kernels against finite differences, in float64 in the interpreter: each option, each pair."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from .. import cases, sample
 SMALL = dict(Sq=5, Sk=6, D=3, Dv=2)
 FEW = cases.covering(6, cases.OPTIONS)
 ALONE = [cases.Case(name)._replace(**fields) for name, fields in cases.FEATURES.items()]
+TWICE = sample.named(FEW[::2]) + sample.matrix(*sample.named([*FEW[1::2], *ALONE[::3]]))
 CASES = sample.named(FEW) + sample.matrix(*sample.named([*ALONE, *cases.OPTION_PAIRS[::4], *cases.TRIPLES]))
 
 
@@ -23,8 +24,11 @@ def small(case):
     return case._replace(**sizes, **heads, window=window, dtype=torch.float64, bias_dtype=None)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_against_finite_differences(case, device):
+STRICT = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
+
+
+def _function(case, device):
+    """A function of steps along a direction of each input, for finite differences, and the steps of no length."""
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")
     case = small(case)
@@ -50,6 +54,16 @@ def test_gradients_against_finite_differences(case, device):
         results = (out, lse.masked_fill(lse.isinf(), 0.0), *weights)
         return sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in results)
 
-    steps = torch.zeros(len(inputs), dtype=torch.float64, requires_grad=True)
-    strict = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
-    assert torch.autograd.gradcheck(compute, steps, **strict)
+    return compute, torch.zeros(len(inputs), dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_derivatives(case, device):
+    """Gradients, and tangents in forward mode."""
+    assert torch.autograd.gradcheck(*_function(case, device), check_forward_ad=True, **STRICT)
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_second_derivatives(case, device):
+    """Gradients of gradients, and tangents of gradients."""
+    assert torch.autograd.gradgradcheck(*_function(case, device), check_fwd_over_rev=True, **STRICT)
