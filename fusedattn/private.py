@@ -53,6 +53,14 @@ tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
 
 
+def unmapped(tensor: Tensor) -> Tensor:
+    """What lies below the dimensions that torch.vmap maps over; torch cannot ask a mapped tensor for its tangent."""
+    is_mapped, below = _find("_C._functorch.is_batchedtensor"), _find("_C._functorch.get_unwrapped")
+    while is_mapped is not None and below is not None and is_mapped(tensor):
+        tensor = below(tensor)
+    return tensor
+
+
 def _has_storage(tensor: Tensor) -> bool:
     try:
         tensor.untyped_storage()

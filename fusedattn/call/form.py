@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..private import dispatch_modes, forward_level, has_storage, tracing, transforms_active
+from ..private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
 
 DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
 TENSORS = 13  # how many are tensors, or None
@@ -227,7 +227,7 @@ def differentiated(arguments: Iterable[Any]) -> bool:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     dual = not is_compiling() and forward_level() >= 0
-    return dual and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return dual and any(forward_ad.unpack_dual(unmapped(x)).tangent is not None for x in tensors)
 
 
 def autocasting(tensor: Tensor) -> bool:

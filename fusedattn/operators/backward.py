@@ -10,9 +10,9 @@ from ..call.layout import arrange, dense
 from ..cpu import run as cpu
 from ..launch import failures, tuned
 from ..launch.failures import Unusable
-from ..naive.second import second_derivative
 from ..private import has_storage, transforms_active
 from . import fallback, rules
+from .derived import Formula, again, derived, plus
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
 from .schema import CALL, INPUTS, run_operator, stats_columns
@@ -102,15 +102,11 @@ def gradients(incoming, out, weights, stats, fields, backend, need):
     """
     stats = kept_stats(stats, fields, backend)
     if weights is None and incoming[2] is not None:
-        weights = OPERATORS.forward(*fields, False, True, False, backend)[2].detach()
+        again = Formula(lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",))
+        (weights,) = derived(again, *(x.detach() if isinstance(x, Tensor) else x for x in fields))
     weights = out.new_empty(0) if weights is None else weights
     grads = backward(*incoming, out, weights, stats, *fields, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-
-
-def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two derivatives, None of which is zero."""
-    return b if a is None else a if b is None else a + b
 
 
 def _keep_again(ctx, inputs, output):
@@ -127,7 +123,7 @@ def _differentiate_again(ctx, *grad_grads):
     incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
-    gradients = second_derivative(Call(*tensors, *ctx.numbers), incoming, grad_grads)
+    gradients = again((*tensors, *ctx.numbers), incoming, grad_grads)
     return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 2))
 
 
@@ -144,15 +140,15 @@ def _move_again(ctx, *tangents):
         weights = None if weights.dim() == 1 else weights
         total = gradients(tangents[:3], out, weights, stats, fields, ctx.backend, need)
     if any(x is not None for x in moved):
-        curved = second_derivative(Call(*fields), incoming, moved)[3:]
+        curved = again(fields, incoming, moved)[3:]
         curved = [x if needed else None for x, needed in zip(curved, need, strict=True)]
         total = [plus(*pair) for pair in zip(total, curved, strict=True)]
     made = []
     for x, field, needed in zip(total, fields, need, strict=False):
-        if not needed:
+        if needed:
+            made.append(arrange(torch.zeros_like(field), field) if x is None else x)
+        else:
             made.append(out.new_zeros(0))
-        else:  # torch wants it to lie as the gradient does
-            made.append(torch.zeros_like(field) if x is None else arrange(x, field))
     return tuple(made)
 
 

@@ -19,8 +19,9 @@ _AXES = dict(key_mask=1, query_mask=1) | dict.fromkeys(("query", "key", "value",
 
 
 def _kind(name: str) -> str:
-    """The name of what a gradient or a tangent is one of."""
-    for prefix in ("grad_", "tangent_"):
+    """The name of what a gradient or a tangent is one of, or of what one of these is one of."""
+    name = name.rpartition(":")[2]
+    for prefix in ("grad_", "tangent_", "moved_"):
         name = name.removeprefix(prefix)
     return name
 
@@ -58,8 +59,8 @@ class _Folded:
 
     def unfold(self, name: str, x: Tensor) -> Tensor:
         """A result of the one call as those of the calls, in front."""
-        if self.packed and x.dim() > 1 and name in _AXES:
-            axis = _AXES[name]
+        axis = _AXES.get(_kind(name))
+        if self.packed and x.dim() > 1 and axis is not None:
             return x.unflatten(axis, (self.size, x.shape[axis] // max(self.size, 1))).movedim(axis, 0)
         return x.reshape(self.size, x.shape[0] // max(self.size, 1), *x.shape[1:])
 
@@ -75,8 +76,9 @@ def mapped(
     """(results, their dimensions) of a Function under torch.vmap.
 
     Args:
-        apply: computes it. names: of its arguments; those of a Call are its fields. results: the names of what it
-            returns; gradients have those of what they are the gradients of.
+        apply: computes it. names: of its arguments; those of a Call are its fields, and what derivatives are of them
+            may have a prefix, grad_, tangent_ or moved_, and a number and a colon before it. results: the names of what
+            it returns; gradients may have those of what they are the gradients of.
         info, in_dims, arguments: as torch hands them to `vmap`.
     """
     given, fields = dict(zip(names, arguments, strict=True)), Call._fields
@@ -94,10 +96,10 @@ def mapped(
         folded = _Folded(info.batch_size, {name: given[name] for name in fields}, dims)
         folded_in = [folded.fold(name, x, dims[name]) for name, x in given.items()]
         made = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
-        if results[0] in fields:  # gradients, of what calls share with all of their batches too
-            shared = folded.shared - (set(_AXES) if folded.packed else set())
-            made = [
-                x.sum(1, keepdim=True) if x.numel() and name in shared else x
-                for name, x in zip(results, made, strict=True)
-            ]
+        # Gradients of what calls share with all of their batches.
+        shared = folded.shared - (set(_AXES) if folded.packed else set())
+        made = [
+            x.sum(1, keepdim=True) if x.numel() and _kind(name) in shared else x
+            for name, x in zip(results, made, strict=True)
+        ]
     return tuple(made), (0,) * len(made)

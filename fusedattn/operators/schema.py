@@ -15,6 +15,7 @@ CALL = (  # the fields of a Call, in their order
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named, SymInt[]? origin, bool partial"
 )
 INPUTS = Call._fields[:DIFFERENTIABLE]
+RESULTS = "out", "lse", "weights"  # that derivatives are taken of
 
 
 def run_operator(operator, implementation, arguments):

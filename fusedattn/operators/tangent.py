@@ -14,17 +14,16 @@ from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
 from ..call.layout import arrange, dense, row_major
 from ..launch.failures import Unusable, take_next
 from ..naive import tangent as naive
-from ..naive.second import second_derivative, second_tangent
 from . import rules
-from .backward import gradients, plus
+from .backward import gradients
+from .derived import again, moved_again, plus
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
-from .schema import CALL, INPUTS, run_operator, stats_columns
+from .schema import CALL, INPUTS, RESULTS, run_operator, stats_columns
 
 _BEFORE = DIFFERENTIABLE + 2  # how many arguments come before the fields of the Call
 _AFTER = 2  # and after them
 _NAMES = *(f"tangent_{name}" for name in INPUTS), "out", "stats", *Call._fields, "need_weights", "backend"
-_RESULTS = "out", "lse", "weights"
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +116,7 @@ class Tangent(torch.autograd.Function):
             first = gradients(incoming, out, None, stats, fields, backend, list(of_tangents))
         second = [None] * DIFFERENTIABLE
         if any(of_inputs[:DIFFERENTIABLE]):
-            second = second_derivative(Call(*fields), incoming, given)[3:]
+            second = again(fields, incoming, given)[3:]
         second = [x if needed else None for x, needed in zip(second, of_inputs, strict=False)]
         return (*first, None, None, *second, *rest)
 
@@ -125,17 +124,17 @@ class Tangent(torch.autograd.Function):
     def jvp(ctx, *tangents):
         given, out, stats, fields, need_weights, backend = _kept(ctx)
         others, moved = tangents[:DIFFERENTIABLE], tangents[_BEFORE : _BEFORE + DIFFERENTIABLE]
-        total = [None] * len(_RESULTS)
+        total = [None] * len(RESULTS)
         if any(x is not None for x in others):
             total = list(Tangent.apply(*others, out, stats, *fields, need_weights, backend))
         if any(x is not None for x in moved):
-            curved = second_tangent(Call(*fields), given, moved, need_weights)
+            curved = moved_again(fields, given, moved, need_weights)
             total = [plus(*pair) for pair in zip(total, curved, strict=True)]
         return tuple(total) if need_weights else (*total[:2], out.new_zeros(0))
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(Tangent.apply, _NAMES, _RESULTS, info, in_dims, arguments)
+        return mapped(Tangent.apply, _NAMES, RESULTS, info, in_dims, arguments)
 
 
 register_derivative("tangent", Tangent.apply)

@@ -1,0 +1,173 @@
+"""Formulas as single operations: each derivative of one, and what torch.vmap makes of it, is one operation more.
+
+torch runs the `jvp` of a Function with forward mode off, so plain operations in it have no tangent for a jvp around: it
+would be zero, in silence. And a formula that torch maps over by itself knows nothing of planes of dropout.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.form import DIFFERENTIABLE, Call
+from ..call.layout import arrange
+from ..naive.second import second_derivative, second_tangent
+from .mapped import mapped
+from .schema import INPUTS, RESULTS
+
+_GRADS = *(f"grad_{name}" for name in RESULTS), *(f"tangent_{name}" for name in INPUTS)
+_TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name in INPUTS)
+
+
+class Formula(NamedTuple):
+    """A function of tensors and of what torch takes no derivative of, as `mapped` wants it described.
+
+    compute: returns a tuple of tensors. names: of its arguments, those of a Call among them. results: of what it
+    returns. Both are None of a function of each element, which torch maps over by itself.
+    """
+
+    compute: Callable[..., tuple[Tensor, ...]]
+    names: tuple[str, ...] | None = None
+    results: tuple[str, ...] | None = None
+
+    def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
+        """A derivative of it: `transform` of its `compute`, whose arguments begin with as many more as have names."""
+        if self.names is None or self.results is None:
+            return Formula(transform)
+        # A number tells a tangent of a tangent from a tangent.
+        named = tuple(f"{len(self.names)}:{name}" for name in more)
+        return Formula(transform, (*named, *self.names), tuple(results))
+
+
+def _replaced(arguments: Sequence[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list:
+    """The arguments with tensors in their places."""
+    made = list(arguments)
+    for place, x in zip(places, tensors, strict=True):
+        made[place] = x
+    return made
+
+
+def _names_at(names: tuple[str, ...] | None, places: Sequence[int]) -> list[str]:
+    return [] if names is None else [names[place] for place in places]
+
+
+def _pushed(formula: Formula, places: Sequence[int]) -> Formula:
+    """The tangents of all results, of those of the arguments at some places and of all arguments."""
+
+    def compute(*arguments):
+        moved, arguments = arguments[: len(places)], arguments[len(places) :]
+        primals = tuple(arguments[place] for place in places)
+        return torch.func.jvp(lambda *x: formula.compute(*_replaced(arguments, places, x)), primals, moved)[1]
+
+    return formula.linear(compute, _names_at(formula.names, places), formula.results or ())
+
+
+def _pulled(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
+    """The gradients of the arguments at some places, of those of the results that are present and of all arguments."""
+
+    def compute(*arguments):
+        grads, arguments = arguments[: len(present)], arguments[len(present) :]
+
+        def some(*x):
+            results = formula.compute(*_replaced(arguments, places, x))
+            return tuple(results[n] for n in present)
+
+        return torch.func.vjp(some, *(arguments[place] for place in places))[1](grads)
+
+    return formula.linear(compute, _names_at(formula.results, present), _names_at(formula.names, places))
+
+
+class _Derived(torch.autograd.Function):
+    """A Formula of its arguments."""
+
+    @staticmethod
+    def forward(formula, *arguments):
+        made = formula.compute(*arguments)
+        return tuple(x.clone() if any(x is given for given in arguments) else x for x in made)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.formula, *arguments = inputs
+        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        places = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        present = [n for n, grad in enumerate(grads) if grad is not None]
+        made: list[Tensor | None] = [None] * (1 + len(arguments))
+        if places and present:
+            found = derived(_pulled(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
+            for place, x in zip(places, found, strict=True):
+                made[1 + place] = x
+        return tuple(made)
+
+    @staticmethod
+    def jvp(ctx, _, *tangents):
+        arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        places = [place for place, x in enumerate(tangents) if x is not None]
+        return derived(_pushed(ctx.formula, places), *(tangents[place] for place in places), *arguments)
+
+    @staticmethod
+    def vmap(info, in_dims, formula, *arguments):
+        if formula.names is None:
+            made = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
+            return made, (0,) * len(made)
+
+        def apply(*x):
+            return derived(formula, *x)
+
+        return mapped(apply, formula.names, formula.results, info, in_dims[1:], arguments)
+
+
+def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
+    """What a Formula makes of arguments; torch takes any derivative of it."""
+    made: tuple[Tensor, ...] = _Derived.apply(formula, *arguments)
+    return made
+
+
+_PLUS = Formula(lambda a, b: (a + b,))
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two derivatives, None of which is zero."""
+    return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
+
+
+def again(fields: Sequence[Any], incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
+    """`second_derivative` of the fields of a Call, with all its derivatives; gradients lie as what they are of does."""
+    inputs = fields[:DIFFERENTIABLE]
+    some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
+    places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]
+
+    def compute(*arguments):
+        incoming, moved, fields = arguments[:3], arguments[3 : len(_GRADS)], arguments[len(_GRADS) :]
+        found, like = second_derivative(Call(*fields), incoming, moved), (*incoming, *fields)
+        return tuple(arrange(found[n], like[n]) for n in places)
+
+    made: list[Tensor | None] = [None] * (3 + DIFFERENTIABLE)
+    if places:
+        names = *_GRADS, *Call._fields
+        formula = Formula(compute, names, tuple((*RESULTS, *INPUTS)[n] for n in places))
+        for n, x in zip(places, derived(formula, *incoming, *grad_grads, *fields), strict=True):
+            made[n] = x
+    return made
+
+
+def moved_again(fields: Sequence[Any], given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
+    """`second_tangent` of the fields of a Call, with all its derivatives."""
+
+    def compute(*arguments):
+        given, moved = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE : len(_TANGENTS)]
+        call = Call(*arguments[len(_TANGENTS) :])
+        out, *rest = second_tangent(call, given, moved, need_weights)
+        return arrange(out, call.query), *(x.contiguous() for x in rest if x is not None)
+
+    formula = Formula(compute, (*_TANGENTS, *Call._fields), RESULTS[: 2 + need_weights])
+    made = derived(formula, *given, *moved, *fields)
+    return [*made, *[None] * (3 - len(made))]

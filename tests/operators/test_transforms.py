@@ -1,0 +1,150 @@
+"""Transforms of PyTorch one inside the other, and inside and around torch.compile: each way to a number is one number.
+
+What they are held to is float64's naive path, of which torch itself takes every derivative.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import fusedattn as fa
+
+from ..inside import HKV, HQ, OPTIONS, D, same
+from ..sequences import offsets
+
+SQ, SK, DV = 3, 4, 2  # Jacobians have a row for each number
+BACKENDS = "triton", "naive", None
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
+def backend(request, device):
+    return request.param
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _draw(device, dtype):
+    """query, key, value and a direction of the query."""
+    shapes = (1, HQ, SQ, D), (1, HKV, SK, D), (1, HKV, SK, DV), (1, HQ, SQ, D)
+    return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def _total(backend, options, dtype):
+    """A number made of output, lse and weights, as a function of query, key and value."""
+    options = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    options = {name: x.to(dtype) if name in ("bias", "alibi_slopes", "sinks") else x for name, x in options.items()}
+
+    def compute(query, key, value):
+        results = fa.attention(query, key, value, return_lse=True, return_weights=True, backend=backend, **options)
+        return sum(x.nan_to_num(0, 0, 0).pow(3).sum() for x in results)
+
+    return compute
+
+
+TRANSFORMS = {
+    "jacfwd": lambda f, q, k, v, t: jacfwd(f, argnums=(0, 1, 2))(q, k, v),
+    "jacrev": lambda f, q, k, v, t: jacrev(f, argnums=(0, 1, 2))(q, k, v),
+    "hessian": lambda f, q, k, v, t: hessian(f)(q[..., :3], k[..., :3], v),
+    "jacrev of jacrev": lambda f, q, k, v, t: jacrev(jacrev(f))(q[..., :3], k[..., :3], v),
+    "jacrev of jacfwd": lambda f, q, k, v, t: jacrev(jacfwd(f))(q[..., :3], k[..., :3], v),
+    "jacfwd of jacfwd": lambda f, q, k, v, t: jacfwd(jacfwd(f))(q[..., :3], k[..., :3], v),
+    "hvp, forward over reverse": lambda f, q, k, v, t: jvp(lambda x: grad(f, argnums=(0, 1, 2))(x, k, v), (q,), (t,)),
+    "hvp, reverse over forward": lambda f, q, k, v, t: grad(
+        lambda *x: jvp(lambda y: f(y, *x[1:]), (x[0],), (t,))[1], argnums=(0, 1, 2)
+    )(q, k, v),
+    "hvp, reverse over reverse": lambda f, q, k, v, t: vjp(lambda x: grad(f, argnums=(0, 1, 2))(x, k, v), q)[1](
+        (t, k, v)
+    ),
+    "third, forward over forward over reverse": lambda f, q, k, v, t: jvp(
+        lambda y: jvp(lambda x: grad(f)(x, k, v), (y,), (t,))[1], (q,), (t,)
+    )[1],
+    "vmap of jvp": lambda f, q, k, v, t: vmap(lambda d: jvp(lambda x: f(x, k, v), (q,), (d,))[1])(torch.stack([t, q])),
+    "jvp of vmap": lambda f, q, k, v, t: jvp(
+        lambda x: vmap(f, (0, None, 2), randomness="same")(x, k, torch.stack([v, -v], 2)),
+        (torch.stack([q, t]),),
+        (torch.stack([t, q]),),
+    ),
+    "vmap of grad": lambda f, q, k, v, t: vmap(grad(f, argnums=(0, 1)), (-1, None, None), randomness="same")(
+        torch.stack([q, t], -1), k, v
+    ),
+    "vmap of vmap": lambda f, q, k, v, t: vmap(vmap(f, (0, None, None)), (None, 0, None), randomness="same")(
+        torch.stack([q, t]), torch.stack([k, -k]), v
+    ),
+    "vmap by the piece": lambda f, q, k, v, t: vmap(grad(f), (0, None, None), chunk_size=2, randomness="same")(
+        torch.stack([q, t, -q]), k, v
+    ),
+}
+COMPILED = "jacrev", "hvp, forward over reverse", "hvp, reverse over forward", "vmap of jvp", "vmap of grad"
+
+
+def _flat(results):
+    return torch.utils._pytree.tree_leaves(results)
+
+
+def _close(got, want):
+    for a, b in zip(_flat(got), _flat(want), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=2e-5 * float(b.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(transform, name, backend, device):
+    options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
+    got = TRANSFORMS[transform](_total(backend, options, torch.float32), *inputs)
+    _close(got, TRANSFORMS[transform](_total("naive", options, torch.float64), *(x.double() for x in inputs)))
+
+
+def _derivative(function, mode):
+    """That of a function of a number."""
+    return grad(function) if mode == "reverse" else lambda a: jvp(function, (a,), (torch.ones_like(a),))[1]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("modes", itertools.product(("forward", "reverse"), repeat=3), ids=" over ".join)
+def test_third_derivatives(modes, name, backend, device):
+    """Along a line, by all ways; dropped inside, a derivative would be zero and nobody told."""
+
+    def third(backend, dtype, inputs, options):
+        query, key, value, moved = (x.to(dtype) for x in inputs)
+
+        def along(a):
+            return _total(backend, options, dtype)(query + a * moved, key - a * moved[:, :1, :1], value * (1 + a))
+
+        for mode in reversed(modes):
+            along = _derivative(along, mode)
+        return along(query.new_zeros(()))
+
+    options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
+    want = third("naive", torch.float64, inputs, options)
+    torch.testing.assert_close(third(backend, torch.float32, inputs, options).double(), want, rtol=1e-4, atol=1e-3)
+
+
+SECOND = {
+    "reverse over reverse": lambda f, x, t: vjp(grad(f), x)[1](t)[0],
+    "forward over reverse": lambda f, x, t: jvp(grad(f), (x,), (t,))[1],
+    "reverse over forward": lambda f, x, t: grad(lambda y: jvp(f, (y,), (t,))[1])(x),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_mapped_second_derivatives_have_the_dropout_of_their_call(second, backend, device):
+    query, key, value, moved = _draw(device, torch.float64)
+    several, directions = torch.cat([query, moved, -query])[:, None], torch.cat([moved, query, query])[:, None]
+
+    def total(query):
+        keys, values = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+        out = fa.attention(query, keys, values, dropout_p=0.4, seed=7, backend=backend)
+        return out.pow(3).sum()
+
+    want = SECOND[second](total, several[:, 0], directions[:, 0])
+    got = vmap(lambda x, t: SECOND[second](total, x, t))(several, directions)
+    same([got[:, 0]], [want], atol=1e-9)
+    alike = vmap(lambda x, t: SECOND[second](total, x, t), randomness="same")(several, directions)
+    same(alike, [SECOND[second](total, x, t) for x, t in zip(several, directions, strict=True)], atol=1e-9)
