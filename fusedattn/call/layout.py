@@ -47,5 +47,5 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """`tensor` with the strides of a new one of its shape; those of an empty one may be any, and be called contiguous."""
+    """`tensor` with the strides of a new one of its shape. An empty one is contiguous whatever its strides."""
     return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)

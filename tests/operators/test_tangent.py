@@ -8,8 +8,7 @@ import fusedattn as fa
 from .. import cases
 from ..cases import Case
 from ..inside import SQ, D
-from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER
-from ..kernels.test_packed import draw as draw_packed
+from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence
 from ..tangents import compare, directions, with_tangents

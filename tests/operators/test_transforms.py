@@ -3,15 +3,14 @@
 What they are held to is float64's naive path, of which torch itself takes every derivative.
 """
 
-import itertools
-
 import pytest
 import torch
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fusedattn as fa
 
 from ..inside import HKV, HQ, OPTIONS, D, same
+from ..sample import one_in, product
 from ..sequences import offsets
 
 SQ, SK, DV = 3, 4, 2  # Jacobians have a row for each number
@@ -82,6 +81,9 @@ TRANSFORMS = {
     ),
 }
 COMPILED = "jacrev", "hvp, forward over reverse", "hvp, reverse over forward", "vmap of jvp", "vmap of grad"
+# torch does not compile a function that is given dual numbers, and says so.
+AROUND = "jacrev", "hvp, forward over reverse", "vmap of grad"
+SOME = "plain", "masks", "dropout", "added"
 
 
 def _flat(results):
@@ -93,8 +95,7 @@ def _close(got, want):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=2e-5 * float(b.abs().max()) + 1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "name"), one_in(3, product(TRANSFORMS, OPTIONS)))
 def test_transforms(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     got = TRANSFORMS[transform](_total(backend, options, torch.float32), *inputs)
@@ -106,24 +107,25 @@ def _derivative(function, mode):
     return grad(function) if mode == "reverse" else lambda a: jvp(function, (a,), (torch.ones_like(a),))[1]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("modes", itertools.product(("forward", "reverse"), repeat=3), ids=" over ".join)
-def test_third_derivatives(modes, name, backend, device):
+@pytest.mark.parametrize(
+    ("first", "second", "third", "name"), one_in(5, product(*[("forward", "reverse")] * 3, OPTIONS))
+)
+def test_third_derivatives(first, second, third, name, backend, device):
     """Along a line, by all ways; dropped inside, a derivative would be zero and nobody told."""
 
-    def third(backend, dtype, inputs, options):
+    def derive(backend, dtype, inputs, options):
         query, key, value, moved = (x.to(dtype) for x in inputs)
 
         def along(a):
             return _total(backend, options, dtype)(query + a * moved, key - a * moved[:, :1, :1], value * (1 + a))
 
-        for mode in reversed(modes):
+        for mode in (third, second, first):
             along = _derivative(along, mode)
         return along(query.new_zeros(()))
 
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
-    want = third("naive", torch.float64, inputs, options)
-    torch.testing.assert_close(third(backend, torch.float32, inputs, options).double(), want, rtol=1e-4, atol=1e-3)
+    want = derive("naive", torch.float64, inputs, options)
+    torch.testing.assert_close(derive(backend, torch.float32, inputs, options).double(), want, rtol=1e-4, atol=1e-3)
 
 
 SECOND = {
@@ -148,3 +150,77 @@ def test_mapped_second_derivatives_have_the_dropout_of_their_call(second, backen
     same([got[:, 0]], [want], atol=1e-9)
     alike = vmap(lambda x, t: SECOND[second](total, x, t), randomness="same")(several, directions)
     same(alike, [SECOND[second](total, x, t) for x, t in zip(several, directions, strict=True)], atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("transform", "name", "compiler"), one_in(7, product(COMPILED, SOME, ("eager", "aot_eager"))))
+def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device, fresh):
+    options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
+    total = _total(backend, options, torch.float32)
+
+    def step(*inputs):
+        return TRANSFORMS[transform](total, *inputs)
+
+    _close(torch.compile(step, fullgraph=True, backend=compiler)(*inputs), step(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("transform", "name"), one_in(5, product(AROUND, SOME)))
+def test_transforms_of_compiled_functions(transform, name, backend, device, fresh):
+    options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
+    total = _total(backend, options, torch.float32)
+    compiled = torch.compile(total, fullgraph=True, backend="eager")
+    _close(TRANSFORMS[transform](compiled, *inputs), TRANSFORMS[transform](total, *inputs))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_by_sample(dropout, backend, device):
+    """Those of a module's parameters; with one seed a batch has the dropout that samples have which are mapped over."""
+    layer = fa.MultiHeadAttention(D, HQ, num_kv_heads=HKV, causal=True, backend=backend, device=device)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    x = torch.randn(3, SK, D, device=device)
+
+    def total(parameters, x):
+        layer.dropout = dropout
+        return torch.func.functional_call(layer, parameters, (x,))[0].pow(2).sum()
+
+    samples = x[:, None]
+    if not dropout:
+        got = vmap(grad(total), (None, 0))(parameters, samples)
+        each = [grad(total)(parameters, sample) for sample in samples]
+        same([got[name] for name in got], [torch.stack([one[name] for one in each]) for name in got], atol=1e-4)
+        return
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(grad(total), (None, 0))(parameters, samples)
+    torch.manual_seed(3)
+    alike = vmap(grad(total), (None, 0), randomness="same")(parameters, x[:1].expand(3, -1, -1)[:, None])
+    torch.manual_seed(3)
+    one = grad(total)(parameters, x[:1])
+    same([alike[name][2] for name in alike], [one[name] for name in alike], atol=1e-4)
+    unlike = vmap(grad(total), (None, 0), randomness="different")(parameters, x[:1].expand(3, -1, -1)[:, None])
+    assert not torch.allclose(unlike["v_proj.weight"][0], unlike["v_proj.weight"][1])
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device):
+    """Each call may have lengths of its own; the bits of dropout are those of one call with all sequences."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, value, moved = (
+        torch.randn(3, 8, HQ, 4, generator=generator, dtype=torch.float64).to(device) for _ in range(4)
+    )
+    starts = torch.stack([offsets(lengths, device) for lengths in ((5, 3), (4, 4), (0, 8))])
+
+    def total(query, key, value, starts):
+        options = dict(max_seqlen_q=8, max_seqlen_k=8, causal=True, dropout_p=dropout, backend=backend)
+        out = fa.attention_varlen(query, key, value, starts, starts, **options | (dict(seed=7) if dropout else {}))
+        return out.pow(3).sum()
+
+    def derive(query, key, value, starts, moved):
+        return SECOND[second](lambda x: total(x, key, value, starts), query, moved)
+
+    together = (starts[:, :-1] + 8 * torch.arange(3, device=device)[:, None]).flatten()
+    together = torch.cat([together, starts.new_full((1,), 24)]).int()
+    joined = [x.flatten(0, 1) for x in (query, key, value)]
+    want = derive(*joined, together, moved.flatten(0, 1)).unflatten(0, (3, 8))
+    same([vmap(derive)(query, key, value, starts, moved)], [want], atol=1e-9)
