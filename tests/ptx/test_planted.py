@@ -23,7 +23,8 @@ from . import calls
 from .cases import ENTRIES
 from .report import Fault
 
-SPAN, TILES, RING, HOPPER = "vocabulary/span.py", "vocabulary/tiles.py", "hopper/ring.py", "hopper/forward.py"
+SPAN, TILES, SCORES = (f"vocabulary/{name}.py" for name in ("span", "tiles", "scores"))
+RING, HOPPER = "hopper/ring.py", "hopper/forward.py"
 PLAIN, LONG, ONE_ROW, MANY = "plain D64", "hopper long", "hopper one row", "hopper many blocks a program"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
@@ -86,6 +87,13 @@ SEEN = (
     ("another's reader forgotten", RING, "count=READERS", "count=1", LONG, 90),
     ("half of a block expected", RING, "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW, 90),
 )
+# What a tangent may lack.
+LACKING = (
+    ("the mean", "tangent.py", "t_lse[:, None] * out.to(wide)", "0.0 * out.to(wide)"),
+    ("the derivative of the cap", SCORES, "apply_dcap(score, dcap, grad(score, t_x))", "grad(score, t_x)"),
+    ("the tangent of the bias", SCORES, " + tiles.cast(t_bias, t_x.dtype)", ""),
+    ("that of lse", "tangent.py", "rows, q_len, 0, t_lse)", "rows, q_len, 0, t_lse * 0.0)"),
+)
 
 
 def functions():
@@ -117,9 +125,10 @@ def planted(file, text, becomes):
 
 
 def pytest_generate_tests(metafunc):
-    """What the interpreter sees as well is planted with --everything."""
+    """What the interpreter sees as well is planted with --everything, but for tangents."""
     if "becomes" in metafunc.fixturenames:
-        some = UNSEEN + SEEN if metafunc.config.getoption("--everything", False) else UNSEEN
+        some = UNSEEN + tuple((f"a tangent without {name}", *row, "tangent everything", 80) for name, *row in LACKING)
+        some += SEEN if metafunc.config.getoption("--everything", False) else ()
         first, *rest = (pytest.param(*row[1:], id=row[0].replace(" ", "_")) for row in some)
         metafunc.parametrize("file, text, becomes, name, capability", [first, *matrix(*rest)])
 
