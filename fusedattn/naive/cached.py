@@ -50,7 +50,8 @@ def _append(cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, 
     first = kept & (number == 0) & (slot == 0)
     # By index_select: a tensor as a plain index would be fetched.
     held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache[:1, :, 0])
-    cache[number, :, slot] = torch.where(kept[:, None, None], rows, held)
+    # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
+    cache.transpose(1, 2)[number, slot] = torch.where(kept[:, None, None], rows, held)
 
 
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:

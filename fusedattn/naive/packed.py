@@ -106,6 +106,7 @@ def _part(call, rows, keys, lengths, first, last):
         value=call.value[:, :, of_keys],
         bias=of_pairs(call.bias, first, last, max_seqlen_q, max_seqlen_k),
         alibi_slopes=of_batches(call.alibi_slopes, first, last),
+        sinks=of_batches(call.sinks, first, last),
         mask=of_pairs(call.mask, first, last, max_seqlen_q, max_seqlen_k),
         key_mask=None if call.key_mask is None else call.key_mask[:, of_keys],
         query_mask=None if call.query_mask is None else call.query_mask[:, of_rows],

@@ -26,7 +26,7 @@ def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of the rows that are differentiated twice at a time."""
     batch, heads, rows, _ = call.query.shape
     # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
-    if not sized(call) or call.cu_seqlens_q is not None:
+    if not sized(call) or call.cu_seqlens_q is not None or not rows:
         return iter([(0, rows)])
     row_bytes = 3 * batch * heads * call.key.shape[2] * call.query.element_size()
     return spans(rows, formula.BUDGET // max(1, row_bytes))

@@ -80,8 +80,14 @@ def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -
     for row, moved_row in zip(*(parts(x, formula.most(made)) for x in (made, moved)), strict=True):
         across = []
         for part, other in zip(row, moved_row, strict=True):
-            done = [_block(part, other, block, has, False)[:2] for block in part.blocks]
-            across.append([torch.cat(x, 2) for x in zip(*done, strict=True)])
+            call = part.call
+            lse = call.query.new_empty(call.query.shape[:3])
+            out = call.query.new_empty((*lse.shape, call.value.shape[3]))
+            # In place: between results that are kept glibc does not reuse what blocks have freed.
+            for block in part.blocks:
+                here = slice(block.first, block.last)
+                out[:, :, here], lse[:, :, here] = _block(part, other, block, has, False)[:2]
+            across.append((out, lse))
         results.append([torch.cat(x, 1) for x in zip(*across, strict=True)])
     out, lse = (torch.cat(x) for x in zip(*results, strict=True))
     weights = None

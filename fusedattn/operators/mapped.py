@@ -50,7 +50,7 @@ class _Folded:
             starts = x[:, :-1] + total * torch.arange(self.size, dtype=x.dtype, device=x.device)[:, None]
             return torch.cat([starts.flatten(), x.new_full((1,), self.size * total)])
         if x.dim() == 2:
-            return x[0]  # lse, weights or stats that nobody asked for
+            return x[:1].flatten()  # lse, weights or stats that nobody asked for
         axis = _AXES.get(_kind(name))
         if self.packed and axis is not None:
             return x.movedim(0, axis).flatten(axis, axis + 1)
@@ -59,10 +59,12 @@ class _Folded:
 
     def unfold(self, name: str, x: Tensor) -> Tensor:
         """A result of the one call as those of the calls, in front."""
-        axis = _AXES.get(_kind(name))
-        if self.packed and x.dim() > 1 and axis is not None:
-            return x.unflatten(axis, (self.size, x.shape[axis] // max(self.size, 1))).movedim(axis, 0)
-        return x.reshape(self.size, x.shape[0] // max(self.size, 1), *x.shape[1:])
+        kind = _kind(name)
+        if self.packed and x.dim() > 1 and kind in _AXES:
+            axis = _AXES[kind]
+            total = self.totals["cu_seqlens_k" if kind in ("key", "value") else "cu_seqlens_q"]
+            return x.unflatten(axis, (self.size, total)).movedim(axis, 0)
+        return x.reshape(self.size, self.batch if x.dim() > 1 else 0, *x.shape[1:])
 
 
 def mapped(
@@ -86,7 +88,9 @@ def mapped(
     dims = {name: dim if isinstance(given[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
     own = any(dims[name] is not None for name in fields if name != "seed")
     one_by_one = given["seed"] is not None and (dims["seed"] is not None or not own or info.randomness == "same")
-    if one_by_one and info.batch_size:
+    packed_sinks = not (given["cu_seqlens_q"] is None or given["sinks"] is None)
+    # "cpu" takes no sinks of each sequence.
+    if (one_by_one or (packed_sinks and given.get("backend") == "cpu")) and info.batch_size:
         calls = [
             apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in given.items()))
             for n in range(info.batch_size)

@@ -133,6 +133,16 @@ def test_second_derivatives_take_rows_by_the_block(device, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
+def test_second_derivatives_of_no_rows(device, backend):
+    query, key, value = draw("cpu" if backend == "cpu" else device, sq=0, requires_grad=True)
+    grads = torch.autograd.grad(fa.attention(query, key, value, backend=backend).sum(), query, create_graph=True)
+    seconds = torch.autograd.grad(grads[0].sum(), [query, key, value], allow_unused=True, materialize_grads=True)
+    assert [x.shape for x in seconds] == [x.shape for x in (query, key, value)]
+    grad = torch.func.grad(lambda q: fa.attention(q, key, value, backend=backend).sum())
+    assert torch.func.jvp(grad, (query,), (query,))[1].shape == query.shape
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_mode_is_what_the_gradient_says(device, backend):
     query, key, value = draw(device)
