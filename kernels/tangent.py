@@ -75,6 +75,8 @@ def _walk(
         if CHECK:
             seen = masking.visible(masks, shown, band, plane, r, c)
             p, t_s = tl.where(seen, p, 0.0), tl.where(seen, t_s, 0.0)
+        if tangents.bias is not None:  # one of -inf, as the log of a gate that is shut, has a tangent that is not finite
+            t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
         v_tile = tiles.load(v, cols, exists, DV)
         p = dropping.drop(dropout, p, plane, r, c)
@@ -190,6 +192,8 @@ def tangent_p(
         p = dropping.drop(dropout, softmax.weights(s, row, score.softmax_scale), plane, r, c)
         t_x = _of_products(q, t_q, k, t_k, x, PRECISION)
         t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        if tangents.bias is not None:
+            t_s = tl.where(p > 0, t_s, 0.0)
         mean = tiles.load_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
         t_p = tl.where(masking.visible(masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
     tiles.store_pairs(tiles.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)

@@ -10,7 +10,7 @@ from fusedattn.naive import formula, tangent
 
 from .. import cases
 from ..cases import Case
-from ..inside import SQ, D
+from ..inside import SQ, D, same
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence
@@ -95,6 +95,24 @@ def test_tangents_of_a_module(dropout, backend, device):
     expected = (of_x * x).sum() + (of_bias * bias).sum()
     expected += sum((of_parameters[key] * moved[key]).sum() for key in moved)
     torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("backend", ["triton", "naive", None])
+def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device):
+    """As the log of a gate has that is shut: 1 / 0."""
+    query, key, value = torch.randn(3, 1, 2, 40, 16, device=device)
+    gate = torch.rand(40, device=device).masked_fill(torch.arange(40, device=device) % 3 == 0, 0.0)
+
+    def attend(gate, bias):
+        shut = bias(gate).expand(40, 40).contiguous()
+        options = dict(dropout_p=dropout, seed=3) if dropout else {}
+        return fa.attention(query, key, value, bias=shut, return_weights=True, backend=backend, **options)
+
+    got = torch.func.jvp(lambda x: attend(x, torch.log), (gate,), (torch.ones_like(gate),))[1]
+    finite = torch.where(gate > 0, 1 / gate, 0.0)
+    want = torch.func.jvp(lambda x: attend(x, lambda x: x), (gate.log(),), (finite,))[1]
+    same(got, want, atol=1e-5)
 
 
 def test_no_block_leaves_anything_between_blocks(monkeypatch):
