@@ -75,7 +75,7 @@ def _walk(
         if CHECK:
             seen = masking.visible(masks, shown, band, plane, r, c)
             p, t_s = tl.where(seen, p, 0.0), tl.where(seen, t_s, 0.0)
-        if tangents.bias is not None:  # one of -inf, as the log of a gate that is shut, has a tangent that is not finite
+        if tangents.bias is not None:  # that of -inf, as the log of a shut gate has it, is not finite
             t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
         v_tile = tiles.load(v, cols, exists, DV)

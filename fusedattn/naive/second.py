@@ -1,6 +1,7 @@
 """Second derivatives of attention: of its gradients, and of its tangents. Both are products with the same numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,45 @@ def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
     return spans(rows, formula.BUDGET // max(1, row_bytes))
 
 
+def _bounded(call: Call) -> Call:
+    """A packed call in whose graph nobody knows the lengths, with bounds of them: none is longer than all together."""
+    if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
+        return call
+    most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
+    max_seqlen_q, max_seqlen_k = (x.shape[2] if length is None else length for length, x in most)
+    return call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+
+
+def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> list[Tensor | None]:
+    """`second_derivative` of what some rows alone give; incoming: of these rows."""
+    names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
+    wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
+    present = [number for number, grad in enumerate(incoming) if grad is not None]
+    made: list[Tensor | None] = [None] * (len(incoming) + DIFFERENTIABLE)
+    if not wanted or not present:
+        return made
+
+    def grads(fields, given):
+        def outputs(*fields):
+            out, lse, weights = _whole(call._replace(**dict(zip(names, fields, strict=True))), *span)
+            results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
+            return tuple(results[number] for number in present)
+
+        _, pull = torch.func.vjp(outputs, *fields)
+        gradients = dict(zip(names, pull(tuple(given)), strict=True))
+        return tuple(gradients[name] for name in wanted)
+
+    fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
+    pull = torch.func.vjp(grads, fields, given)[1]
+    of_fields, of_given = pull(tuple(grad for grad in grad_grads if grad is not None))
+    places = *present, *(len(incoming) + Call._fields.index(name) for name in names)
+    for place, x in zip(places, (*of_given, *of_fields), strict=True):
+        made[place] = x
+    return made
+
+
 @without_autocast
-def second_derivative(call: Call, incoming, grad_grads) -> tuple:
+def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> tuple:
     """Gradients of sum(<grad, grad_grad>), where the grads are those of a call's inputs: the formula, derived twice.
 
     It is a sum over rows, and is taken by the block of rows as the naive path is.
@@ -43,53 +81,49 @@ def second_derivative(call: Call, incoming, grad_grads) -> tuple:
             fields of the call. Any of both may be None.
     Returns: gradients of the incoming and of the fields; None where one is None.
     """
-    if call.cu_seqlens_q is not None and type(call.cu_seqlens_q) is not Tensor:
-        # Inside a graph nobody knows the lengths; but none is longer than all together.
-        most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
-        max_seqlen_q, max_seqlen_k = (x.shape[2] if length is None else length for length, x in most)
-        call = call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
-    wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
-    present = [number for number, grad in enumerate(incoming) if grad is not None]
-    if not wanted or not present:
-        return (None,) * (len(incoming) + DIFFERENTIABLE)
-    fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
-    total: list[Tensor] = []
+    call, of_incoming = _bounded(call), []
+    of_fields: list[Tensor | None] = []
     for span in _rows_again(call):
-
-        def grads(fields, given, span=span):
-            def outputs(*fields):
-                out, lse, weights = _whole(call._replace(**dict(zip(names, fields, strict=True))), *span)
-                results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
-                return tuple(results[number] for number in present)
-
-            _, pull = torch.func.vjp(outputs, *fields)
-            gradients = dict(zip(names, pull(tuple(grad[:, :, slice(*span)] for grad in given)), strict=True))
-            return tuple(gradients[name] for name in wanted)
-
-        pull = torch.func.vjp(grads, fields, given)[1]
-        parts = [part for group in pull(tuple(grad for grad in grad_grads if grad is not None)) for part in group]
-        total = [a + b for a, b in zip(total, parts, strict=True)] if total else parts
-    gradients = dict(zip([*names, *present], total, strict=True))
-    return tuple(gradients.get(key) for key in (*range(len(incoming)), *Call._fields[:DIFFERENTIABLE]))
+        rows = [None if grad is None else grad[:, :, slice(*span)] for grad in incoming]
+        found = _of_rows(call, span, rows, grad_grads)
+        of_incoming.append(found[: len(incoming)])
+        added = found[len(incoming) :]
+        of_fields = [_sum(*pair) for pair in zip(of_fields, added, strict=True)] if of_fields else added
+    return (*map(_behind, zip(*of_incoming, strict=True)), *of_fields)
 
 
-def second_tangent(call: Call, given, moved, need_weights: bool) -> tuple:
-    """The second derivative of (output, lse, weights or None) in two directions, each of the DIFFERENTIABLE fields.
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else a + b
 
-    Args: given, moved: the directions; None where they are zero. At least one field of each is not.
+
+def _behind(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Blocks of rows as one tensor."""
+    found = [x for x in parts if x is not None]
+    return None if not found else found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
+@without_autocast
+def second_tangent(call: Call, given: Sequence, moved: Sequence, need_weights: bool) -> tuple:
+    """The second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
+
+    Args: given, moved: the directions, each of the DIFFERENTIABLE fields; None where they are zero. At least one field
+        of each is not.
     """
-    rows, columns = call.query.shape[:3], call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    shapes = (*rows, call.value.shape[3]), rows, *[(*rows, columns)] * need_weights
-    dtypes = call.query.dtype, wide(call), call.query.dtype
-    zeros = [call.query.new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    call, parts = _bounded(call), []
+    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    dtypes, widths = (call.query.dtype, wide(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
     number = [i for i, x in enumerate(moved) if x is not None]
+    for first, last in _rows_again(call):
+        rows = *call.query.shape[:2], last - first
+        pairs = list(zip(widths, dtypes, strict=True))[: 2 + need_weights]
+        zeros = [call.query.new_zeros((*rows, *width), dtype=dtype) for width, dtype in pairs]
 
-    def of_fields(*incoming):
-        gradients = second_derivative(call, (*incoming, *[None] * (3 - len(incoming))), given)[3:]
-        return tuple(gradients[i] for i in number)
+        def of_fields(*incoming, span=(first, last)):
+            gradients = _of_rows(call, span, (*incoming, *[None] * (3 - len(incoming))), given)[3:]
+            return tuple(gradients[i] for i in number)
 
-    # It is linear in the incoming gradients, so that its gradient with regard to these is what they are multiplied by.
-    pull = torch.func.vjp(of_fields, *zeros)[1]
-    found = pull(tuple(moved[i] for i in number))
-    return found if need_weights else (*found, None)
+        # It is linear in the incoming gradients, so that its gradient with regard to these is what they multiply.
+        pull = torch.func.vjp(of_fields, *zeros)[1]
+        parts.append(pull(tuple(moved[i] for i in number)))
+    made = (*map(_behind, zip(*parts, strict=True)),)
+    return made if need_weights else (*made, None)

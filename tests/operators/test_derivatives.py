@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn.naive import formula as naive
+from fusedattn.naive import formula as naive, second
 
 from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, draw, learned, loss, same
 
@@ -117,20 +117,45 @@ def test_third_derivatives(device):
     same(*thirds, atol=1e-8)
 
 
-def test_second_derivatives_take_rows_by_the_block(device, monkeypatch):
+def _gradients(f):
+    return lambda *x: torch.func.grad(f, tuple(range(len(x))))(*x)
+
+
+SECOND = {
+    "autograd": lambda f, x: torch.autograd.grad(
+        sum(y.square().sum() for y in torch.autograd.grad(f(*x), x, create_graph=True)), x
+    ),
+    "reverse over reverse": lambda f, x: torch.func.vjp(_gradients(f), *x)[1](tuple(x)),
+    "forward over reverse": lambda f, x: torch.func.jvp(torch.func.grad(f, tuple(range(len(x)))), tuple(x), tuple(x))[
+        1
+    ],
+    "reverse over forward": lambda f, x: _gradients(lambda *y: torch.func.jvp(f, y, tuple(x))[1])(*x),
+    "forward over forward": lambda f, x: [
+        torch.func.jvp(lambda *y: torch.func.jvp(f, y, tuple(x))[1], tuple(x), tuple(x))[1]
+    ],
+}
+
+
+@pytest.mark.parametrize("way", SECOND)
+def test_second_derivatives_take_rows_by_the_block(way, device, monkeypatch):
     options = OPTIONS["added"](SQ, SK, device) | OPTIONS["masks"](SQ, SK, device) | OPTIONS["dropout"](SQ, SK, device)
-    inputs = [*draw(device, requires_grad=True), *learned(options)]
+    names = [name for name, x in options.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+    inputs = [*draw(device, requires_grad=True), *(options.pop(name) for name in names)]
+    if way != "autograd":
+        inputs = [x.detach() for x in inputs]
 
-    def second():
-        results = fa.attention(*inputs[:3], **options, return_lse=True, return_weights=True, backend="triton")
-        total = sum(x.square().sum() for x in results)
-        grads = torch.autograd.grad(total, inputs, create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in grads), inputs)
+    def total(*x):
+        more = options | dict(zip(names, x[3:], strict=True))
+        results = fa.attention(*x[:3], **more, return_lse=True, return_weights=True, backend="triton")
+        return sum(x.square().sum() for x in results)
 
-    whole = second()
+    whole, blocks = SECOND[way](total, inputs), []
+    of_rows = second._whole
+    monkeypatch.setattr(second, "_whole", lambda call, *span: blocks.append(span) or of_rows(call, *span))
     monkeypatch.setattr(naive, "BUDGET", 4 * 2 * HQ * SK * 2)
-    for a, b in zip(second(), whole, strict=True):
+    for a, b in zip(SECOND[way](total, inputs), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(set(blocks)) > 1 and all(last - first < SQ for first, last in blocks)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
