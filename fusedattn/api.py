@@ -65,9 +65,9 @@ def attention(
         (output[, lse][, weights]): lse (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk)
         in query's dtype; both differentiable. A row that sees nothing: 0, -inf (or the sink) and 0.
     Derivatives: of query, key, value, bias, slopes and sinks, by autograd, by forward mode and by torch.func, one
-        transform inside the other too. Gradients and tangents are kernels of their own; derivatives of these are the formula's,
-        a block of rows at a time. Under torch.vmap dropout is that of one call with all batches: of n calls each has
-        bits of its own. It is that of each call alone with randomness="same", and where seeds are mapped.
+        transform inside the other too. Gradients and tangents are kernels of their own; derivatives of these are the
+        formula's, a block of rows at a time. Under torch.vmap dropout is that of one call with all batches: of n calls
+        each has bits of its own. It is that of each call alone with randomness="same", and where seeds are mapped.
     Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
     Source: FlashAttention-2, arXiv:2307.08691.
     """

@@ -130,7 +130,7 @@ BACKENDS = {
 
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     """Why a call to a cache cannot take the universal kernels; empty if it can."""
-    reasons = _kernel_reasons(decode.call)
+    reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
     if batch * heads * max(rows, decode.added) >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
@@ -141,7 +141,9 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
 DECODERS = {
     "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run),
     "triton": Backend("triton", _decode_reasons, cached.run),
-    "cpu": Backend("cpu", lambda decode, need_weights: cpu.reasons(decode.call, False), cached.run_on_cpu),
+    "cpu": Backend(
+        "cpu", lambda decode, _: cpu.reasons(decode.call, False) + cached.unmappable(decode), cached.run_on_cpu
+    ),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
 }
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..private import unmapped
+
 
 @dataclass
 class Packing:
@@ -45,8 +47,9 @@ class Packing:
 
 def longest(offsets: Tensor, name: str) -> int:
     """The most rows of any sequence, which is what `name` may say: of offsets on a GPU the host has to wait for it."""
-    if torch.compiler.is_compiling():
-        raise ValueError(f"{name}: expected an int in code that is compiled, where offsets have no values, got None")
+    without_values = torch.compiler.is_compiling() or unmapped(offsets) is not offsets
+    if without_values:
+        raise ValueError(f"{name}: expected an int in code that is compiled or mapped over these offsets, got None")
     return max(0, int(offsets.diff().max())) if len(offsets) > 1 else 0
 
 

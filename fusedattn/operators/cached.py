@@ -15,7 +15,7 @@ from ..cpu import cached as cpu
 from ..launch import failures
 from ..launch.failures import Unusable
 from ..naive import cached, formula
-from ..private import argument_names, below_autograd
+from ..private import argument_names, below_autograd, unmapped
 from . import fallback, rules
 from .namespace import OPERATORS, register, register_derivative
 
@@ -164,6 +164,15 @@ def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Ten
 def run_on_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The backend "cpu"."""
     return _results(decode, need_lse, need_weights, "cpu")
+
+
+def unmappable(decode: Decode) -> list[str]:
+    """Why a call under torch.vmap cannot be taken by operators."""
+    if decode.new_key is None or torch.compiler.is_compiling():
+        return []
+    if all(unmapped(x) is x for x in decode[1:] if isinstance(x, Tensor)):
+        return []
+    return ["torch.vmap maps over no operator that writes, as they do new_key and new_value"]
 
 
 def failed(decode: Decode) -> list[str]:

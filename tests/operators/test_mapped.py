@@ -68,3 +68,25 @@ def test_caches_that_are_written_to():
     one_by_one = key.clone(), value.clone()
     want = torch.stack([attend(*x) for x in zip(*one_by_one, new, strict=True)])
     same([torch.vmap(attend)(key, value, new), key, value], [want, *one_by_one])
+
+
+def test_what_cannot_be_mapped_over_is_named(device):
+    query, new = torch.randn(3, 1, 2, 1, 16, device=device), torch.randn(3, 1, 2, 1, 16, device=device)
+    cache = torch.randn(1, 2, 5, 16, device=device)
+    lengths = torch.full((1,), 3, dtype=torch.int32, device=device)
+
+    def decode(query, new, backend=None):
+        options = dict(cache_seqlens=lengths, new_key=new, new_value=new, backend=backend)
+        return fa.attention_decode(query, cache + 0 * new, cache + 0 * new, **options)
+
+    with pytest.raises(NotImplementedError, match="vmap .* new_key"):
+        torch.vmap(lambda query, new: decode(query, new, "triton"))(query, new)
+    got = torch.vmap(lambda query, new: decode(query, new, None if device == "cpu" else "naive"))(query, new)
+    same([got], [torch.stack([decode(*x, "naive") for x in zip(query, new, strict=True)])])
+
+    key_mask, starts = torch.ones(3, 5, dtype=torch.bool, device=device), torch.stack([offsets((2, 3), device)] * 3)
+    x = torch.randn(3, 5, 2, 16, device=device)
+    with pytest.raises(ValueError, match="max_seqlen_.: expected an int"):
+        torch.vmap(lambda x, starts, mask: fa.attention_varlen(x, x, x, starts, starts, key_mask=mask))(
+            x, starts, key_mask
+        )
