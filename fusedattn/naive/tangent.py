@@ -180,9 +180,9 @@ def _sizes(call: Call) -> tuple[int, int]:
     """(bytes of the scores of a block of rows with all keys, of those that are computed at a time)."""
     if call.query.device.type != "cpu":
         return formula.most(call), formula.most(call)
-    # Two tensors of a mebibyte are in work, for each thread. On a Xeon of 2 MiB L2, float32, D 64, S 2048, blocks of 256
-    # rows and 1024 keys took 2.8 times as long as PyTorch's fused forward, all keys of 64 rows or of 256 rows 3.1 to 3.5
-    # times; of two threads that share a plane's products the time was half as long again as of one with a plane each.
+    # Two tensors of a mebibyte a thread are in work. On a Xeon of 2 MiB L2, float32, D 64, S 2048, blocks of 256 rows
+    # and 1024 keys took 2.8 times as long as PyTorch's fused forward, all keys of 64 or of 256 rows 3.1 to 3.5 times;
+    # two threads that shared each product took half as long again as with a plane for each.
     threads = torch.get_num_threads()
     at_a_time = CACHE // 2 * threads
     return max(at_a_time, ROWS * threads * call.key.shape[2] * call.query.element_size()), at_a_time
