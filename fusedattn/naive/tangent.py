@@ -2,10 +2,12 @@
 
 With tangents t of the inputs and weights p: t_s = (scale (t_q k + q t_k)) cap' + t_bias - t_slope distance,
 t_lse = sum p t_s, t_p = p (t_s - t_lse), t_out = sum t_p v + p t_v = sum p (t_s v + t_v) - t_lse out.
-The last form needs no sum of a row before the next one, so a block may have any of its keys. Of the softmax it needs
-any number near the largest score of a row; it divides by the sum of what it has computed itself.
+The last form needs no sum of a row before the next one, so a block may have any of its keys. It takes exp(score) for a
+weight where a forward has said that no row's sum of these is far from 1; else exp(score - any number near the largest
+score of the row), and adds these up itself.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,61 +35,98 @@ def _moved(call: Call, given: Given) -> Call:
     return call._replace(**fields)
 
 
+class Known(NamedTuple):
+    """Of a forward: lse (B, Hq, Sq) less a number, and the output, unless it is rounded."""
+
+    lse: Tensor | None = None
+    less: float = 0.0
+    out: Tensor | None = None
+
+    def of(self, where: tuple[slice, ...]) -> "Known":
+        """Those of some rows."""
+        return Known(
+            None if self.lse is None else self.lse[where], self.less, None if self.out is None else self.out[where]
+        )
+
+
+# Rows of a block where each sees all keys: on a Xeon of 2 MiB L2, products of 1024 rows and 512 keys took a tenth less
+# time than those of 256 rows and 1024 keys.
+TALL = 1024
+LONG = (
+    1024  # rows and keys from which t_q k + q t_k is one product, twice as wide: it takes less time than two, by 10 %
+)
+NEAR = 40.0  # how large the lse of a row may be of which exp(score) is taken
+NOTHING = Known()
+
+
 class _Operands(NamedTuple):
-    """What some planes, or rows of them, are computed with: scores are rows @ keys.T, tangents t_rows @ t_keys.T."""
+    """What some planes, or rows of them, are computed with."""
 
     part: Part
     moved: Call
-    rows: Tensor  # of planes (B, Hq, Sq, D), of a block as `grouped` has it
-    t_rows: Tensor | None
-    keys: Tensor  # (B * Hkv, Sk, D)
-    t_keys: Tensor | None
-    value: Tensor
+    factors: tuple[
+        Tensor, Tensor
+    ]  # of scores: rows (B, Hq, Sq, D), of a block as `grouped` has it, and keys (.., Sk, D)
+    t_factors: tuple[tuple[Tensor, Tensor], ...]  # of their tangents, which are sums of products
+    value: Tensor  # (B * Hkv, Sk, Dv)
     t_value: Tensor | None
+    scratch: tuple[Tensor, Tensor]  # for scores of a block and for their tangents, if they fit there
 
 
-def _operands(part: Part, moved: Call, has: Sequence[bool]) -> _Operands:
-    """has: which of query, key and value have a tangent. t_q k + q t_k is one product, twice as wide."""
-    call = part.call
-    rows, (keys, value) = call.query * call.scale, (x.flatten(0, 1) for x in call[1:3])
-    t_keys, t_value = (x.flatten(0, 1) for x in moved[1:3])
-    left = [x for x, needed in zip((moved.query * call.scale, rows), has, strict=False) if needed]
-    right = [x for x, needed in zip((keys, t_keys), has, strict=False) if needed]
-    t_rows, t_both = (torch.cat(left, -1), torch.cat(right, -1)) if left else (None, None)
-    return _Operands(part, moved, rows, t_rows, keys, t_both, value, t_value if has[2] else None)
+def _operands(part: Part, moved: Call, has: Sequence[bool], scratch: tuple[Tensor, Tensor]) -> _Operands:
+    """has: which of query, key and value have a tangent."""
+    rows, t_rows = part.call.query, moved.query
+    keys, t_keys, value, t_value = (x.flatten(0, 1) for x in (part.call.key, moved.key, part.call.value, moved.value))
+    t_factors = [pair for pair, some in zip(((t_rows, keys), (rows, t_keys)), has, strict=False) if some]
+    if len(t_factors) == 2 and min(rows.shape[2], keys.shape[1]) >= LONG:
+        t_factors = [(torch.cat([t_rows, rows], -1), torch.cat([keys, t_keys], -1))]
+    return _Operands(part, moved, (rows, keys), tuple(t_factors), value, t_value if has[2] else None, scratch)
 
 
 def _of_rows(of: _Operands, block: Block) -> _Operands:
     """Those of a block of rows."""
 
-    def cut(x: Tensor) -> Tensor:
-        return grouped(x[:, :, block.first : block.last], of.part.call.key.shape[1])
+    def cut(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        rows, keys = pair
+        return grouped(rows[:, :, block.first : block.last], of.part.call.key.shape[1]), keys
 
-    return of._replace(rows=cut(of.rows), t_rows=None if of.t_rows is None else cut(of.t_rows))
+    return of._replace(factors=cut(of.factors), t_factors=tuple(map(cut, of.t_factors)))
 
 
-def _product(rows: Tensor, keys: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
-    """(B, Hq, rows, keys), of the keys of a block."""
-    return torch.bmm(rows, keys[:, block.begin : block.end].mT).view(*shape[:3], block.end - block.begin)
+def _products(
+    of: _Operands, block: Block, shape: Sequence[int], number: int, *factors: tuple[Tensor, Tensor]
+) -> Tensor:
+    """(B, Hq, rows, keys): scaled sums of rows @ keys.T, of the keys of a block.
+
+    number: of the scratch where they are put, for new memory costs a page fault for each of its pages.
+    """
+    width, scratch = block.end - block.begin, of.scratch[number]
+    columns = of.factors[0].shape[:2]
+    size = math.prod(columns) * width
+    out = scratch[:size] if size <= scratch.numel() else scratch.new_empty(size)
+    out = out.view(*columns, width)
+    for n, (rows, keys) in enumerate(factors):
+        out.baddbmm_(rows, keys[:, block.begin : block.end].mT, beta=min(n, 1), alpha=of.part.call.scale)
+    return out.view(*shape[:3], width)
 
 
 def _scores(of: _Operands, block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """(scores, derivative of the cap or None) of a block, whose results have a shape (B, Hq, rows, any)."""
-    call, scores, slope = of.part.call, _product(of.rows, of.keys, block, shape), None
+    call, slope = of.part.call, None
+    scores = _products(of, block, shape, 0, of.factors)
     if call.softcap is not None and call.softcap <= LARGEST_CAP:
         slope = 1 - torch.tanh(scores / max(call.softcap, SMALLEST_CAP)) ** 2
     return formula.scored(scores, call.softcap, pairs.added(call, block, scores.dtype)), slope
 
 
-def _weighed(of: _Operands, block: Block, pivot: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights of a block, each row times a number of its own, and tangents of its scores)."""
-    scores, slope = _scores(of, block, pivot.shape)
+def _weighed(of: _Operands, block: Block, shape: Sequence[int], pivot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights of a block, each row times exp(pivot), and tangents of its scores); shape: as `_scores` has it."""
+    scores, slope = _scores(of, block, shape)
+    if pivot is not None:
+        scores -= pivot
     # Hidden after, not before: of -inf the exponential took ten times as long (torch 2.13 with MKL).
-    weights = pairs.hide(scores.sub_(pivot).exp_(), of.part.call, block)
-    if of.t_rows is None or of.t_keys is None:
-        t_scores = torch.zeros_like(weights)
-    else:
-        t_scores = _product(of.t_rows, of.t_keys, block, pivot.shape)
+    weights = pairs.hide(scores.exp_(), of.part.call, block)
+    t_scores = _products(of, block, shape, 1, *of.t_factors) if of.t_factors else torch.zeros_like(weights)
     if slope is not None:
         t_scores *= slope
     for term in pairs.added(of.moved, block, weights.dtype):
@@ -98,18 +137,19 @@ def _weighed(of: _Operands, block: Block, pivot: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Sums(NamedTuple):
-    """What is added up over the keys of a row, of weights times a number of its own."""
+    """What is added up over the keys of a row, of weights times exp(pivot)."""
 
-    total: Tensor  # (B, Hq, rows, 1), of the weights
+    total: Tensor | None  # (B, Hq, rows, 1), of the weights, unless that is known
     t_lse: Tensor
     t_out: Tensor  # as `grouped` has it, of p (t_s v + t_v)
     out: Tensor | None  # of p v, unless that is known
 
 
-def _add(of: _Operands, block: Block, pivot: Tensor, sums: _Sums) -> None:
-    """Add to sums what the keys of a block give its rows."""
-    weights, t_scores = _weighed(of, block, pivot)
-    sums.total.add_(weights.sum(-1, keepdim=True))
+def _add(of: _Operands, block: Block, pivot: Tensor | None, sums: _Sums, first: bool) -> None:
+    """Add to sums what the keys of a block give its rows; first: t_out and out hold nothing yet."""
+    weights, t_scores = _weighed(of, block, sums.t_lse.shape, pivot)
+    if sums.total is not None:
+        sums.total.add_(weights.sum(-1, keepdim=True))
     t_weights = t_scores.mul_(weights)
     sums.t_lse.add_(t_weights.sum(-1, keepdim=True))
     factor = pairs.factor(of.part.call, of.part.planes, block)
@@ -118,33 +158,45 @@ def _add(of: _Operands, block: Block, pivot: Tensor, sums: _Sums) -> None:
         weights *= factor
     keys = slice(block.begin, block.end)
     weights, t_weights = (x.view(*sums.t_out.shape[:2], -1) for x in (weights, t_weights))
-    sums.t_out.baddbmm_(t_weights, of.value[:, keys])
+    old = 0 if first else 1
+    sums.t_out.baddbmm_(t_weights, of.value[:, keys], beta=old)
     if of.t_value is not None:
         sums.t_out.baddbmm_(weights, of.t_value[:, keys])
     if sums.out is not None:
-        sums.out.baddbmm_(weights, of.value[:, keys])
+        sums.out.baddbmm_(weights, of.value[:, keys], beta=old)
 
 
-def _finish(of: _Operands, sums: _Sums, pivot: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(tangents of output and lse, sum of the weights) of rows of which everything was added up."""
+def _finish(
+    of: _Operands, sums: _Sums, pivot: Tensor | None, known: Known, result: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(tangent of lse, sum of the weights) of rows of which everything was added up; that of the output in result."""
     total, t_lse, t_out, own = sums
+    of_sinks: Tensor | None = None
     if of.part.call.sinks is not None:
-        of_sinks = (of.part.call.sinks[:, :, None, None] - pivot).exp_()
-        total += of_sinks
+        sinks = of.part.call.sinks[:, :, None, None]
+        of_sinks = (sinks if pivot is None else sinks - pivot).exp()
         if of.moved.sinks is not None:
             t_lse += of_sinks * of.moved.sinks[:, :, None, None]
-    total.masked_fill_(total == 0, 1.0)
-    t_lse, t_out = t_lse.div_(total), t_out.view(*total.shape[:3], -1).div_(total)
-    if out is None:
-        assert own is not None
-        out = own.view_as(t_out).div_(total)
-    return t_out.addcmul_(t_lse, out, value=-1), t_lse, total
+    if total is None:
+        assert known.lse is not None
+        total = known.lse[..., None].exp() * math.exp(known.less)
+    else:
+        total = total if of_sinks is None else total + of_sinks
+        total.masked_fill_(total == 0, 1.0)
+    t_lse.div_(total)
+    if result is not None:
+        t_out, out = t_out.view(result.shape).div_(total), known.out
+        if out is None:
+            assert own is not None
+            out = own.view(result.shape).div_(total)
+        torch.addcmul(t_out, t_lse, out, value=-1, out=result)
+    return t_lse, total
 
 
 def _pivot(of: _Operands, block: Block) -> Tensor:
     """(B, Hq, rows, 1): the largest score of each row of a block, which has all of its keys; or its sink."""
     call = of.part.call
-    pivot = of.rows.new_full((*call.query.shape[:2], block.last - block.first, 1), float("-inf"))
+    pivot = of.value.new_full((*call.query.shape[:2], block.last - block.first, 1), float("-inf"))
     if block.begin < block.end:
         scores, seen = _scores(of, block, pivot.shape)[0], pairs.visible(call, block)
         pivot = (scores if seen is None else scores.masked_fill_(~seen, float("-inf"))).amax(-1, keepdim=True)
@@ -152,26 +204,33 @@ def _pivot(of: _Operands, block: Block) -> Tensor:
 
 
 def _rows(
-    of: _Operands, block: Block, known: Sequence[Tensor | None], bytes_at_a_time: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(tangents of output and lse, the pivot, the sum of weights by it) of a block; known: its lse and out, or None."""
-    lse, out = known
-    of = _of_rows(of, block)
-    pivot = _pivot(of, block) if lse is None else lse[..., None]
-    pivot = pivot.masked_fill(pivot == float("-inf"), float("inf"))  # all weights of such a row are 0
-    zeros, shape = of.rows.new_zeros, (*of.rows.shape[:2], of.value.shape[2])
-    sums = _Sums(zeros(pivot.shape), zeros(pivot.shape), zeros(shape), zeros(shape) if out is None else None)
-    step = max(1, bytes_at_a_time // max(1, pivot.numel() * pivot.element_size()))
+    of: _Operands, block: Block, known: Known, bytes_at_a_time: int, result: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(tangent of lse, the pivot or None for 0, the sum of weights by it) of a block; that of its output in result."""
+    of, lse = _of_rows(of, block), known.lse
+    pivot: Tensor | None = None
+    near = lse is not None and bool((lse.abs() <= NEAR - known.less).all())
+    if not near:
+        pivot = _pivot(of, block) if lse is None else lse[..., None] + known.less
+        pivot = pivot.masked_fill(pivot == float("-inf"), float("inf"))  # all weights of such a row are 0
+    zeros, shape = of.value.new_zeros, (*of.factors[0].shape[:2], of.value.shape[2])
+    made = zeros if block.begin == block.end else of.value.new_empty
+    column = *of.part.call.query.shape[:2], block.last - block.first, 1
+    sums = _Sums(
+        None if near else zeros(column), zeros(column), made(shape), made(shape) if known.out is None else None
+    )
+    step = max(1, bytes_at_a_time // max(1, math.prod(column) * of.value.element_size()))
     for begin in range(block.begin, block.end, step):
-        _add(of, block._replace(begin=begin, end=min(begin + step, block.end)), pivot, sums)
-    t_out, t_lse, total = _finish(of, sums, pivot, out)
-    return t_out, t_lse, pivot, total
+        end = min(begin + step, block.end)
+        _add(of, block._replace(begin=begin, end=end), pivot, sums, begin == block.begin)
+    t_lse, total = _finish(of, sums, pivot, known, result)
+    return t_lse, pivot, total
 
 
 def _weights(of: _Operands, block: Block) -> Tensor:
     """The tangent of the weights of a block, which has all keys of its rows."""
-    _, t_lse, pivot, total = _rows(of, block, (None, None), formula.BUDGET)
-    weights, t_scores = _weighed(_of_rows(of, block), block, pivot)
+    t_lse, pivot, total = _rows(of, block, NOTHING, formula.BUDGET)
+    weights, t_scores = _weighed(_of_rows(of, block), block, t_lse.shape, pivot)
     t_weights = t_scores.sub_(t_lse).mul_(weights.div_(total))
     factor = pairs.factor(of.part.call, of.part.planes, block)
     return t_weights if factor is None else t_weights * factor
@@ -181,12 +240,10 @@ def _sizes(call: Call) -> tuple[int, int]:
     """(bytes of the scores of a block of rows with all keys, of those that are computed at a time)."""
     if call.query.device.type != "cpu":
         return formula.most(call), formula.most(call)
-    # Two tensors of a mebibyte a thread are in work. On a Xeon of 2 MiB L2, float32, D 64, S 2048, blocks of 256 rows
-    # and 1024 keys took 2.8 times as long as PyTorch's fused forward, all keys of 64 or of 256 rows 3.1 to 3.5 times;
-    # two threads that shared each product took half as long again as with a plane for each.
-    threads = torch.get_num_threads()
-    at_a_time = CACHE // 2 * threads
-    return max(at_a_time, ROWS * threads * call.key.shape[2] * call.query.element_size()), at_a_time
+    # A plane for each thread: two threads that shared each product took half as long again.
+    threads, rows = torch.get_num_threads(), min(TALL, call.query.shape[2])
+    at_a_time = CACHE * threads
+    return max(at_a_time, rows * threads * call.key.shape[2] * call.query.element_size()), at_a_time
 
 
 def _placed(rows: list[list[Part]]) -> Iterator[tuple[Part, tuple[slice, slice]]]:
@@ -201,47 +258,48 @@ def _placed(rows: list[list[Part]]) -> Iterator[tuple[Part, tuple[slice, slice]]
         batch += batches
 
 
-def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool, known: Sequence[Tensor | None]) -> tuple:
+def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool, known: Known) -> tuple:
     """`tangent` of a call that is not packed; it may be padded."""
     made, moved = (prepared(x, wide(call)) for x in (call, moved))
     t_out = dense(made.query, (*made.query.shape[:3], made.value.shape[3]))
     t_lse = made.query.new_empty(made.query.shape[:3])
     most, at_a_time = _sizes(made)
+    fitting = at_a_time // made.query.element_size() if made.query.device.type == "cpu" else 0
+    fitting = min(fitting, math.prod(made.query.shape[:3]) * made.key.shape[2])
+    scratch = made.query.new_empty(fitting), made.query.new_empty(fitting)
     # The same of both: their cuts depend on sizes alone.
-    for (part, planes), (other, _) in zip(*(_placed(parts(x, most, ROWS)) for x in (made, moved)), strict=True):
-        of = _operands(part, other.call, has)
+    cut = (_placed(parts(x, most, ROWS, TALL)) for x in (made, moved))
+    for (part, planes), (other, _) in zip(*cut, strict=True):
+        of = _operands(part, other.call, has, scratch)
         for block in part.blocks:
             where = *planes, slice(block.first, block.last)
-            known_here = [None if x is None else x[where] for x in known]
-            t_out[where], lse, *_ = _rows(of, block, known_here, at_a_time)
-            t_lse[where] = lse.squeeze(-1)
+            t_lse[where] = _rows(of, block, known.of(where), at_a_time, t_out[where])[0].squeeze(-1)
     if made.query_mask is not None:  # such a row has nothing of its sink either
         t_lse.masked_fill_(~made.query_mask[:, None], 0.0)
     weights = None
     if need_weights:
-        of = _operands(uncut(made), moved, has)
+        of = _operands(uncut(made), moved, has, scratch)
         weights = _weights(of, of.part.blocks[0]).to(call.query.dtype)
     return arrange(t_out, call.query), t_lse, weights
 
 
 @without_autocast
 def tangent(
-    call: Call, given: Given, need_weights: bool, out: Tensor | None = None, lse: Tensor | None = None
+    call: Call, given: Given, need_weights: bool, known: Known = NOTHING
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tangents of (output, lse, weights or None) of a checked call, from those of its first fields.
 
-    out, lse: of the forward, if they are known, each lse with an error of a few; they save work. No derivative can be
-    taken of it.
+    known: saves work. No derivative can be taken of it.
     """
     assert len(given) == DIFFERENTIABLE
     has, moved = [x is not None for x in given[:3]], _moved(call, given)
     if call.cu_seqlens_q is None:
-        exact = out is not None and out.dtype == wide(call)  # a rounded one does not cancel
-        return _tangent(call, moved, has, need_weights, (lse, out if exact else None))
+        exact = known.out is not None and known.out.dtype == wide(call)  # a rounded one does not cancel
+        return _tangent(call, moved, has, need_weights, known if exact else known._replace(out=None))
     results = []
     for some, other in zip(sequences(call), sequences(moved), strict=True):
         (made, rows), (moved_too, _) = padded(some), padded(other)
-        out, *rest = packed(rows, *_tangent(made, moved_too, has, need_weights, (None, None)))
+        out, *rest = packed(rows, *_tangent(made, moved_too, has, need_weights, NOTHING))
         results.append((out, *rest))
     t_out, t_lse, weights = results[0] if len(results) == 1 else joined(results, call.max_seqlen_k)
     t_lse = t_lse.masked_fill(t_lse == float("-inf"), 0.0)  # of rows of no sequence

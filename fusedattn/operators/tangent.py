@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
 from ..call.layout import arrange, dense, row_major
+from ..cpu import flash
 from ..launch.failures import Unusable, take_next
 from ..naive import tangent as naive
 from . import rules
@@ -37,10 +38,10 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_formula(
-    call: Call, given: tuple, need_weights: bool, out: Tensor | None = None, lse: Tensor | None = None
+    call: Call, given: tuple, need_weights: bool, known: naive.Known = naive.NOTHING
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tangents by the naive path; it takes what a forward on a CPU has found out."""
-    out, lse, weights = naive.tangent(call, given, need_weights, out, lse)
+    """The tangents by the naive path."""
+    out, lse, weights = naive.tangent(call, given, need_weights, known)
     return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
@@ -48,7 +49,8 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given, (out, stats) = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE:_BEFORE]
     call, need_weights, backend = Call(*arguments[_BEFORE:-_AFTER]), *arguments[-_AFTER:]
     if backend in ("cpu", "naive"):
-        return _by_formula(call, given, need_weights, out, stats[..., 0] if backend == "cpu" else None)
+        known = naive.Known(stats[..., 0], flash.offset(call), out) if backend == "cpu" else naive.NOTHING
+        return _by_formula(call, given, need_weights, known)
     results = _new(*arguments)
     if not out.numel():
         for x in results:
