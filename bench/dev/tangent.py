@@ -2,9 +2,9 @@
 
 Forward mode with tangents of query, key and value. The mode `tangent` is output and tangent together, by
 `torch.func.jvp`, as in each step of a mean flow or a consistency model; what has no forward mode (the fused kernels of
-SDPA, FlexAttention) is a row that says so. The mode `alone` takes ours apart: `fusedattn+forward` is the output alone,
-and `fusedattn+tangent` the tangent alone, from what the forward keeps. The goal is their ratio; by products it is 5 to
-2. On a CPU the providers of a mode take turns, by CPU time, by one thread and by two, as in the question `cpu`.
+SDPA, FlexAttention) is a row that says so. The mode `alone` takes ours apart into its two passes: `fusedattn+forward`,
+which keeps what `fusedattn+tangent` takes. The goal is their ratio; by products it is 5 to 2. On a CPU the providers of a
+mode take turns, by CPU time, by one thread and by two, as in the question `cpu`.
 """
 
 import contextlib
@@ -73,25 +73,30 @@ class Tangents(attention.Attention):
         return label.replace(base, name, 1) if what else label
 
     def setup(self, name):
-        if name == ALONE:
-            return Step(self._alone(), ("tangent",))
-        call = super().setup("fusedattn" if name == FORWARD else name)
+        if name in (FORWARD, ALONE):
+            forward, tangent = self._passes()
+            return Step(forward, ("out",)) if name == FORWARD else Step(tangent, ("tangent",))
+        call = super().setup(name)
         inputs, directions = (calls.packed(call, x) for x in (self.tensors[:3], self.directions))
 
         def run():  # inside its context each time, for that of another may be around it
             with call.inside():
-                return (call.attend(*inputs),) if name == FORWARD else torch.func.jvp(call.attend, inputs, directions)
+                return torch.func.jvp(call.attend, inputs, directions)
 
         return Step(run, ("out", "tangent"), call)
 
-    def _alone(self):
-        """The pass of the tangent, as `torch.func.jvp` runs it."""
+    def _passes(self):
+        """The passes of the forward and of the tangent, as `torch.func.jvp` runs them."""
         backend = fa.explain(*self.tensors[:3], **self.case.arguments({})).backend
         call = checked(Arguments(*self.tensors[:3], **self.case.arguments({})))
         given = *self.directions, *[None] * (DIFFERENTIABLE - len(self.directions))
+
+        def forward():
+            return OPERATORS.forward(*call, False, False, True, backend)
+
         with torch.no_grad():
-            out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
-        return lambda: Operator.apply(*given, out, stats, *call, False, backend)[:1]
+            out, _, _, stats = forward()
+        return lambda: forward()[:1], lambda: Operator.apply(*given, out, stats, *call, False, backend)[:1]
 
     def work(self, mode):
         return None  # one rate would not fit them all
