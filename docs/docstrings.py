@@ -13,7 +13,12 @@ _CODE = re.compile(r"(`[^`]+`)")
 
 
 def markdown(text: str, names: Sequence[str], link: Callable[[str], str | None] = lambda name: None) -> str:
-    """A docstring as Markdown. names: of parameters, or fields. link(name) is the identifier to link to, if any."""
+    """A docstring, without its indentation, as Markdown.
+
+    Args:
+        names: those of parameters or fields, which begin an item where a colon follows.
+        link: the identifier that a name in backticks links to, if any.
+    """
     blocks = []
     for kind, lines in _blocks(text.splitlines()):
         if kind == "example":
@@ -26,11 +31,6 @@ def markdown(text: str, names: Sequence[str], link: Callable[[str], str | None] 
             if len(items) > 1:
                 blocks.append("\n".join(f"- {item}" for item in items))
     return "\n\n".join(blocks) + "\n"
-
-
-def examples(text: str) -> list[str]:
-    """The examples of a docstring, each as it is printed there."""
-    return ["\n".join(_dedented(lines)) for kind, lines in _blocks(text.splitlines()) if kind == "example"]
 
 
 def _blocks(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -61,7 +61,7 @@ def _blocks(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def _dedented(lines: Sequence[str]) -> list[str]:
-    return [line[4:] for line in lines]
+    return [re.sub(r" +# doctest: .*", "", line[4:]) for line in lines]
 
 
 def _joined(lines: Sequence[str]) -> list[str]:
@@ -118,5 +118,6 @@ def _prose(text: str, link: Callable[[str], str | None]) -> str:
             target = link(name.removesuffix("()"))
             parts.append(f"[{part}][{target}]" if target else part)
         else:
-            parts.append(re.sub(r"([*\[\]<>_\\])", r"\\\1", part))
+            part = part.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+            parts.append(re.sub(r"([*\[\]_\\])", r"\\\1", part))
     return "".join(parts)

@@ -1,7 +1,7 @@
 """Fills in what a page leaves to code: tables of CSV files, and files of the repository that are shown as they are.
 
-    <!-- table: NAME -->       what a function of `tables` makes
-    <!-- include: PATH -->     a Markdown file of the repository, without its title
+<!-- table: NAME -->       what a function of `tables` makes
+<!-- include: PATH -->     a Markdown file of the repository, without its title
 """
 
 import pathlib

@@ -11,11 +11,8 @@ PAGES = Path(__file__).parent / "pages"
 
 
 def documented() -> set[str]:
-    """What the pages have an entry for: the names behind `:::`, and those among `members:` below them."""
-    names = set()
-    for page in PAGES.rglob("*.md"):
-        names.update(re.findall(r"^::: ([\w.]+)", page.read_text(), re.M))
-    return names
+    """What the pages have an entry for: the names behind `:::`."""
+    return {name for page in PAGES.rglob("*.md") for name in re.findall(r"^::: ([\w.]+)", page.read_text(), re.M)}
 
 
 class HouseStyle(griffe.Extension):
@@ -29,7 +26,9 @@ class HouseStyle(griffe.Extension):
         if obj.docstring is None or not obj.path.startswith("fusedattn"):
             return
         module = obj.parent.path if obj.parent is not None else ""
-        obj.docstring.value = docstrings.markdown(obj.docstring.value, _names(obj), lambda name: self._link(name, module))
+        obj.docstring.value = docstrings.markdown(
+            obj.docstring.value, _names(obj), lambda name: self._link(name, module)
+        )
 
     def _link(self, name: str, module: str) -> str | None:
         """The entry that a name in a docstring means: as it is, of the same module or package, or of the package."""

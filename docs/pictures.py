@@ -1,6 +1,6 @@
 """Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0.
 
-    python -m docs.pictures FOLDER    # what `make docs` draws, as files
+python -m docs.pictures FOLDER    # what `make docs` draws, as files
 """
 
 import pathlib
@@ -61,7 +61,9 @@ def _panel(panel: Panel, left: float) -> list[str]:
     drawn = [f'<text class="t" x="{left}" y="14">{panel.title}</text>']
     drawn.append(f'<text x="{start}" y="{top - 20}">{panel.columns}</text>')
     drawn += [_text(start + CELL * (j + 0.5), top - 5, j) for j in range(columns)]
-    drawn.append(f'<text transform="translate({left + 10} {top + 6}) rotate(-90)" text-anchor="end">{panel.rows}</text>')
+    drawn.append(
+        f'<text transform="translate({left + 10} {top + 6}) rotate(-90)" text-anchor="end">{panel.rows}</text>'
+    )
     drawn += [_text(start - 8, top + CELL * (i + 0.5) + 4, i) for i in range(rows)]
     for i in range(rows):
         for j in range(columns):
@@ -94,7 +96,12 @@ def _window() -> str:
 
 def _window_causal() -> str:
     options = dict(causal=True, window=(2, None))
-    return svg([Panel("causal=True, window=(2, None)", seen(6, 6, **options)), Panel("the same, 3 rows", seen(3, 6, **options))])
+    return svg(
+        [
+            Panel("causal=True, window=(2, None)", seen(6, 6, **options)),
+            Panel("the same, 3 rows", seen(3, 6, **options)),
+        ]
+    )
 
 
 def _masks() -> str:
@@ -115,7 +122,12 @@ def _bias() -> str:
     far = torch.zeros(1, 1, 5, 5)
     far[..., 0] = -1.0
     far[..., 4] = float("-inf")
-    return svg([Panel("alibi_slopes, causal", weights(5, 5, alibi_slopes=slopes, causal=True)), Panel("bias", weights(5, 5, bias=far))])
+    return svg(
+        [
+            Panel("alibi_slopes, causal", weights(5, 5, alibi_slopes=slopes, causal=True)),
+            Panel("bias", weights(5, 5, bias=far)),
+        ]
+    )
 
 
 def _packed() -> str:

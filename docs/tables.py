@@ -69,14 +69,18 @@ def cpu_options() -> str:
 def cpu_machine() -> str:
     """Where and when the rows of the tables above were measured."""
     first = rows.last_run(rows.read(RESULTS / "cpu.csv"))[0]
-    return f"Measured on {first.date[:10]} with torch {first.torch} and Python {first.python}, at commit `{first.commit}`."
+    return (
+        f"Measured on {first.date[:10]} with torch {first.torch} and Python {first.python}, at commit `{first.commit}`."
+    )
 
 
 def versions() -> str:
     """The last run with each pair of versions, from versions.csv."""
     last = {(row["torch"], row["triton"], row["what"]): row for row in _read("versions.csv")}
     head = "torch", "triton", "what", "passed", "failed", "skipped", "date"
-    return table([name.replace("triton", "Triton") for name in head], ([row[name] for name in head] for row in last.values()))
+    return table(
+        [name.replace("triton", "Triton") for name in head], ([row[name] for name in head] for row in last.values())
+    )
 
 
 def _read(name: str) -> list[dict[str, str]]:
@@ -115,6 +119,5 @@ def _mode(mode: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (features, cpu_lengths, cpu_options, cpu_machine, versions)
+    function.__name__: function for function in (features, cpu_lengths, cpu_options, cpu_machine, versions)
 }
