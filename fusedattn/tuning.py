@@ -29,7 +29,7 @@ def load(file: str | os.PathLike[str]) -> None:
 def forget() -> None:
     """Undo every `load`, and have the files in the user's cache folder read again at the next call.
 
-        >>> fusedattn.tuning.forget()
+    >>> fusedattn.tuning.forget()
     """
     tuned.unload()
     cache.forget()

@@ -11,7 +11,6 @@ import pytest
 import fusedattn as fa
 from docs import expand, pictures, tables
 
-
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "pages"
 PAGES = sorted(FOLDER.rglob("*.md"))
