@@ -66,7 +66,7 @@ def enable_sdpa() -> None:
 def disable_sdpa() -> None:
     """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is.
 
-        >>> fusedattn.compat.torch.disable_sdpa()
+    >>> fusedattn.compat.torch.disable_sdpa()
     """
     global _everywhere
     modes = [mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)]

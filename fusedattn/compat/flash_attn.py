@@ -61,8 +61,8 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_func` of the three in one tensor (B, S, 3, H, D).
 
-        >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
-        torch.Size([2, 128, 8, 64])
+    >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
+    torch.Size([2, 128, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
@@ -75,8 +75,8 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D).
 
-        >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
-        torch.Size([2, 128, 8, 64])
+    >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
+    torch.Size([2, 128, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
@@ -119,9 +119,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D).
 
-        >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
-        >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
-        torch.Size([100, 8, 64])
+    >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
+    >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
+    torch.Size([100, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict.fromkeys(("query", "key", "value"), "qkv")
@@ -139,9 +139,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D).
 
-        >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
-        >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
-        torch.Size([100, 8, 64])
+    >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
+    >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
+    torch.Size([100, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict(query="q", key="kv", value="kv")
