@@ -5,6 +5,7 @@ the line of their name. Several arguments may share a line, and several lines an
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 SECTIONS = dict(Args="Arguments", Returns="Returns", Derivatives="Derivatives", Raises="Raises", Source="Source")
@@ -45,9 +46,8 @@ def _blocks(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
         elif indented and kind in SECTIONS and blocks:
             blocks[-1][1].append(line)
         elif not line.strip():
-            if kind != "example" and kind not in SECTIONS:
-                kind = "new"
-        elif indented and (line.lstrip().startswith(">>>") or kind == "example"):
+            kind = kind if kind in SECTIONS else "new"
+        elif line.lstrip().startswith(">>>") or kind == "example":
             if kind != "example":
                 blocks.append(("example", []))
             kind = "example"
@@ -61,7 +61,8 @@ def _blocks(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def _dedented(lines: Sequence[str]) -> list[str]:
-    return [re.sub(r" +# doctest: .*", "", line[4:]) for line in lines]
+    """Lines of an example, which is indented unless it is all that follows the first sentence."""
+    return [re.sub(r" +# doctest: .*", "", line) for line in textwrap.dedent("\n".join(lines)).splitlines()]
 
 
 def _joined(lines: Sequence[str]) -> list[str]:

@@ -88,6 +88,10 @@ def test_the_style_of_the_house_becomes_markdown():
     assert docstrings.markdown(STYLE, ("x", "y", "z"), known.get) == MARKDOWN
 
 
+def test_an_example_that_is_all_there_is_stays_one():
+    assert docstrings.markdown("Do it.\n\n>>> do()\n3", ()) == "Do it.\n\n```pycon\n>>> do()\n3\n```\n"
+
+
 def test_no_part_of_a_docstring_is_lost():
     """Every word of each docstring is in what the reference prints."""
     for name, documented in PUBLIC.items():
@@ -95,5 +99,6 @@ def test_no_part_of_a_docstring_is_lost():
         printed = docstrings.markdown(source, ())
         for sign, written in (("\\", ""), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&"), ("Arguments:", "Args:")):
             printed = printed.replace(sign, written)
+        assert source.count(">>>") == printed.count("\n>>>"), name
         for word in source.split():
             assert word in printed or word in ("doctest:", "+SKIP", "#"), f"{name}: {word}"

@@ -55,6 +55,56 @@ def test_flex_attention():
     assert {"score_mod", "block_mask", "and_masks", "or_masks", "noop_mask"} <= named_on("flex_attention.md")
 
 
+def test_masks_and_scores_of_flex_attention():
+    from torch.nn.attention.flex_attention import create_mask
+
+    same = {
+        lambda b, h, i, j: i >= j: dict(causal=True, align="top_left"),
+        lambda b, h, i, j: i + 3 >= j: dict(causal=True),
+        lambda b, h, i, j: (i - j).abs() <= 2: dict(window=(2, 2), align="top_left"),
+        lambda b, h, i, j: (i >= j) & (i - j <= 2): dict(causal=True, window=(2, None), align="top_left"),
+    }
+    for mask_mod, options in same.items():
+        assert torch.equal(_seen(5, 8, **options), create_mask(mask_mod, None, None, 5, 8, device="cpu")[0, 0])
+    table, distance = torch.randn(2, 12), torch.arange(5)[:, None] - torch.arange(8)
+    bias = table[None, :, distance + 7]
+    assert bias.shape == (1, 2, 5, 8) and bias[0, 1, 4, 0] == table[1, 11]
+
+
+def test_float_padding_of_the_module():
+    theirs, ours = torch.nn.MultiheadAttention(16, 2, batch_first=True), fa.MultiHeadAttention(16, 2)
+    for part, weight in zip((ours.q_proj, ours.k_proj, ours.v_proj), theirs.in_proj_weight.chunk(3), strict=True):
+        part.load_state_dict(dict(weight=weight, bias=torch.zeros(16)))
+    ours.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    x, padding = torch.randn(3, 5, 16), torch.randn(3, 5)
+    hides = padding > 1
+    expected, _ = theirs(x, x, x, key_padding_mask=padding)
+    torch.testing.assert_close(ours(x, bias=padding[:, None, None])[0], expected)
+    expected, _ = theirs(x, x, x, key_padding_mask=hides)
+    torch.testing.assert_close(ours(x, key_mask=~hides)[0], expected)
+
+
+def test_caches_of_flash_attn():
+    """A row of the table each: heads behind the slots, caches that are chosen, slots that are hidden."""
+    with_cache = fa.compat.flash_attn.flash_attn_with_kvcache
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 16)
+    k_cache, v_cache = torch.randn(2, 3, 8, 4, 16)
+    own = k_cache.clone(), v_cache.clone()
+    chosen, left = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32)
+    lengths = torch.tensor([5, 4], dtype=torch.int32)
+    theirs = with_cache(q, k_cache, v_cache, new, new, cache_seqlens=lengths, cache_batch_idx=chosen, causal=True)
+    caches = (x.transpose(1, 2) for x in own)
+    options = dict(new_key=new.transpose(1, 2), new_value=new.transpose(1, 2), block_table=chosen[:, None], causal=True)
+    ours = fa.attention_decode(q.transpose(1, 2), *caches, cache_seqlens=lengths, **options)
+    torch.testing.assert_close(ours.transpose(1, 2), theirs)
+    assert torch.equal(own[0], k_cache) and torch.equal(own[1], v_cache)
+
+    theirs = with_cache(q, k_cache[:2], v_cache[:2], cache_seqlens=lengths, cache_leftpad=left)
+    caches, seen = (x[:2].transpose(1, 2) for x in own), torch.arange(8) >= left[:, None]
+    ours = fa.attention_decode(q.transpose(1, 2), *caches, cache_seqlens=lengths, key_mask=seen)
+    torch.testing.assert_close(ours.transpose(1, 2), theirs)
+
+
 def test_xformers():
     assert set(XFORMERS) <= named_on("xformers.md")
 
