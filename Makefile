@@ -58,7 +58,8 @@ check: .venv/checkers ## ruff and mypy
 	$(PY) -m mypy
 
 docs: .venv/docs ## the site of the documentation, into out/site: a broken link or name is an error
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict -f docs/mkdocs.yml $(ARGS)
+	@# Not with -q: that hides warnings from --strict as well.
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml $(ARGS)
 	@echo "make: open out/site/index.html"
 
 gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go; ARGS="--resume out/results.tgz")
