@@ -13,7 +13,7 @@ import torch
 import fusedattn as fa
 from fusedattn.distributed import shards
 
-CELL, GAP, TITLE, AXIS = 22, 34, 22, 34  # pixels
+CELL, GAP, TITLE, AXIS, LETTER = 22, 34, 22, 34, 8  # pixels
 SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # ink that reads on white and on black
 
 
@@ -42,8 +42,10 @@ def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
 
 def svg(panels: Sequence[Panel]) -> str:
     """Panels side by side."""
-    wide = [AXIS + CELL * panel.shades.shape[1] for panel in panels]
-    room = [max(width, 7 * len(panel.title)) for width, panel in zip(wide, panels, strict=True)]
+    room = [
+        max(AXIS + CELL * panel.shades.shape[1], LETTER * len(panel.title), AXIS + LETTER * len(panel.columns))
+        for panel in panels
+    ]
     height = TITLE + AXIS + CELL * max(panel.shades.shape[0] for panel in panels) + 4
     width = sum(room) + GAP * (len(panels) - 1) + 4
     drawn, left = [], 2
