@@ -21,7 +21,7 @@ class Truth(NamedTuple):
     eager: dict
 
 
-def _slice(case, tensor):
+def of_head(case, tensor):
     """The part of a tensor (B or 1, heads, ...), or of its gradient, that belongs to the head that is compared."""
     group, words = case.Hq // case.Hkv, case.words
     count = group if tensor.shape[1] == case.Hq else 1
@@ -35,9 +35,9 @@ def _slice(case, tensor):
 @torch.enable_grad()
 def truth(case, tensors):
     """The Truth of a case: float64 through the blocks of the naive path, so that a long one fits."""
-    inputs, grad_out = [_slice(case, tensor) for tensor in tensors.inputs], _slice(case, tensors.grad_out)
+    inputs, grad_out = [of_head(case, tensor) for tensor in tensors.inputs], of_head(case, tensors.grad_out)
     masks = {  # (B, S) or (B, H, Sq, Sk)
-        name: _slice(case, mask[:, None])[:, 0] if mask.dim() == 2 else _slice(case, mask)
+        name: of_head(case, mask[:, None])[:, 0] if mask.dim() == 2 else of_head(case, mask)
         for name, mask in tensors.masks.items()
     }
     options, sliced = case.arguments(masks), dict(zip(GRADIENTS, inputs, strict=False)) | {"out": grad_out}
@@ -58,7 +58,7 @@ def judge(case, mode, result, truth):
     """(error, eager PyTorch's error, what is wrong or "") of a step's result: an output, or a tuple of gradients."""
     names = ("out", "weights") if mode == "forward" else GRADIENTS
     results = result if isinstance(result, tuple) else (result,)
-    return compare({name: _slice(case, tensor) for name, tensor in zip(names, results, strict=False)}, truth)
+    return compare({name: of_head(case, tensor) for name, tensor in zip(names, results, strict=False)}, truth)
 
 
 def compare(results, truth):

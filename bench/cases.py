@@ -231,6 +231,10 @@ MINILM = [
     for batch, length, dtype in ((256, 128, "float16"), (32, 512, "float16"), (32, 512, "float32"))
 ]
 
+# Forward mode, which is beside the forward.
+TANGENT = [_paper(length, dim, causal) for dim in (64, 128) for length in (2048, 8192) for causal in _BOTH]
+TINY_TANGENT = [Case(1, 2, 1, 24, 24, 16, 16, causal, "float32") for causal in _BOTH]
+
 # Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
 SKIPPING = [
     Case(batch, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", options)

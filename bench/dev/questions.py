@@ -179,6 +179,7 @@ ASKS = {
     "end_to_end": "How many tokens a second does the demo's model take?",
     "minilm": "Does a real model of Hugging Face get faster by one line?",
     "skipping": "What does skipping blocks save, and how near is it to the ideal?",
+    "tangent": "What does a tangent, forward mode, cost beside the output?",
     "cpu": "What does a CPU user get, beside torch's own and the formula?",
     "launch_path": "What does the host do in one call of the kernels, step by step, without a GPU?",
     "ceilings": "How fast does this machine multiply and copy?",

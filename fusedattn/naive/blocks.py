@@ -79,16 +79,16 @@ def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def parts(call: Call, limit: int) -> list[list[Part]]:
+def parts(call: Call, limit: int, cut_rows: int = CUT_ROWS) -> list[list[Part]]:
     """A call whose sizes are known cut into parts, these into blocks of `limit` bytes of scores: [batches][heads].
 
-    One row of one key head is a block, however large.
+    One row of one key head is a block, however large. cut_rows: of a block, where fewer rows see fewer keys.
     """
     whole, (batch, heads, rows, _) = uncut(call), call.query.shape
     if 0 in (batch, heads, rows):
         return [[whole]]
     keys, cut = call.key.shape[2], (call.left, call.right) != (None, None) and level(call) is not None
-    height = min(rows, CUT_ROWS if cut else ROWS)
+    height = min(rows, cut_rows if cut else ROWS)
     if cut and call.left is not None and call.right is not None:
         keys = min(keys, height + call.left + call.right)
     row_bytes = max(1, keys) * call.query.element_size()

@@ -27,7 +27,7 @@ AGAIN = 2**26
 SMALL = 2**12  # scores that are computed at once, whatever is seen of them
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def grouped(x: Tensor, heads: int) -> Tensor:
     """(B, Hq, S, D) as (B * heads, Hq // heads * S, D): rows of heads that share a key head, one after the other."""
     batch, all_heads, rows, columns = x.shape
     return x.reshape(batch * heads, (all_heads // heads if heads else 0) * rows, columns)
@@ -36,13 +36,13 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """(B, Hq, Sq, Sk), without a copy of a key head for each of its heads."""
     # Not by baddbmm, which could scale as well: torch 2.13 crashed on it where torch.func is inside torch.compile.
-    scores = torch.bmm(_grouped(query, key.shape[1]), key.flatten(0, 1).mT).mul_(scale)
+    scores = torch.bmm(grouped(query, key.shape[1]), key.flatten(0, 1).mT).mul_(scale)
     return scores.view(*query.shape[:3], key.shape[2])
 
 
 def sums_of(weights: Tensor, value: Tensor) -> Tensor:
     """(B, Hq, Sq, Dv): the values that weights add up, without a copy of a value head for each of its heads."""
-    return torch.bmm(_grouped(weights, value.shape[1]), value.flatten(0, 1)).view(*weights.shape[:3], value.shape[3])
+    return torch.bmm(grouped(weights, value.shape[1]), value.flatten(0, 1)).view(*weights.shape[:3], value.shape[3])
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

@@ -48,6 +48,20 @@ def visible(call: Call, block: Block) -> Tensor | None:
     return functools.reduce(Tensor.logical_and, conditions) if conditions else None
 
 
+def hide(weights: Tensor, call: Call, block: Block) -> Tensor:
+    """The weights of a block (B, Hq, rows, keys), in place: 0 where they are hidden, whatever stands there."""
+    first, last, begin, end = block
+    offset, masks = level(call), (call.mask, call.bias, call.key_mask, call.query_mask)
+    if offset is None or any(x is not None for x in masks):
+        seen = visible(call, block)
+        return weights if seen is None else weights.masked_fill_(~seen, 0.0)
+    if call.left is not None and begin < last - 1 + offset - call.left:
+        weights.triu_(first + offset - call.left - begin)
+    if call.right is not None and end - 1 > first + offset + call.right:
+        weights.tril_(first + offset + call.right - begin)
+    return weights
+
+
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
     """(columns, which of their pairs causal and window hide) of a block on a CPU of which nothing else hides any."""
     offset, found = level(call), []

@@ -36,8 +36,11 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, query.new_empty((*rows, columns) if need_weights else (0,))
 
 
-def _by_formula(call: Call, given: tuple, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, weights = naive.tangent(call, given, need_weights)
+def _by_formula(
+    call: Call, given: tuple, need_weights: bool, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tangents by the naive path; it takes what a forward on a CPU has found out."""
+    out, lse, weights = naive.tangent(call, given, need_weights, out, lse)
     return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
@@ -45,7 +48,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given, (out, stats) = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE:_BEFORE]
     call, need_weights, backend = Call(*arguments[_BEFORE:-_AFTER]), *arguments[-_AFTER:]
     if backend in ("cpu", "naive"):
-        return _by_formula(call, given, need_weights)
+        return _by_formula(call, given, need_weights, out, stats[..., 0] if backend == "cpu" else None)
     results = _new(*arguments)
     if not out.numel():
         for x in results:
