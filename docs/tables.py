@@ -14,7 +14,7 @@ SAID = {
     "window=64,0": "`window=(64, 0)`",
     "bias": "`bias`",
     "documents=4": "four documents in a sequence, by `mask`",
-    "lengths=uniform": "packed sequences (`attention_varlen`)",
+    "lengths=uniform": "packed sequences, beside a padded batch",
     "module": "`MultiHeadAttention`, projections too",
     "model=encoder": "`nn.TransformerEncoder`, converted",
     "model=llama": "a small Llama of Transformers",
@@ -66,8 +66,20 @@ def cpu_options() -> str:
     return table(("what", "computed", "B, H, Sq, Sk, D", "fusedattn ms", "PyTorch ms", "ratio"), sorted(lines))
 
 
+def cpu_tangents() -> str:
+    """Forward mode on a CPU: output and tangent together, from the last run in tangent.csv."""
+    lines = []
+    for (mode, case), times in _cpu("float32", "tangent.csv").items():
+        if mode == "tangent" and {"fusedattn:cpu", "sdpa:math"} <= set(times):
+            size = f"{case.B}, {case.Hq}, {case.Sq}, {case.D}"
+            both = _both(times["fusedattn:cpu"], times["sdpa:math"])
+            lines.append(((case.causal, case.Sq), (size, _yes(case.causal), *both)))
+    head = "B, H, S, D", "causal", "fusedattn ms", "PyTorch ms", "ratio"
+    return table(head, [line for _, line in sorted(lines)])
+
+
 def cpu_machine() -> str:
-    """Where and when the rows of the tables above were measured."""
+    """Where and when the rows of cpu.csv were measured."""
     first = rows.last_run(rows.read(RESULTS / "cpu.csv"))[0]
     return (
         f"Measured on {first.date[:10]} with torch {first.torch} and Python {first.python}, at commit `{first.commit}`."
@@ -88,10 +100,10 @@ def _read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _cpu(dtype: str) -> dict:
-    """{(mode, case): {provider: row}} of one thread, of the last run in cpu.csv, where all was right."""
+def _cpu(dtype: str, name: str = "cpu.csv") -> dict:
+    """{(mode, case): {provider: row}} of one thread, of the last run in a file, where all was right."""
     grouped: dict = {}
-    for row in rows.last_run(rows.read(RESULTS / "cpu.csv")):
+    for row in rows.last_run(rows.read(RESULTS / name)):
         if row.dtype == dtype and row.ms_p50 != "" and row.status == "ok" and "threads=1" in row.options:
             grouped.setdefault((row.mode, row.case), {})[row.provider] = row
     return grouped
@@ -119,5 +131,6 @@ def _mode(mode: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (features, cpu_lengths, cpu_options, cpu_machine, versions)
+    function.__name__: function
+    for function in (features, cpu_lengths, cpu_options, cpu_tangents, cpu_machine, versions)
 }
