@@ -10,7 +10,7 @@ KNOWING := $(addprefix tests/,replay/test_launch_path.py launch/test_failures.py
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
-.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions check gpu bench tune clean
+.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions check docs gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -57,6 +57,11 @@ check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
+docs: .venv/docs ## the site of the documentation, into out/site: a broken link or name is an error
+	@# Not with -q: that hides warnings from --strict as well.
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml $(ARGS)
+	@echo "make: open out/site/index.html"
+
 gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go; ARGS="--resume out/results.tgz")
 	bash bench/gpu.sh $(ARGS)
 
@@ -80,6 +85,10 @@ $(READY): .ci/setup_venv.py pyproject.toml setup.py constraints.txt
 
 .venv/checkers: $(READY)
 	$(PY) -m pip install -q --no-compile -c constraints.txt ruff mypy
+	@touch $@
+
+.venv/docs: $(READY)
+	$(PY) -m pip install -q --no-compile -c constraints.txt mkdocs-material "mkdocstrings[python]" ruff
 	@touch $@
 
 .triton-%: | $(READY)

@@ -191,9 +191,10 @@ def attention_decode(
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:
     """Find out once which blocks of pairs some masks leave; pass the result as `mask` to call after call.
 
-        >>> plan = fusedattn.plan(mask, key_mask=key_mask)
+        >>> layers = [fusedattn.MultiHeadAttention(64, 4) for _ in range(2)]
+        >>> x, plan = torch.randn(2, 100, 64), fusedattn.plan(torch.rand(100, 100) < 0.5)
         >>> for layer in layers:
-        ...     x = layer(x, mask=plan)
+        ...     x, _ = layer(x, mask=plan)
 
     A call without a plan looks at its masks itself: what a plan saves is one read of them in each call. The caller
     keeps it, nobody else does; while it is in use the masks must not change.
@@ -212,6 +213,11 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys, from the attention over each.
+
+        >>> query, key, value = torch.randn(1, 8, 10, 64), *torch.randn(2, 1, 8, 100, 64)
+        >>> first = fusedattn.attention(query, key[:, :, :60], value[:, :, :60], return_lse=True)
+        >>> second = fusedattn.attention(query, key[:, :, 60:], value[:, :, 60:], return_lse=True)
+        >>> out, lse = fusedattn.merge(*first, *second)  # attention to all 100 keys
 
     Args:
         out_a, out_b: (B, Hq, Sq, Dv), or any (..., Dv), of one floating dtype.

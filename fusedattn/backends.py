@@ -156,6 +156,10 @@ def check_name(name: str | None) -> None:
 def use_backend(name: str | None) -> AbstractContextManager[None]:
     """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
 
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> with fusedattn.use_backend("naive"):
+        ...     out = fusedattn.attention(query, key, value)
+
     Args:
         name: "hopper", "triton", "cpu" or "naive"; None gives the choice back.
     Raises: ValueError for another name, at once; calls inside NotImplementedError if the backend cannot take them.
@@ -228,6 +232,10 @@ def explain(
     **options: Any,
 ) -> Explanation:
     """Which backend `fusedattn.attention` takes for these arguments, and why each other one does not. Computes nothing.
+
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> fusedattn.explain(query, key, value).backend  # print all of it to see why
+        'cpu'
 
     Args: those of `fusedattn.attention`.
     Raises: what it raises for wrong arguments.

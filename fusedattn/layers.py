@@ -46,6 +46,10 @@ class _Configurable(nn.Module):
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
         """A module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
 
+            >>> from types import SimpleNamespace
+            >>> config = SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_dropout_prob=0.1)
+            >>> layer = fusedattn.layers.FeedForward.from_config(config)
+
         options of the module override config. Raises: ValueError where config asks for what this module does not
         implement, TypeError for an attribute that config lacks.
         """
@@ -106,6 +110,10 @@ class SinusoidalPositionalEncoding(nn.Module):
 class Embeddings(_Configurable):
     """ids (B, S) -> (B, S, hidden): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
 
+        >>> layer = fusedattn.layers.Embeddings(1000, 64, 128)
+        >>> layer(torch.randint(1000, (2, 100))).shape
+        torch.Size([2, 100, 64])
+
     Args:
         vocab_size, max_position_embeddings: the number of ids, and the most positions. hidden_size: the output's width.
         dropout: the share of the output dropped while training. layer_norm_eps: what the norm adds to the variance.
@@ -149,6 +157,10 @@ class Embeddings(_Configurable):
 
 class FeedForward(_Configurable):
     """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
+
+        >>> layer = fusedattn.layers.FeedForward(64, 256)
+        >>> layer(torch.randn(2, 100, 64)).shape
+        torch.Size([2, 100, 64])
 
     dropout is the share of the output dropped while training, factory the device and dtype of the parameters.
     """
@@ -226,7 +238,9 @@ class TransformerEncoderLayer(_Configurable):
 class TransformerEncoder(_Configurable):
     """`layers`: num_hidden_layers times a `TransformerEncoderLayer`, and no norm after the last.
 
-        >>> encoder = torch.nn.Sequential(Embeddings.from_config(config), TransformerEncoder.from_config(config))
+        >>> encoder = fusedattn.layers.TransformerEncoder(2, 64, 4, 256)
+        >>> encoder(torch.randn(2, 100, 64)).shape
+        torch.Size([2, 100, 64])
 
     sizes and options are the arguments of `TransformerEncoderLayer`: hidden_size, num_attention_heads and so on.
     """
@@ -253,7 +267,8 @@ class AttentionDecoder(nn.Module):
     Each of `attentions` has the hidden state for its query; `fc_attn` maps their outputs to one context. The GRU `rnn`
     takes the embedded token and the context, `fc` maps its output, the context and the embedded token to logits.
 
-        >>> decoder = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256)
+        >>> decoder, hidden = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256), torch.zeros(2, 128)
+        >>> encoder_outputs, target = torch.randn(2, 30, 256), torch.randint(1000, (2, 5))
         >>> for tokens in target.T:
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 

@@ -172,6 +172,9 @@ class MultiHeadAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention with one head and no output projection.
 
+        >>> layer = fusedattn.SelfAttention(64)
+        >>> output, weights = layer(torch.randn(2, 100, 64), need_weights=True)
+
     embed_dim is E, the width of input and output; all other arguments are those of `MultiHeadAttention`.
     """
 

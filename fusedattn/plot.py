@@ -25,6 +25,7 @@ def attention_map(
 ) -> "Figure":  # fmt: skip
     """A figure with a panel for each head, a row for each query, a column for each key, and one scale of colours.
 
+        >>> layer, x = fusedattn.MultiHeadAttention(64, 4), torch.randn(1, 4, 64)
         >>> _, weights = layer(x, need_weights=True)
         >>> fusedattn.plot.attention_map(weights[0], "what it attends to".split()).savefig("heads.png")
 

@@ -42,6 +42,10 @@ def eager(
 ) -> Tensor | Any:
     """`attention` with every step in the dtype of the inputs, and for all rows at once: what people write by hand.
 
+        >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.bfloat16)
+        >>> fusedattn.reference.eager(query, key, value, causal=True).dtype
+        torch.bfloat16
+
     Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)

@@ -12,9 +12,14 @@ __all__ = ["forget", "load"]
 def load(file: str | os.PathLike[str]) -> None:
     """Have calls on GPUs that a tuning file is about take the tiles, the backward and the backend that it chooses.
 
+        >>> fusedattn.tuning.load("h100.json")  # doctest: +SKIP
+
     It counts until `forget`, in this process, before any file in the user's cache folder. Without a GPU nothing
-    changes. Args: file: what `fusedattn tune --export` wrote on a machine with the same GPU, driver, torch, Triton
-    and version of this package.
+    changes.
+
+    Args:
+        file: what `fusedattn tune --export` wrote on a machine with the same GPU, driver, torch, Triton and version of
+            this package.
     Raises: OSError if it cannot be read; ValueError if it is damaged, or about none of the GPUs here.
     """
     tuned.load(Path(file))
@@ -22,6 +27,9 @@ def load(file: str | os.PathLike[str]) -> None:
 
 
 def forget() -> None:
-    """Undo every `load`, and have the files in the user's cache folder read again at the next call."""
+    """Undo every `load`, and have the files in the user's cache folder read again at the next call.
+
+    >>> fusedattn.tuning.forget()
+    """
     tuned.unload()
     cache.forget()

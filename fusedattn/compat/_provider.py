@@ -23,6 +23,10 @@ from ._override import Override
 def register() -> None:
     """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()`, and activate nothing.
 
+        >>> fusedattn.compat.torch.register()
+        >>> "fusedattn" in torch.nn.attention.list_flash_attention_impls()
+        True
+
     `torch.nn.attention.activate_flash_attention_impl("fusedattn")`, or `sdpa_provider` in a `with`, does that. A copy
     of the package under another name adds that name.
     """
@@ -33,8 +37,9 @@ def register() -> None:
 def sdpa_provider() -> Iterator[None]:
     """In the `with`, F.scaled_dot_product_attention runs our kernels wherever it would run flash attention.
 
-        >>> with fusedattn.compat.torch.sdpa_provider():
-        ...     model(inputs)
+        >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
+        >>> with fusedattn.compat.torch.sdpa_provider():  # doctest: +SKIP
+        ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     That is: CUDA, float16 and bfloat16, one head dimension up to 256, no mask. What the kernels do not take runs
     torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose the latter by

@@ -19,6 +19,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
 
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 8, 128, 64])
+
     A row that sees nothing is 0 and has gradients 0. attn_mask beside is_causal raises, and so do key and value of
     different lengths, where torch's answer depends on its kernel.
 

@@ -25,8 +25,9 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 def sdpa() -> AbstractContextManager[Any]:
     """In the `with`, F.scaled_dot_product_attention is `scaled_dot_product_attention` of this module, on any device.
 
+        >>> query = key = value = torch.randn(2, 8, 128, 64, requires_grad=True)
         >>> with fusedattn.compat.torch.sdpa():
-        ...     model(inputs).sum().backward()
+        ...     torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
 
     For code that cannot be edited: timm, diffusers, torchvision, transformers' "sdpa". It is a TorchFunctionMode, so it
     also answers references that were imported before, torch.ops.aten.scaled_dot_product_attention, and
@@ -44,6 +45,11 @@ def sdpa() -> AbstractContextManager[Any]:
 def enable_sdpa() -> None:
     """Make F.scaled_dot_product_attention ours for the whole program, all threads, until `disable_sdpa`.
 
+        >>> fusedattn.compat.torch.enable_sdpa()
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> fusedattn.compat.torch.disable_sdpa()
+
     The thread that calls this has what `sdpa` has. In all other threads, and in TorchScript, the operator behind the
     function is ours; but torch.compile, torch.vmap and a TorchDispatchMode see torch's there, and
     torch.nn.MultiheadAttention keeps its fast path (see `convert`). A thread that compiles calls enable_sdpa() itself.
@@ -58,7 +64,10 @@ def enable_sdpa() -> None:
 
 
 def disable_sdpa() -> None:
-    """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is."""
+    """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is.
+
+    >>> fusedattn.compat.torch.disable_sdpa()
+    """
     global _everywhere
     modes = [mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)]
     private.replace_function_modes(modes)

@@ -45,6 +45,9 @@ def flash_attn_func(
 ) -> Tensor | Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) to k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); head h reads kv head h // (H // Hkv).
 
+        >>> q = k = v = torch.randn(2, 128, 8, 64)
+        >>> out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+
     Returns: output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -56,7 +59,11 @@ def flash_attn_qkvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_func` of the three in one tensor (B, S, 3, H, D)."""
+    """`flash_attn_func` of the three in one tensor (B, S, 3, H, D).
+
+    >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
+    torch.Size([2, 128, 8, 64])
+    """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
 
@@ -66,7 +73,11 @@ def flash_attn_kvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D)."""
+    """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D).
+
+    >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
+    torch.Size([2, 128, 8, 64])
+    """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
 
@@ -80,6 +91,11 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor | Any:  # fmt: skip
     """Attention within each of B sequences, packed one behind the other: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
+
+        >>> q = k = v = torch.randn(100, 8, 64)
+        >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)  # 30 tokens, and 70
+        >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 70, 70, causal=True).shape
+        torch.Size([100, 8, 64])
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
@@ -101,7 +117,12 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D)."""
+    """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D).
+
+    >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
+    >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
+    torch.Size([100, 8, 64])
+    """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict.fromkeys(("query", "key", "value"), "qkv")
     names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
@@ -116,7 +137,12 @@ def flash_attn_varlen_kvpacked_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D)."""
+    """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D).
+
+    >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
+    >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
+    torch.Size([100, 8, 64])
+    """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict(query="q", key="kv", value="kv")
     tensors = q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
@@ -133,6 +159,11 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Tensor | Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) to caches, which k and v are first written to, in place. There are no gradients.
+
+        >>> k_cache, v_cache = torch.zeros(2, 2, 128, 8, 64)
+        >>> q = k = v = torch.randn(2, 1, 8, 64)
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
+        torch.Size([2, 1, 8, 64])
 
     Args:
         k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; slots past a length may hold

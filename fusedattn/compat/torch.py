@@ -79,6 +79,9 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, fused: same constructor, parameters, initial values, state dict and forward.
 
+        >>> layer, x = fusedattn.compat.torch.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 100, 64)
+        >>> output, weights = layer(x, x, x)
+
     torch's answer depends on need_weights, on the mode and on its fast path; ours does not:
 
     - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights.
@@ -204,7 +207,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 def convert(model: nn.Module) -> nn.Module:
     """`model` itself, with a fused MultiheadAttention in place of each torch.nn.MultiheadAttention in it.
 
-        >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(512, 8))
+        >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(64, 4))
 
     New modules share what the old ones hold: parameters, buffers, hooks, flags and mode. Names and order of modules,
     parameters and state dict stay, and so do subclasses of torch's module; a second call changes nothing. Copies and

@@ -18,6 +18,8 @@ _registered: list[bool] = []
 def register_sharding() -> None:
     """Have torch.ops.fusedattn.forward and backward take DTensors: sharded on batch or heads alike, or replicated.
 
+        >>> fusedattn.distributed.register_sharding()
+
     Other placements DTensor redistributes to one of these. It imports torch.distributed.tensor, and so nobody calls it
     for you; a second call does nothing.
     """

@@ -108,6 +108,10 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """The whole tensor, on every rank, from what `shard` gave each.
 
+        >>> x = torch.arange(8)[None]
+        >>> fusedattn.distributed.unshard(fusedattn.distributed.shard(x, 1), 1).shape
+        torch.Size([1, 8])
+
     Its gradient is the sum of those of all ranks, as if what is minimised were the sum of all their losses.
 
     Args: those of `shard`; x may have other rows on each rank, and nothing else that differs.

@@ -1,0 +1,30 @@
+"""Fills in what a page leaves to code: tables of CSV files, and files of the repository that are shown as they are.
+
+<!-- table: NAME -->       what a function of `tables` makes
+<!-- include: PATH -->     a Markdown file of the repository, without its title
+"""
+
+import pathlib
+import re
+
+from . import tables
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = pathlib.Path(__file__).parent / "pages"
+
+
+def expanded(page: str) -> str:
+    """A page, with everything filled in."""
+    page = re.sub(r"^<!-- include: (\S+) -->$", lambda match: _included(match[1]), page, flags=re.M)
+    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: tables.TABLES[match[1]](), page, flags=re.M)
+
+
+def _included(path: str) -> str:
+    """A file without its title. Its links lead into the repository, where the site does not: paths take their place."""
+    text = (ROOT / path).read_text().partition("\n")[2].strip()
+
+    def name(match):
+        target = (ROOT / path).parent.joinpath(match[2]).resolve().relative_to(ROOT)
+        return f"{match[1]} (`{target}`)"
+
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)#]+)\)", name, text)

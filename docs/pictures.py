@@ -1,0 +1,199 @@
+"""Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0.
+
+python -m docs.pictures FOLDER    # what `make docs` draws, as files
+"""
+
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import fusedattn as fa
+from fusedattn.distributed import shards
+
+CELL, GAP, TITLE, AXIS, LETTER = 22, 34, 22, 34, 8  # pixels
+SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # ink that reads on white and on black
+
+
+class Panel(NamedTuple):
+    """A grid of queries (rows) and keys (columns); shades are from 0, hidden, to 1."""
+
+    title: str
+    shades: torch.Tensor
+    rows: str = "query"
+    columns: str = "key"
+
+
+def seen(rows: int, keys: int, **options: Any) -> torch.Tensor:
+    """(rows, keys), 1.0 where `fusedattn.attention` gives a weight when all scores are equal."""
+    query, key = torch.zeros(rows, 1), torch.zeros(keys, 1)
+    _, weights = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
+    return (weights > 0).float()
+
+
+def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
+    """(rows, keys): how far the weight of each pair is from the largest, when all products are equal."""
+    query, key = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
+    _, found = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
+    return found[0, 0] / found.max()
+
+
+def svg(panels: Sequence[Panel]) -> str:
+    """Panels side by side."""
+    room = [
+        max(AXIS + CELL * panel.shades.shape[1], LETTER * len(panel.title), AXIS + LETTER * len(panel.columns))
+        for panel in panels
+    ]
+    height = TITLE + AXIS + CELL * max(panel.shades.shape[0] for panel in panels) + 4
+    width = sum(room) + GAP * (len(panels) - 1) + 4
+    drawn, left = [], 2
+    for panel, space in zip(panels, room, strict=True):
+        drawn += _panel(panel, left)
+        left += space + GAP
+    style = f"text{{font:12px sans-serif;fill:{INK}}} .t{{font-weight:600}}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    return "\n".join((head, f"<style>{style}</style>", *drawn, "</svg>", ""))
+
+
+def _panel(panel: Panel, left: float) -> list[str]:
+    top, start = TITLE + AXIS, left + AXIS
+    rows, columns = panel.shades.shape
+    drawn = [f'<text class="t" x="{left}" y="14">{panel.title}</text>']
+    drawn.append(f'<text x="{start}" y="{top - 20}">{panel.columns}</text>')
+    drawn += [_text(start + CELL * (j + 0.5), top - 5, j) for j in range(columns)]
+    drawn.append(
+        f'<text transform="translate({left + 10} {top + 6}) rotate(-90)" text-anchor="end">{panel.rows}</text>'
+    )
+    drawn += [_text(start - 8, top + CELL * (i + 0.5) + 4, i) for i in range(rows)]
+    for i in range(rows):
+        for j in range(columns):
+            shade, place = panel.shades[i, j].item(), f'x="{start + CELL * j}" y="{top + CELL * i}"'
+            fill = f'fill="{SEEN}" fill-opacity="{shade:.2f}"' if shade else f'fill="{HIDDEN}"'
+            drawn.append(f'<rect {place} width="{CELL - 1}" height="{CELL - 1}" {fill}/>')
+    return drawn
+
+
+def _text(x: float, y: float, text: object) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{text}</text>'
+
+
+def _causal() -> str:
+    return svg([Panel("no mask", seen(5, 5)), Panel("causal=True", seen(5, 5, causal=True))])
+
+
+def _align() -> str:
+    panels = []
+    for rows, keys in ((3, 6), (6, 3)):
+        for align in ("bottom_right", "top_left"):
+            panels.append(Panel(f'align="{align}"', seen(rows, keys, causal=True, align=align)))
+    return svg(panels)
+
+
+def _window() -> str:
+    windows = ((1, 1), (2, 0), (None, 1), (1, None))
+    return svg([Panel(f"window={window}", seen(6, 6, window=window)) for window in windows])
+
+
+def _window_causal() -> str:
+    options = dict(causal=True, window=(2, None))
+    return svg(
+        [
+            Panel("causal=True, window=(2, None)", seen(6, 6, **options)),
+            Panel("the same, 3 rows", seen(3, 6, **options)),
+        ]
+    )
+
+
+def _masks() -> str:
+    real = torch.tensor([True] * 3 + [False] * 2)
+    pairs = torch.eye(5, dtype=torch.bool) | torch.eye(5, dtype=torch.bool).flip(1)
+    return svg(
+        [
+            Panel("key_mask", seen(5, 5, key_mask=real)),
+            Panel("query_mask", seen(5, 5, query_mask=real)),
+            Panel("mask", seen(5, 5, mask=pairs)),
+            Panel("mask and causal", seen(5, 5, mask=pairs, causal=True)),
+        ]
+    )
+
+
+def _bias() -> str:
+    slopes = torch.tensor([0.5])
+    far = torch.zeros(1, 1, 5, 5)
+    far[..., 0] = -1.0
+    far[..., 4] = float("-inf")
+    return svg(
+        [
+            Panel("alibi_slopes, causal", weights(5, 5, alibi_slopes=slopes, causal=True)),
+            Panel("bias", weights(5, 5, bias=far)),
+        ]
+    )
+
+
+def _packed() -> str:
+    lengths, total = (3, 2, 4), 9
+    starts = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+    x = torch.zeros(total, 1, 1)
+    panels = []
+    for causal in (False, True):
+        _, found = fa.attention_varlen(
+            x, x, x, starts, starts, causal=causal, return_weights=True, max_seqlen_q=4, max_seqlen_k=4, backend="naive"
+        )
+        shades = torch.zeros(total, total)
+        for first, length in zip(starts.tolist(), lengths, strict=False):
+            shades[first : first + length, first : first + length] = found[0, first : first + length, :length]
+        panels.append(Panel(f"attention_varlen{', causal' if causal else ''}", (shades > 0).float()))
+    return svg(panels)
+
+
+def _cache() -> str:
+    """Three queries against a cache of 8 places of which 6 are filled."""
+    cache, filled = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32)
+    panels = []
+    for rows in (1, 3):
+        query = torch.zeros(1, 1, rows, 1)
+        _, found = fa.attention_decode(
+            query, cache, cache, cache_seqlens=filled, causal=True, return_weights=True, backend="naive"
+        )
+        panels.append(Panel(f"{rows} {'query' if rows == 1 else 'queries'}, 6 of 8 keys", (found[0, 0] > 0).float()))
+    return svg(panels)
+
+
+def _heads() -> str:
+    """Which key head each of 8 query heads reads: its value is what comes out."""
+    panels = []
+    for groups in (8, 2, 1):
+        value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
+        out = fa.attention(torch.zeros(1, 8, 1, 1), torch.zeros(1, groups, 1, 1), value, backend="naive")
+        title = {8: "8 key heads", 2: "2 key heads", 1: "1 key head"}[groups]
+        panels.append(Panel(title, out[0, :, 0], rows="query head", columns="key head"))
+    return svg(panels)
+
+
+def _shards() -> str:
+    """Which of 4 ranks has which of 16 rows."""
+    panels = []
+    for title, balance in (("balance=None", None), ('balance="zigzag"', "zigzag")):
+        shades = torch.zeros(4, 16)
+        for rank, own in enumerate(shards.chunks(16, 4, balance)):
+            for chunk in own:
+                shades[rank, chunk.first : chunk.last] = 1.0
+        panels.append(Panel(title, shades, rows="rank", columns="row"))
+    return svg(panels)
+
+
+PICTURES = dict(
+    causal=_causal, align=_align, window=_window, window_causal=_window_causal, masks=_masks, bias=_bias,
+    packed=_packed, cache=_cache, heads=_heads, shards=_shards,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("python -m docs.pictures FOLDER")
+    folder = pathlib.Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in PICTURES.items():
+        (folder / f"{name}.svg").write_text(draw())

@@ -1,0 +1,136 @@
+"""Makes the tables of the pages from the CSV files of bench/results, so that a page cannot say what no row does."""
+
+import csv
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+
+from fusedattn.bench import rows
+
+RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
+PACKAGES = ("fusedattn", "F.scaled_dot_product_attention", "FlexAttention", "flash-attn")
+# What the options of a row in cpu.csv mean; of those that are not here a table says what the CSV has.
+SAID = {
+    "keys=0.5": "half of the keys are padding (`key_mask`)",
+    "window=64,0": "`window=(64, 0)`",
+    "bias": "`bias`",
+    "documents=4": "four documents in a sequence, by `mask`",
+    "lengths=uniform": "packed sequences, beside a padded batch",
+    "module": "`MultiHeadAttention`, projections too",
+    "model=encoder": "`nn.TransformerEncoder`, converted",
+    "model=llama": "a small Llama of Transformers",
+    "filled=1": "one token after a full cache",
+    "filled=0.5": "one token after a cache that is half full",
+}
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown; what is a bar in a cell stays one."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def features() -> str:
+    """Which package has what, from features.csv."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in _read("features.csv"):
+        cells.setdefault(row["feature"], {})[row["package"]] = row["cell"]
+    return table(("feature", *PACKAGES), ([name, *(x[package] for package in PACKAGES)] for name, x in cells.items()))
+
+
+def cpu_lengths() -> str:
+    """Speed over length on a CPU, without options, from the last run in cpu.csv."""
+    lines = []
+    for (mode, case), times in _cpu("float32").items():
+        if case.options == "threads=1" and case.Hq == case.Hkv and case.Sq > 1:
+            ours, theirs = _ours(times), times["sdpa"]
+            size = f"{case.B}, {case.Hq}, {case.Sq}, {case.D}"
+            formula = _ms(times["naive"]) if "naive" in times else "-"
+            place = mode, case.causal, case.Sq
+            lines.append((place, (_mode(mode), size, _yes(case.causal), *_both(ours, theirs), formula)))
+    head = "computed", "B, H, S, D", "causal", "fusedattn ms", "PyTorch ms", "ratio", "formula ms"
+    return table(head, [line for _, line in sorted(lines)])
+
+
+def cpu_options() -> str:
+    """The same with an option, in modules and in models."""
+    lines = []
+    for (mode, case), times in _cpu("float32").items():
+        option = case.options.removesuffix(" threads=1").strip('"')
+        if not case.options.endswith("threads=1") or option in ("threads=1", "memory"):
+            continue
+        theirs = next((times[name] for name in ("sdpa", "sdpa+slice", "torch.nn") if name in times), None)
+        if theirs is not None:
+            size = f"{case.B}, {case.Hq}, {case.Sq}, {case.Sk}, {case.D}"
+            said = SAID.get(option, option) + (", causal" if case.causal else "")
+            lines.append((said, _mode(mode), size, *_both(_ours(times), theirs)))
+    return table(("what", "computed", "B, H, Sq, Sk, D", "fusedattn ms", "PyTorch ms", "ratio"), sorted(lines))
+
+
+def cpu_tangents() -> str:
+    """Forward mode on a CPU: output and tangent together, from the last run in tangent.csv."""
+    lines = []
+    for (mode, case), times in _cpu("float32", "tangent.csv").items():
+        if mode == "tangent" and {"fusedattn:cpu", "sdpa:math"} <= set(times):
+            size = f"{case.B}, {case.Hq}, {case.Sq}, {case.D}"
+            both = _both(times["fusedattn:cpu"], times["sdpa:math"])
+            lines.append(((case.causal, case.Sq), (size, _yes(case.causal), *both)))
+    head = "B, H, S, D", "causal", "fusedattn ms", "PyTorch ms", "ratio"
+    return table(head, [line for _, line in sorted(lines)])
+
+
+def cpu_machine() -> str:
+    """Where and when the rows of cpu.csv were measured."""
+    first = rows.last_run(rows.read(RESULTS / "cpu.csv"))[0]
+    return (
+        f"Measured on {first.date[:10]} with torch {first.torch} and Python {first.python}, at commit `{first.commit}`."
+    )
+
+
+def versions() -> str:
+    """The last run with each pair of versions, from versions.csv."""
+    last = {(row["torch"], row["triton"], row["what"]): row for row in _read("versions.csv")}
+    head = "torch", "triton", "what", "passed", "failed", "skipped", "date"
+    return table(
+        [name.replace("triton", "Triton") for name in head], ([row[name] for name in head] for row in last.values())
+    )
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with open(RESULTS / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _cpu(dtype: str, name: str = "cpu.csv") -> dict:
+    """{(mode, case): {provider: row}} of one thread, of the last run in a file, where all was right."""
+    grouped: dict = {}
+    for row in rows.last_run(rows.read(RESULTS / name)):
+        if row.dtype == dtype and row.ms_p50 != "" and row.status == "ok" and "threads=1" in row.options:
+            grouped.setdefault((row.mode, row.case), {})[row.provider] = row
+    return grouped
+
+
+def _ours(times: dict) -> rows.Row:
+    return next(row for name, row in times.items() if name.startswith("fusedattn"))
+
+
+def _both(ours: rows.Row, theirs: rows.Row) -> tuple[str, str, str]:
+    """The times of both, and ours over theirs."""
+    return _ms(ours), _ms(theirs), f"{ours.ms_p50 / theirs.ms_p50:.2f}"
+
+
+def _ms(row: rows.Row) -> str:
+    return f"{row.ms_p50:,.0f}" if row.ms_p50 >= 100 else f"{row.ms_p50:.3g}"
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _mode(mode: str) -> str:
+    return {"forward": "output", "forward_backward": "output and gradients"}.get(mode, mode)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (features, cpu_lengths, cpu_options, cpu_tangents, cpu_machine, versions)
+}

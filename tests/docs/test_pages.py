@@ -1,0 +1,121 @@
+"""The pages of docs/: their code runs, their links and pictures are there, and the reference has every public name."""
+
+import re
+import sys
+import types
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+import fusedattn as fa
+from docs import expand, pictures, tables
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "docs" / "pages"
+PAGES = sorted(FOLDER.rglob("*.md"))
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.M | re.S)
+LANGUAGES = {"python", "text", "bash"}
+LINES = 160
+
+
+def name(page):
+    return page.relative_to(FOLDER).with_suffix("").as_posix()
+
+
+def text(page):
+    return expand.expanded(page.read_text())
+
+
+def prose(page):
+    """A page without its blocks of code."""
+    return FENCE.sub("", text(page))
+
+
+def anchors(page):
+    """What links may lead to on a page: headings, as mkdocs names them, and entries of the reference."""
+    found = set(re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M))
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.M):
+        given = re.search(r"\{ #([\w-]+) \}", heading)
+        found.add(given[1] if given else re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()))
+    return found
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """What a page writes or installs is gone after it."""
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield
+    for module in set(sys.modules) - before:
+        if module.partition(".")[0] == "flash_attn":
+            del sys.modules[module]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_its_code_runs(page, alone, monkeypatch):
+    module = types.ModuleType("page")  # compilers import the module that a function is of
+    monkeypatch.setitem(sys.modules, "page", module)
+    for language, _, code in FENCE.findall(text(page)):
+        assert language in LANGUAGES, f"a block of {language or 'no language'}"
+        if language == "python":
+            if "from transformers" in code:
+                pytest.importorskip("transformers")
+            exec(compile(code, name(page), "exec"), vars(module))
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_its_links_lead_somewhere(page):
+    links = re.findall(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", prose(page))
+    for picture, said, link in links:
+        assert said, f"no words for {link}"
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if picture:
+            assert target.parent == FOLDER / "images" and target.stem in pictures.PICTURES, link
+        else:
+            assert target in PAGES, link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_are_short_and_in_the_menu():
+    menu = re.findall(r"([\w/]+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text(), re.M)
+    assert sorted(menu) == sorted(name(page) + ".md" for page in PAGES)
+    for page in PAGES:
+        assert len(page.read_text().splitlines()) <= LINES, name(page)
+
+
+@pytest.mark.parametrize("picture", pictures.PICTURES)
+def test_a_picture_is_small_and_used(picture):
+    drawn = pictures.PICTURES[picture]()
+    assert xml.etree.ElementTree.fromstring(drawn).tag.endswith("svg") and len(drawn) < 20_000
+    assert any(f"images/{picture}.svg" in page.read_text() for page in PAGES)
+
+
+def test_tables_are_made_from_rows():
+    used = re.findall(r"^<!-- table: (\w+) -->$", "".join(page.read_text() for page in PAGES), re.M)
+    assert sorted(used) == sorted(tables.TABLES)
+    assert all(tables.TABLES[table]().count("\n") > 3 for table in used if table != "cpu_machine")
+
+
+def public():
+    """Every public name: (how it is written, the object)."""
+    modules = {"fusedattn": fa, "fusedattn.compat.torch": fa.compat.torch, "fusedattn.distributed": fa.distributed}
+    modules |= {"fusedattn.tuning": fa.tuning, "fusedattn.compat": fa.compat}
+    found = {f"{module}.{name}": getattr(own, name) for module, own in modules.items() for name in own.__all__}
+    for module in ("layers", "plot", "reference", "compat.flash_attn", "compat.transformers"):
+        home = {f"fusedattn.{module}", "fusedattn.api"} if module == "reference" else {f"fusedattn.{module}"}
+        for name, member in vars(sys.modules[f"fusedattn.{module}"]).items():
+            if callable(member) and not name.startswith("_") and getattr(member, "__module__", "") in home:
+                found[f"fusedattn.{module}.{name}"] = member
+    return found
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(page.read_text() for page in (FOLDER / "reference").glob("*.md"))
+    entries = set(re.findall(r"^::: ([\w.]+)$", pages, re.M)) | set(re.findall(r"`(fusedattn\.[\w.]+)`", pages))
+    entries |= set(re.findall(r"^## (fusedattn\.[\w.]+)$", pages, re.M))
+    assert not set(public()) - entries
