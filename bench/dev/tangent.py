@@ -3,8 +3,8 @@
 Forward mode with tangents of query, key and value. The mode `tangent` is output and tangent together, by
 `torch.func.jvp`, as in each step of a mean flow or a consistency model; what has no forward mode (the fused kernels of
 SDPA, FlexAttention) is a row that says so. The mode `alone` takes ours apart into its two passes: `fusedattn+forward`,
-which keeps what `fusedattn+tangent` takes. The goal is their ratio; by products it is 5 to 2. On a CPU the providers of a
-mode take turns, by CPU time, by one thread and by two, as in the question `cpu`.
+which keeps what `fusedattn+tangent` takes. The goal is their ratio; by products it is 5 to 2. On a CPU the providers of
+a mode take turns, by CPU time, by one thread and by two, as in the question `cpu`.
 """
 
 import contextlib
