@@ -80,9 +80,9 @@ def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -
     for row, moved_row in zip(*(parts(x, formula.most(made)) for x in (made, moved)), strict=True):
         across = []
         for part, other in zip(row, moved_row, strict=True):
-            call = part.call
-            lse = call.query.new_empty(call.query.shape[:3])
-            out = call.query.new_empty((*lse.shape, call.value.shape[3]))
+            own = part.call  # in the dtype that is computed in
+            lse = own.query.new_empty(own.query.shape[:3])
+            out = own.query.new_empty((*lse.shape, own.value.shape[3]))
             # In place: between results that are kept glibc does not reuse what blocks have freed.
             for block in part.blocks:
                 here = slice(block.first, block.last)
