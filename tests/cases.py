@@ -212,6 +212,7 @@ SHAPES = [
     Case("D 1", B=1, D=1, Dv=1),
     Case("keys and values alike, float16", dtype=torch.float16, alike=4.0, D=20, Dv=21),
     Case("keys and values alike, bfloat16", dtype=torch.bfloat16, alike=4.0, D=24, Dv=24),
+    Case("bfloat16 bias of float64", Sq=130, Sk=127, dtype=torch.float64, bias="pairs", bias_dtype=torch.bfloat16),
     Case("rows before every key", Sq=40, Sk=10, causal=True),
     Case("window past every key", Sq=10, Sk=60, window=(3, 0), align="top_left"),
 ]

@@ -44,7 +44,7 @@ def _sliced(option, axes, b, rows, keys):
         option = option[None]
     option = option[b : b + 1] if option.shape[0] > 1 else option
     for axis, length in zip(axes, (rows, keys), strict=True):
-        if axis is not None and option.shape[axis] > 1:
+        if axis is not None and (option.shape[axis] > 1 or axis == 1):  # the tokens of a mask do not broadcast
             option = option.narrow(axis, 0, length)
     return option
 

@@ -14,6 +14,9 @@ from . import flash
 
 # A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
 NARROW = 16
+# The kernel computes a score of its backward in another order than in its forward: of larger ones the weights would be
+# wrong by more than 1e-5 of them, and infinite where the rounding of a score passes 88.
+LARGEST_LSE = 128.0
 
 
 def limits(call: Call) -> list[str]:
@@ -90,6 +93,13 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     lse = lse.contiguous() if need_lse else lse.new_empty(0)
     # No two results share memory.
     return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
+
+
+def too_large(lse: Tensor) -> bool:
+    """Whether scores, by their log-sum-exp, are too large for the kernel's backward: the formula's is right."""
+    if not lse.numel() or lse.abs().amax().item() <= LARGEST_LSE:
+        return False
+    return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(LARGEST_LSE).any())  # rows may see nothing
 
 
 @without_autocast

@@ -20,7 +20,7 @@ def _wide(handle):
 
 
 def _narrow(handle):
-    """A float32 handle as bfloat16, rounded to nearest even."""
+    """A handle of float32, or float64, as bfloat16, rounded to nearest even."""
     bits = handle.data.astype(numpy.float32).view(numpy.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     nan = numpy.uint32(0x7FC0)
@@ -40,7 +40,7 @@ def repair():
         return upstream.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def cast_impl(self, source, kind):
-        if kind.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
+        if kind.scalar == tl.bfloat16 and source.dtype.scalar in (tl.float32, tl.float64):
             return _narrow(source)
         return cast(self, _wide(source), kind)
 

@@ -17,7 +17,8 @@ from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized,
 from .inputs import prepared
 from .packed import joined, packed, padded, sequences
 
-# A larger cap no score feels, as in the kernels; by a smaller one a quotient, or its gradient, would be infinite.
+# A larger cap no score feels, as in the kernels; by a smaller one a quotient, or its gradient, would be infinite, and
+# this one is as good: nothing of it is left beside another score.
 LARGEST_CAP, SMALLEST_CAP = 2.0**60, 2.0**-60
 # Bytes that autograd may keep of scores; where it were more, blocks are computed again in the backward.
 BUDGET = 2**28
@@ -124,7 +125,8 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
     """The scores that scaled products become, before anything is hidden."""
     if softcap is not None and softcap <= LARGEST_CAP:
-        products = softcap * torch.tanh(products / max(softcap, SMALLEST_CAP))
+        cap = max(softcap, SMALLEST_CAP)  # in both places: a score of 0 has the derivative 1
+        products = cap * torch.tanh(products / cap)
     for term in added:
         products = products + term
     return products

@@ -43,14 +43,14 @@ def any_failed(call):
 def _backward(*arguments):
     grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
     call, (backend, need) = Call(*arguments[_BEFORE:-2]), arguments[-2:]
-    if backend == "cpu":
+    if backend == "cpu" and (call.partial or not cpu.too_large(stats[..., 0])):
         return cpu.backward(call, (grad_out, grad_lse, grad_weights), out, stats, need)
     grads = new_backward(*arguments)
     if not out.numel():
         for grad in grads:
             grad.zero_()
         return grads
-    if backend == "naive":
+    if backend in ("cpu", "naive"):
         fallback.gradients(grads, (grad_out, grad_lse, grad_weights), call)
         return grads
     from ..launch import run as launch

@@ -49,9 +49,10 @@ def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: 
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
         of_lse, of_weights = (grad is not None for grad in incoming[1:])
         outcome = formula.run(call._replace(**leaves), of_lse, of_weights)
-        pairs = [(x, grad.to(x.dtype)) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
-        results, cotangents = zip(*pairs, strict=True)
+        came = [(x, grad) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
+        pairs = [(x, grad.to(x.dtype)) for x, grad in came if x.requires_grad]  # lse does not depend on value
         inputs = list(leaves.values())
+        results, cotangents = zip(*pairs, strict=True) if pairs else ((), ())
         gradients = torch.autograd.grad(results, inputs, cotangents, allow_unused=True, materialize_grads=True)
     for grad, x in zip(wanted.values(), gradients, strict=True):
         grad.copy_(x)

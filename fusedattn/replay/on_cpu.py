@@ -87,13 +87,19 @@ class OnCpu:
         return backward.backward(*incoming, *fields, "cpu", [*need, *(False,) * (DIFFERENTIABLE - 3)])[:3]
 
     def before_backward(self, grads: tuple) -> tuple | None:
-        """Where something watches or differentiates the backward, replaces the node's gradients by the operator's."""
+        """Replaces the node's gradients by the operator's.
+
+        Where something watches or differentiates the backward, and where scores are too large for the kernel's.
+        """
         grad_out, *others = grads
-        if grad_out is None or is_compiling() or not (torch.is_grad_enabled() or watched()):
+        if grad_out is None or is_compiling():
             return None  # a compiler of backwards sees PyTorch's node, and has no derivative of it
         assert current_node is not None
         node, thread = current_node(), get_ident()
-        saved, need = saved_by(node), [edge is not None for edge, _ in node.next_functions[:3]]
+        saved = saved_by(node)
+        if not (torch.is_grad_enabled() or watched() or cpu.too_large(saved[4])):
+            return None
+        need = [edge is not None for edge, _ in node.next_functions[:3]]
         gradients = self.differentiate((*saved, saved[3]), grad_out, need)
 
         def after_backward(instead: tuple, _) -> tuple | None:
@@ -142,7 +148,7 @@ class _AtOnce(torch.autograd.Function):
         query, key, value, out, lse, *more = saved = ctx.saved_tensors  # a checkpoint gives them once
         centre, kept = more or (None, out)
         known, need = ctx.known, ctx.needs_input_grad[2:]
-        if not known.may_differentiate(saved) or torch.is_grad_enabled() or watched():
+        if not known.may_differentiate(saved) or torch.is_grad_enabled() or watched() or cpu.too_large(lse):
             grads = known.differentiate((query, key, value, out, lse, kept), grad_out, need)
         else:
             centred = value if centre is None else value - centre

@@ -85,7 +85,7 @@ def verdicts(
     if "key" in oracle and "value" in oracle:
         unseen["key"] = unseen["value"] = (oracle["key"] == 0).all(-1) & (oracle["value"] == 0).all(-1)
     sums = [name for name in oracle if name not in ("out", "weights")]
-    zero = {name: torch.zeros_like(oracle[name][..., 0], dtype=torch.bool) for name in sums} | unseen
+    zero = {name: oracle[name].new_zeros(oracle[name].shape[:-1], dtype=torch.bool) for name in sums} | unseen
     terms = terms or {}
     dtype = torch.promote_types(got["out"].dtype, torch.float32) if "out" in got else None  # what kernels sum in
     return {

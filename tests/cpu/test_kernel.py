@@ -61,6 +61,33 @@ def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
     assert found.backend == "naive" and found.reasons["cpu"] == ["this version of PyTorch has not its kernel"]
 
 
+@pytest.mark.parametrize("scale", [100.0, -1e5, 1e10, 1e20, 1e30], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
+    """The kernel's weights, of scores that its backward rounds in another way than its forward, were infinite."""
+    query, key, value = draw(1, 2, 100, 16, dtype=dtype)
+
+    def grads(backend):
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        out = fa.attention(*inputs, scale=scale, causal=True, backend=backend)
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    for got, want in zip(grads("cpu"), grads("naive"), strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=2e-2 * max(1.0, want.abs().max().item()))
+
+
+def test_the_gradient_of_value_alone_where_scores_are_large():
+    """By the formula, whose lse does not depend on value."""
+    query, key, value = (30 * x for x in draw(1, 2, 100, 16))
+    value.requires_grad_()
+    results = fa.attention(query, key, value, return_lse=True, backend="cpu")
+    want = torch.autograd.grad(fa.attention(query, key, value, backend="naive").sum(), value)
+    for some in (results, results[:1]):
+        got = torch.autograd.grad(sum(x.sum() for x in some), value, retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
 STRIDED = {
     "every second column": lambda x: torch.stack((x, x), -1)[..., 0],
     "columns apart": lambda x: x.mT.contiguous().mT,

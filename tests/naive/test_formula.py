@@ -98,3 +98,17 @@ def test_a_cap_that_float32_can_hardly_divide_by(softcap):
     plain = fa.reference.attention(*inputs, scale=1e-30 if softcap < 1 else None)  # all scores alike, or none capped
     torch.testing.assert_close(out, plain)
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sin().sum(), inputs))
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 2.0**-61, 1e-30, 1e-42])
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_a_score_of_0_is_as_if_it_had_no_cap(backend, softcap, device):
+    """However small the cap is: its derivative there is 1."""
+    query, key = torch.zeros(1, 1, 3, 8, device=device), torch.randn(1, 1, 4, 8, device=device)
+    value = torch.randn(1, 1, 4, 8, device=device)
+
+    def grad(**options):
+        out = fa.attention(query.requires_grad_(), key, value, backend=backend, **options)
+        return torch.autograd.grad(out[..., 0].sum(), query)[0]
+
+    torch.testing.assert_close(grad(softcap=softcap), grad())

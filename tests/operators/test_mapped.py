@@ -56,6 +56,22 @@ def test_sinks_of_packed_sequences(backend, lengths, dims, mode, device):
     same(got, [torch.stack(x) for x in zip(*want, strict=True)], atol=2e-5)
 
 
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "cpu", "naive"])
+def test_the_gradient_of_value_alone_from_the_lse_as_well(backend, slopes, device):
+    """The lse does not depend on it, but under dropout and with slopes comes back with a gradient all the same."""
+    query, key, value = (torch.randn(2, 1, 2, 5, 16) for _ in range(3))
+    options = dict(alibi_slopes=torch.rand(2), dropout_p=0.3, seed=3) if slopes and backend != "cpu" else {}
+    value.requires_grad_()
+
+    def attend(query, key, value):
+        return fa.attention(query, key, value, return_lse=True, backend=backend, **options)
+
+    out, lse = torch.vmap(attend)(query, key, value)
+    want = torch.autograd.grad(out.sum(), value, retain_graph=True)
+    same(torch.autograd.grad(out.sum() + lse.sum(), value), want)
+
+
 def test_caches_that_are_written_to():
     """By the naive path: torch.vmap writes values elsewhere by indices that stand apart."""
     key, value, new = torch.randn(2, 2, 2, 8, 4), torch.randn(2, 2, 2, 8, 4), torch.randn(2, 2, 2, 1, 4)

@@ -52,6 +52,17 @@ def test_tangents_of_one_input(name, dropout, backend, device):
     _hold(EVERYTHING._replace(name=name, dropout=dropout), backend, [name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "naive", None])
+def test_tangents_are_of_the_dtype_of_their_results(backend, dtype, device):
+    tensors, options = EVERYTHING._replace(dtype=dtype).draw()
+    moved = directions(tensors, options, ["query"])
+    given = {name: tensors[name] for name in ("query", "key", "value")} | options
+    results = fa.attention(**given, return_lse=True, return_weights=True, backend=backend)
+    tangents = with_tangents(_attend(backend), tensors, options, moved)
+    assert [x.dtype for x in tangents.values()] == [x.dtype for x in results]
+
+
 def _hold_packed(case, number, device, backend):
     rows, keys, tensors, options = draw_packed(case, number, device)
     moved = directions(tensors, options)

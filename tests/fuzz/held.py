@@ -1,0 +1,268 @@
+"""Runs a Dense by several backends, and holds what comes out to the one rule, and to what must be true of any call."""
+
+import torch
+
+import fusedattn as fa
+from fusedattn import reference
+from fusedattn.testing import compare
+from fusedattn.testing.compare import INPUTS, LEARNED, in_float64
+from fusedattn.testing.tolerance import verdict, verdicts
+
+from .. import tangents
+from ..sequences import by_sequence
+from .layouts import memory
+from .routes import ROUTES
+
+RESULTS = "out", "lse", "weights"
+LARGEST = 2.0**20  # scores up to here meet the rule, others are finite
+LARGEST_ON_CPU = 16.0  # in float32: PyTorch's kernel computes a score of its backward in another order
+LARGEST_IN_FLOAT64 = 20.0  # where the oracle itself is exact enough to tell
+LARGEST_TO_MERGE = 16.0  # lse of float32 that two calls hand over knows the weights of larger ones no better
+OTHERS = 7  # draws of values that are put together where one misses the rule by its error alone
+
+
+class Wrong(AssertionError):
+    """What is not as it must be."""
+
+
+def of_backend(function, case, backend):
+    """A function by a backend, named as the case wants it; the drop-ins know no keyword."""
+
+    def attend(*tensors, **options):
+        if backend is not None and case.by_keyword and case.route in ("attention", "attention_varlen"):
+            return function(*tensors, **options, backend=backend)
+        with fa.use_backend(backend):
+            return function(*tensors, **options)
+
+    return attend
+
+
+def computed(function, tensors, options, case, lse, learned=None):
+    """{result or input: result or gradient}, detached; {} of what is not there."""
+    wanted = case.wanted if learned is None else learned
+    inputs = {name: tensors[name].detach() for name in INPUTS}
+    inputs |= {name: options[name].detach() for name in LEARNED if name in options}
+    wanted = [name for name in wanted if name in inputs]
+    if case.forward:
+        moved = tangents.directions(tensors, options, wanted)
+        return tangents.with_tangents(function, tensors, options, moved, weights=case.weights)
+    for name in wanted:
+        inputs[name].requires_grad_()
+    results = function(**options | inputs, return_lse=lse, return_weights=case.weights)
+    results = results if isinstance(results, tuple) else (results,)
+    names = [name for name, there in zip(RESULTS, (True, lse, case.weights), strict=True) if there]
+    outputs = dict(zip(names, results, strict=True))
+    found = {name: x.detach() for name, x in outputs.items()}
+    losses = {name: outputs[name] for name in case.loss if outputs[name].requires_grad}
+    if wanted and losses:
+        given = [tensors[name].to(x.dtype) for name, x in losses.items()]
+        leaves = [inputs[name] for name in wanted]
+        grads = torch.autograd.grad(list(losses.values()), leaves, given, allow_unused=True)
+        made = zip(wanted, leaves, grads, strict=True)
+        found |= {name: torch.zeros_like(x) if grad is None else grad for name, x, grad in made}
+    elif wanted:
+        found |= {name: torch.zeros_like(inputs[name]) for name in wanted}
+    return found
+
+
+def peak(tensors, options, case):
+    """(largest |query| |key|, which no score passes before it is scaled, largest score) of a case."""
+    query, key = (tensors[name].double().nan_to_num(0, 0, 0) for name in ("query", "key"))
+    if not query.numel() or not key.numel():
+        return 0.0, 0.0
+    products = query.norm(dim=3).max().item() * key.norm(dim=3).max().item()
+    score = products * abs(case.D**-0.5 if case.scale is None else case.scale)
+    if case.softcap is not None and case.dtype != torch.float64:  # whose oracle is no better than it
+        score = min(score, case.softcap)
+    if "alibi_slopes" in options:
+        score += options["alibi_slopes"].double().abs().max().item() * (case.Sq + case.Sk)
+    if "bias" in options:
+        bias = options["bias"].double()
+        score += bias.where(bias.isfinite() & (bias > -1e30), 0.0).abs().max().item() if bias.numel() else 0.0
+    return products, score
+
+
+class Truth:
+    """What eager PyTorch and float64 say of one case and one draw of its values."""
+
+    def __init__(self, case, more=0):
+        self.case, self.more = case, more
+        tensors, options = case.draw(more)
+        self.apply = lambda function: function
+        if case.lengths is not None:
+            self.apply = lambda function: by_sequence(function, *case.lengths)
+        exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
+        with torch.no_grad() if case.forward else torch.enable_grad():
+            self.eager = computed(self.apply(reference.eager), tensors, options, case, True)
+            self.oracle = computed(self.apply(reference.attention), in_float64(tensors), exact, case, True)
+        self.terms = self._terms(tensors, options)
+        self.products, self.score = peak(tensors, options, case)
+
+    def _terms(self, tensors, options):
+        case = self.case
+        large = case.spread > 1.0 or case.alike or abs(case.scale or 0.0) > 1.0  # what is summed is not of order one
+        if case.forward:
+            moved = tangents.directions(tensors, options, case.wanted)
+            terms = tangents._terms(tensors, options, moved)
+            return terms | (self._sizes_of_tangents(tensors, moved) if large else {})
+        if not case.wanted or 0 in (case.B, case.Hq, case.Sq, case.Sk):
+            return {}
+        terms = {}
+        if any(name in case.wanted for name in LEARNED):
+            terms = compare._sizes_of_terms(tensors, options, " ".join(case.loss), self.apply, case.lengths)
+        if large:
+            for name, size in self._sizes_of_cancelling(tensors, options).items():
+                terms[name] = max(size, terms.get(name, 1.0))
+        return terms
+
+    def _sizes_of_tangents(self, tensors, moved):
+        """The same of tangents, where that of each score less their mean is to be small."""
+        norms = {name: x.double().nan_to_num(0, 0, 0).norm(dim=3) for name, x in tensors.items() if name in INPUTS}
+        norms |= {f"t {name}": x.double().nan_to_num(0, 0, 0).norm(dim=3) for name, x in moved.items() if x.dim() == 4}
+        most = {name: x.max().item() if x.numel() else 0.0 for name, x in norms.items()}
+        scale = abs(self.case.D**-0.5 if self.case.scale is None else self.case.scale)
+        size = scale * (most.get("t query", 0) * most["key"] + most["query"] * most.get("t key", 0))
+        added = (
+            moved[name].double().abs().max().item()
+            for name in ("bias", "sinks")
+            if name in moved and moved[name].numel()
+        )
+        size += sum(added)
+        return dict(out=size * most["value"], lse=size, weights=size)
+
+    def _sizes_of_cancelling(self, tensors, options):
+        """{input: how large what cancels in its gradient is}: weights times what comes back to each.
+
+        Where a row has one weight of 1, its gradient is the difference of two products of the values, times a key.
+        """
+        case, inputs = self.case, in_float64({name: tensors[name] for name in INPUTS})
+        with torch.no_grad():
+            weights = self.apply(reference.attention)(**inputs, **options, return_lse=True, return_weights=True)[2]
+        query, key, value, out = (in_float64(tensors)[x].nan_to_num(0, 0, 0) for x in (*INPUTS, "out"))
+        key, value = (x.repeat_interleave(case.group, 1) for x in (key, value))
+        back = weights * (out.norm(dim=3)[..., None] * value.norm(dim=3)[:, :, None])
+        scale = abs(case.D**-0.5 if case.scale is None else case.scale)
+        of_query = (back.square() @ key.square().sum(3, keepdim=True)).sqrt().max().item()
+        of_key = (back.square().mT @ query.square().sum(3, keepdim=True)).sqrt().max().item()
+        found = dict(query=scale * of_query, key=scale * of_key)
+        if "bias" in options:
+            found["bias"] = back.square().sum_to_size(options["bias"].shape).sqrt().max().item()
+        if "alibi_slopes" in options:
+            found["alibi_slopes"] = back.square().sum((0, 2, 3)).sqrt().max().item() * (case.Sq + case.Sk)
+        if "sinks" in options:
+            found["sinks"] = back.square().sum((0, 2, 3)).sqrt().max().item()
+        return found
+
+    @property
+    def lonely(self):
+        """Whether a row sees a single key through dropout: half precision then has rounding for a gradient of 0."""
+        if not self.case.dropout or self.case.dtype.itemsize != 2:
+            return False
+        tensors, options = self.case.draw(self.more)
+        with torch.no_grad():
+            given = {name: tensors[name] for name in INPUTS}
+            weights = self.apply(reference.attention)(**given, **options, return_lse=True, return_weights=True)[2]
+        return bool(((weights != 0).sum(-1) == 1).any())
+
+
+def judged(found, truths):
+    """{result: why it is wrong} of what was found of one case, for one draw of values or for several."""
+
+    def stacked(each):
+        return each[0] if len(each) == 1 else {name: torch.stack([x[name] for x in each]) for name in each[0]}
+
+    got, eager, oracle = map(stacked, (found, [x.eager for x in truths], [x.oracle for x in truths]))
+    names = [name for name in oracle if name in got or name == "lse"]  # which tells what is empty
+    filled = {name: got.get(name, oracle[name].to(eager[name].dtype)) for name in names}
+    terms = {name: max(x.terms[name] for x in truths) for name in truths[0].terms}
+    eager, oracle = ({name: x[name] for name in names} for x in (eager, oracle))
+    if truths[0].case.forward:  # a tangent may be 0 by cancellation alone
+        unknown = {name: x.new_zeros(x.shape[:-1], dtype=torch.bool) for name, x in oracle.items()}
+        dtype = torch.promote_types(filled["out"].dtype, torch.float32)
+        result = {
+            name: verdict(filled[name], eager[name], x, unknown[name], terms.get(name, 1.0), dtype)
+            for name, x in oracle.items()
+        }
+    else:
+        result = verdicts(filled, eager, oracle, terms)
+    return {name: verdict.why for name, verdict in result.items() if not verdict.ok}
+
+
+def run(case, backend, more=0):
+    """What a backend makes of a case. Raises: Wrong where it changes what it was given, or gives other dtypes."""
+    tensors, options = case.draw(more)
+    given = {**tensors, **{name: x for name, x in options.items() if isinstance(x, torch.Tensor)}}
+    before = {name: memory(x) for name, x in given.items()}
+    found = computed(of_backend(ROUTES[case.route].make(case), case, backend), tensors, options, case, case.lse)
+    changed = [name for name, x in given.items() if not torch.equal(memory(x), before[name])]
+    if changed:
+        raise Wrong(f"{backend}: {changed} changed")
+    for name, x in found.items():
+        expected = case.wide if name == "lse" else case.dtype if name in RESULTS else given[name].dtype
+        if x.dtype != expected:
+            raise Wrong(f"{backend}: {name} is of {x.dtype}, not {expected}")
+    return found
+
+
+def _finite(found, backend):
+    """Where scores are too large for the rule, results are finite, and no gradient is NaN."""
+    for name, x in found.items():
+        if x.isnan().any() or name in ("out", "weights") and not x.isfinite().all():
+            raise Wrong(f"{backend}: {name} is not finite")
+
+
+def _same_bits(a, b, backend):
+    for name, x in a.items():
+        if not torch.equal(x, b[name]):
+            raise Wrong(f"{backend}: {name} has other bits the second time")
+
+
+def is_coarse(case, truth):
+    """Whether the gradients are those of PyTorch's kernel, and coarser than the rule allows: known of "cpu"."""
+    if case.softcap is not None or case.dropout or case.forward or case.dtype == torch.float64:
+        return False
+    if case.dtype == torch.bfloat16:
+        return case.alike > 1
+    return truth.score > LARGEST_ON_CPU and (case.Sk > 64 or case.sinks is not None)
+
+
+def hold(case, tally=None):
+    """Raise Wrong for the first thing that is not as it must be."""
+    truth = Truth(case)
+    backends = ["triton", None] + ([case.backend] if case.backend else [])
+    for backend in backends:
+        try:
+            found = run(case, backend)
+        except NotImplementedError as error:
+            if backend == "cpu" and str(error).startswith("backend: 'cpu' cannot take this call: "):
+                continue
+            raise
+        half = case.dtype == torch.float16 and truth.products > 3e4
+        double = case.dtype == torch.float64 and truth.score > LARGEST_IN_FLOAT64
+        merged = case.route == "merge" and truth.score > LARGEST_TO_MERGE
+        if truth.score > LARGEST or half or double or merged:
+            _finite(found, backend)
+            continue
+        if backend in (None, "cpu") and is_coarse(case, truth):
+            _finite(found, backend)
+            found = {} if case.sinks else {name: x for name, x in found.items() if name in RESULTS}
+        wrong = judged([found], [truth])
+        if wrong and all("error" in why for why in wrong.values()):
+            # A draw of few values says little of an error: the same call of others, all together, and of more.
+            if tally is not None:
+                tally["drawn again"] = tally.get("drawn again", 0) + 1
+            truths, every = [], []
+            for count in (OTHERS + 1, 4 * (OTHERS + 1)):
+                more = range(len(truths), count)
+                truths += [Truth(case, n) for n in more]
+                every += [{name: x for name, x in run(case, backend, n).items() if name in found} for n in more]
+                wrong = judged(every, truths)
+                if any(each.lonely for each in truths):
+                    wrong = {name: why for name, why in wrong.items() if name not in ("query", "key")}
+                if not wrong or not all("error" in why for why in wrong.values()):
+                    break
+        if wrong:
+            raise Wrong(f"{backend}: {wrong}")
+        if case.again:
+            again = run(case, backend)
+            _same_bits(found, again, backend)
