@@ -57,6 +57,10 @@ check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
+.PHONY: dist
+dist: $(READY) ## the source archive and the wheel, built twice into the same bytes, into dist/
+	$(PY) .ci/dist.py $(ARGS)
+
 gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go; ARGS="--resume out/results.tgz")
 	bash bench/gpu.sh $(ARGS)
 
