@@ -124,3 +124,26 @@ def test_releases_are_built_with_what_is_pinned_to_its_bytes():
     lines = (ROOT / ".ci" / "setuptools.txt").read_text().splitlines()
     (pin,) = [line for line in lines if not line.startswith("#")]
     assert re.fullmatch(r"setuptools==[\d.]+ --hash=sha256:[0-9a-f]{64}", pin)
+
+
+def test_issue_forms_ask_for_what_answers_need():
+    """Commands that the package has, and the versions of whoever asks."""
+    asked = {"bug": "fusedattn info", "numbers": "fusedattn check", "speed": "fusedattn bench", "feature": "formula"}
+    for name, wanted in asked.items():
+        text = (GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text()
+        form = yaml.safe_load(text)
+        assert {"name", "description", "body"} <= set(form) and wanted in text
+        ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) and all(
+            "label" in field["attributes"] for field in form["body"] if "id" in field
+        )
+
+
+def test_the_script_for_wrong_numbers_runs(capsys):
+    form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "numbers.yml").read_text())
+    (script,) = [field["attributes"]["value"] for field in form["body"] if field.get("id") == "script"]
+    here = script.replace('device="cuda"', 'device="cpu"').replace('backend="triton"', 'backend="cpu"')
+    assert here != script
+    exec(compile(here, "numbers.yml", "exec"), {})
+    said = capsys.readouterr().out.split()
+    assert said[::2] == ["ours", "eager"] and 0 < float(said[1]) < 0.01
