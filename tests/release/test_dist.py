@@ -1,5 +1,6 @@
 """The source archive and the wheel: the same bytes whenever and wherever they are built, and nothing forgotten."""
 
+import re
 import runpy
 import stat
 import subprocess
@@ -57,3 +58,12 @@ def test_what_git_does_not_know_stays_out(dist, tmp_path):
         pytest.skip("there is no repository here")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert dist["sources"]() == sorted(name for name in tracked if (ROOT / name).is_file())
+
+
+def test_the_changelog_knows_the_version():
+    """A version that is not in development has a section with a date, below what is not released."""
+    version = re.search(r'^__version__ = "(.*)"$', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
+    sections = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert sections[0] == ("Unreleased", "")
+    assert "dev" in version or sections[1][0] == version
+    assert all(date for _, date in sections[1:])
