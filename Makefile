@@ -62,6 +62,14 @@ docs: .venv/docs ## the site of the documentation, into out/site: a broken link 
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml $(ARGS)
 	@echo "make: open out/site/index.html"
 
+.PHONY: dist
+dist: $(READY) ## the source archive and the wheel, built twice into the same bytes, into dist/
+	$(PY) .ci/dist.py $(ARGS)
+
+.PHONY: hub
+hub: $(READY) ## the package as a repository of Hugging Face's kernels, into out/hub
+	$(PY) .ci/hub.py $(ARGS)
+
 gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go; ARGS="--resume out/results.tgz")
 	bash bench/gpu.sh $(ARGS)
 
@@ -72,7 +80,7 @@ tune: $(READY) ## time tiles for fusedattn/launch/tiles.py on a GPU (ARGS=--help
 	$(PY) -m fusedattn.bench tune $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf .venv .triton-* .torch-* build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache
+	rm -rf .venv .triton-* .torch-* .kernels build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when the Python is another one.
@@ -93,3 +101,6 @@ $(READY): .ci/setup_venv.py pyproject.toml setup.py constraints.txt
 
 .triton-%: | $(READY)
 	$(PY) -m pip install -q --no-compile --no-deps --target $@ triton==$*
+
+.kernels: | $(READY) # Hugging Face's, where `import kernels` finds no folder of ours; without what it signs uploads with
+	$(PY) -m pip install -q --no-compile --no-deps --target $@ -c constraints.txt kernels tomlkit

@@ -25,7 +25,8 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     try:
         import triton
     except ImportError as error:
-        return (f"Triton is not installed ({error})",)
+        absent = error.name in (None, "triton")  # else it lacks something: NumPy its interpreter
+        return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({error})",)
     interpreted = triton.knobs.runtime.interpret
     if device.type == "cpu" and not interpreted:
         developers = "for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them"

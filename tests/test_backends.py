@@ -165,6 +165,17 @@ def test_without_triton_the_reason_says_so():
     assert "takes cpu" in said and said.count("Triton is not installed") == 3
 
 
+def test_a_triton_that_lacks_something_is_not_said_to_be_absent():
+    """As its interpreter lacks NumPy after `pip install fusedattn` alone: `fusedattn check` says so on a CPU."""
+    program = (
+        "import os, sys; sys.modules['numpy'] = None; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "import torch, warnings; warnings.simplefilter('ignore')\n"
+        "import fusedattn as fa; print(fa.explain(*torch.randn(3, 1, 1, 3, 8), backend='triton'))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "Triton cannot be imported (" in said and "numpy" in said
+
+
 @pytest.mark.parametrize(
     "other",
     [

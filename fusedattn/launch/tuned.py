@@ -168,9 +168,10 @@ def _version():
     """Our version, and a digest of the kernels: what was proved of some is not of others."""
     from .. import kernels
 
+    package = sys.modules[__name__.rpartition(".launch.")[0]]  # this copy, whatever its name is
     where = Path(kernels.__path__[0])
     texts = [(str(path.relative_to(where)), path.read_bytes()) for path in sorted(where.rglob("*.py"))]
-    return f"{sys.modules['fusedattn'].__version__}+{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
+    return f"{package.__version__}+{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
 
 
 def folder() -> Path:

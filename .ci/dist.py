@@ -1,0 +1,170 @@
+"""Builds the source archive and the wheel, twice, and keeps them if they are the same: python .ci/dist.py [--into dist]
+
+What depends on when, where and by whom they are built is made canonical: times (SOURCE_DATE_EPOCH, or else that of the
+commit), order, owners, permissions. What stays is the version of zlib, and of setuptools, which stands in the wheel:
+releases are built with that of .ci/setuptools.txt.
+"""
+
+import argparse
+import gzip
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# torch is out of reach: to build a wheel without it is what pip does, and what a stranger has.
+BUILD = """
+import sys
+sys.modules["torch"] = None
+from setuptools import build_meta
+getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])
+"""
+UMASK, OTHER_UMASK = 0o022, 0o077
+OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/")  # another machine, as far as it goes
+
+
+def git(*arguments):
+    """What git says of the repository, or None where there is none, as in an unpacked source archive."""
+    if not (ROOT / ".git").exists():
+        return None
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def sources():
+    """The files of the repository, or those that the source archive says it has, by names relative to ROOT."""
+    tracked = git("ls-files", "-z")
+    if tracked is not None:
+        names = tracked.split("\0")
+    else:
+        names = (ROOT / "fusedattn.egg-info" / "SOURCES.txt").read_text().splitlines()
+        names = [name for name in names if not name.startswith("fusedattn.egg-info/")]
+    return sorted(name for name in names if name and (ROOT / name).is_file())
+
+
+def epoch():
+    """Seconds since 1970, for all files: as told, or of the commit, or of the source archive that was unpacked here."""
+    told = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
+    return int(told or (ROOT / "PKG-INFO").stat().st_mtime)
+
+
+def copy(names, into, mtime=None):
+    """Copies the files, in the order of names."""
+    for name in names:
+        target = into / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+        if mtime is not None:
+            os.utime(target, (mtime, mtime))
+
+
+def build(kind, source, into, seconds, umask=UMASK, **environment):
+    """The sdist or wheel that setuptools makes of a folder, as pip would have it made, in canonical form."""
+    into.mkdir()
+    environment = os.environ | environment | {"SOURCE_DATE_EPOCH": str(seconds)}
+    command = [sys.executable, "-c", BUILD, kind, str(into)]
+    done = subprocess.run(command, cwd=source, env=environment, umask=umask, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"dist: {kind} failed\n{done.stdout}{done.stderr}")
+    (made,) = into.iterdir()
+    (canonical_wheel if kind == "wheel" else canonical_sdist)(made, seconds)
+    return made
+
+
+def canonical_sdist(path, seconds):
+    """Writes the files of a tar.gz again: sorted, of nobody, of one time, executable or not."""
+    with tarfile.open(path) as archive:
+        files = {entry.name: (entry.mode, archive.extractfile(entry).read()) for entry in archive if entry.isfile()}
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", mtime=seconds, fileobj=raw) as packed:
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for name, (mode, content) in sorted(files.items()):
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mtime = len(content), seconds
+                entry.mode = 0o755 if mode & stat.S_IXUSR else 0o644
+                with tempfile.SpooledTemporaryFile() as file:
+                    file.write(content)
+                    file.seek(0)
+                    archive.addfile(entry, file)
+
+
+def canonical_wheel(path, seconds):
+    """Writes the files of a wheel again: sorted, its RECORD last, of one time, readable by all."""
+    with zipfile.ZipFile(path) as archive:
+        files = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    when = time.gmtime(max(seconds, 315532800))[:6]  # a zip knows nothing before 1980
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in sorted(files.items(), key=lambda item: (item[0].endswith("/RECORD"), item[0])):
+            entry = zipfile.ZipInfo(name, when)
+            entry.create_system, entry.external_attr = 3, (stat.S_IFREG | 0o644) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, content)
+
+
+def unpacked(sdist, into):
+    """The folder of an sdist that was unpacked into a folder."""
+    shutil.unpack_archive(sdist, into)
+    (folder,) = into.iterdir()
+    return folder
+
+
+def twice(scratch, seconds):
+    """[sdist, wheel], and the same built elsewhere, later, in another order, and with other permissions.
+
+    The wheel comes once from the unpacked sdist and once from the repository, so that they cannot differ.
+    """
+    names = sources()
+    first, second = scratch / "first", scratch / "somewhere" / "else"
+    copy(names, first)
+    sdist = build("sdist", first, scratch / "sdist", seconds)
+    wheel = build("wheel", unpacked(sdist, scratch / "unpacked"), scratch / "wheel", seconds)
+    before = os.umask(OTHER_UMASK)
+    try:
+        copy(names[::-1], second, mtime=seconds + 12345678)
+    finally:
+        os.umask(before)
+    again = [
+        build(kind, second, scratch / f"{kind}-again", seconds, OTHER_UMASK, **OTHER) for kind in ("sdist", "wheel")
+    ]
+    return [sdist, wheel], again
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=pathlib.Path, default=ROOT / "dist", help="a folder, which is emptied first")
+    into = parser.parse_args().into.resolve()
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    with tempfile.TemporaryDirectory() as scratch:
+        made, again = twice(pathlib.Path(scratch), epoch())
+        for one, other in zip(made, again, strict=True):
+            if one.read_bytes() != other.read_bytes():
+                kept = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
+                shutil.copy(one, kept / f"1-{one.name}")
+                shutil.copy(other, kept / f"2-{other.name}")
+                sys.exit(f"dist: {one.name} built twice is not the same; both are in {kept}")
+        shutil.rmtree(into, ignore_errors=True)
+        into.mkdir(parents=True)
+        for one in made:
+            shutil.copy(one, into)
+            print(f"{digest(one)}  {one.name}  {one.stat().st_size} bytes")
+    print("built twice, each time the same bytes; the wheel once from the source archive and once from the repository")
+    if changed:
+        print("dist: note that there are changes which are not committed")
+    has = importlib.metadata.version("setuptools")
+    if f"setuptools=={has} " not in (ROOT / ".ci" / "setuptools.txt").read_text():
+        print(f"dist: note that this is setuptools {has}, with which releases are not built")
+
+
+if __name__ == "__main__":
+    main()

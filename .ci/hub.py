@@ -1,0 +1,108 @@
+"""Writes the package as a repository of Hugging Face's kernels: python .ci/hub.py [--into out/hub]
+
+    README.md  LICENSE  benchmarks/benchmark.py  build/torch-cpu/  build/torch-cuda/
+
+Each folder of build/ is the package as installed, without its commands, under a name that no other kernel has. With
+`pip install kernels`, `kernels.get_local_kernel(Path("out/hub"))` loads the one for this machine, and
+`kernels benchmark ./out/hub` times it beside PyTorch.
+"""
+
+import argparse
+import ast
+import base64
+import hashlib
+import json
+import pathlib
+import re
+import shutil
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NAME = "fusedattn"
+LEFT_OUT = ("cli", "testing", "__main__.py")  # the commands, and what they alone need
+# Of compute capability 8.0 or newer, for which Triton compiles when a kernel is first launched.
+BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
+MINIMUM = "0.17.0"  # of kernels, by which this layout was tested
+# What the benchmarks of kernels, and transformers, call by these names.
+MORE = """
+from .compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
+
+__all__ += ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+"""
+
+
+def package():
+    """{path in the package: content}, as it is installed."""
+    files = {}
+    for folder, inside in ((ROOT / "fusedattn", ""), (ROOT / "kernels", "kernels/")):
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            kept = path.suffix == ".py" or path.name == "py.typed"
+            if kept and name.split("/")[0] not in LEFT_OUT and not path.is_symlink():
+                files[inside + name] = path.read_bytes()
+    files["__init__.py"] += MORE.encode()
+    return files
+
+
+def check_imports(files):
+    """Nothing of the package is imported by the name that it has from pip: that may be another version, or absent."""
+    for name, content in files.items():
+        for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(imported.split(".")[0] == NAME for imported in names):
+                raise SystemExit(f"hub: {name}:{node.lineno} imports {NAME} by its name, and not relative to itself")
+
+
+def version():
+    return re.search(r'^__version__ = "(\d+)\.', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
+
+
+def metadata(files, backend):
+    """What metadata.json says; `id` is the name of the module and of torch.ops, and follows from what is in it."""
+    digests = {name: hashlib.sha256(content).digest() for name, content in sorted(files.items())}
+    unique = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]
+    return {
+        "name": NAME,
+        "id": f"_{NAME}_{backend}_{unique}",
+        "version": int(version()),
+        "kernels-minver": MINIMUM,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": BACKENDS[backend],
+        "digest": {
+            "algorithm": "sha256",
+            "files": {name: base64.b64encode(digest).decode() for name, digest in digests.items()},
+        },
+    }
+
+
+def write(into):
+    """Writes all of it into a folder that is emptied first."""
+    files = package()
+    check_imports(files)
+    shutil.rmtree(into, ignore_errors=True)
+    for backend in BACKENDS:
+        variant = into / "build" / f"torch-{backend}"
+        for name, content in files.items():
+            (variant / name).parent.mkdir(parents=True, exist_ok=True)
+            (variant / name).write_bytes(content)
+        (variant / "metadata.json").write_text(json.dumps(metadata(files, backend), indent=2) + "\n")
+    (into / "benchmarks").mkdir()
+    shutil.copy(ROOT / ".ci" / "hub_benchmark.py", into / "benchmarks" / "benchmark.py")
+    card = (ROOT / ".ci" / "hub_card.md").read_text()
+    (into / "README.md").write_text(card.replace("VERSION", version()))
+    shutil.copy(ROOT / "LICENSE", into)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=pathlib.Path, default=ROOT / "out" / "hub", help="a folder, emptied first")
+    into = parser.parse_args().into.resolve()
+    write(into)
+    for path in sorted(into.glob("build/*/metadata.json")):
+        print(f"{path.parent.name}: torch.ops.{json.loads(path.read_text())['id']}")
+    print(f"in {into}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What `kernels benchmark` runs: the suite's own workloads of attention, and what the package has beyond those."""
+
+import torch
+import torch.nn.functional as F
+from kernels.benchmark import Benchmark
+from kernels.benchmarks import FlashAttentionBenchmark, FlashAttentionCausalBenchmark, FlashAttentionVarlenBenchmark
+
+if torch.cuda.is_available():  # their tensors are on a GPU, whatever the kernel is for
+
+    class FlashAttention(FlashAttentionBenchmark):
+        """flash_attn_func."""
+
+    class FlashAttentionCausal(FlashAttentionCausalBenchmark):
+        """flash_attn_func, causal."""
+
+    class FlashAttentionVarlen(FlashAttentionVarlenBenchmark):
+        """flash_attn_varlen_func."""
+
+
+class Attention(Benchmark):
+    """`attention`, each workload beside F.scaled_dot_product_attention or, where that has it not, the formula."""
+
+    seed = 42
+
+    def setup(self):
+        on_gpu = self.device != "cpu"
+        self.length = 2048 if on_gpu else 256
+        batch, heads, kv_heads, width = (4, 16, 4, 128) if on_gpu else (2, 4, 2, 64)
+        like = dict(device=self.device, dtype=torch.float16 if on_gpu else torch.float32)
+        self.q = torch.randn(batch, heads, self.length, width, **like)
+        self.k, self.v = (torch.randn(batch, kv_heads, self.length, width, **like) for _ in range(2))
+        lengths = torch.linspace(0.5, 1.0, batch, device=self.device) * self.length
+        self.real = (
+            torch.arange(self.length, device=self.device) < lengths[:, None]
+        )  # (B, Sk): half of a batch is padding
+
+    def visible(self, window):
+        """(Sq, Sk): the last `window` keys of each query, and none after it."""
+        rows, columns = (
+            torch.arange(self.length, device=self.device)[:, None],
+            torch.arange(self.length, device=self.device),
+        )
+        return (columns <= rows) & (columns > rows - window)
+
+    def benchmark_grouped_causal(self):
+        self.out = self.kernel.attention(self.q, self.k, self.v, causal=True)
+
+    def verify_grouped_causal(self):
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=True)
+
+    def benchmark_padding(self):
+        self.out = self.kernel.attention(self.q, self.k, self.v, key_mask=self.real)
+
+    def verify_padding(self):
+        mask = self.real[:, None, None]
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=mask, enable_gqa=True)
+
+    def benchmark_window(self):
+        self.out = self.kernel.attention(self.q, self.k, self.v, causal=True, window=(self.length // 8 - 1, 0))
+
+    def verify_window(self):
+        mask = self.visible(self.length // 8)
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=mask, enable_gqa=True)
+
+    def benchmark_softcap(self):
+        self.out = self.kernel.attention(self.q, self.k, self.v, causal=True, softcap=20.0)
+
+    def verify_softcap(self):
+        group = self.q.shape[1] // self.k.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (self.k, self.v))
+        scores = (self.q @ key.mT).float() * self.q.shape[-1] ** -0.5
+        scores = (20 * torch.tanh(scores / 20)).masked_fill(~self.visible(self.length), float("-inf"))
+        return scores.softmax(-1).to(value.dtype) @ value
+
+    def gradients(self, function, **options):
+        """Of query, of a sum of the output weighted by itself: forward and backward."""
+        query = self.q.detach().requires_grad_()
+        out = function(query, self.k, self.v, **options)
+        return torch.autograd.grad(out, query, out.detach())[0]
+
+    def benchmark_training(self):
+        self.out = self.gradients(self.kernel.attention, causal=True)
+
+    def verify_training(self):
+        return self.gradients(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)

@@ -1,0 +1,127 @@
+"""Installs from an index as a stranger does, and works with what came: python .ci/rehearse.py [--dist dist]
+
+The index is a folder, as PEP 503 has it, of what `make dist` built. Once pip takes the wheel, and once the source
+archive, which is then unpacked and tests itself by its own Makefile. Both begin in a venv without fusedattn that sees
+the torch, and all other packages, of this Python, so that nothing is downloaded.
+"""
+
+import argparse
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OWN = re.compile(r"fusedattn|__editable__")
+# Of the source archive: links lead somewhere, rooms import one way, real kernels are right.
+SELF_TESTS = "tests/test_readme.py tests/kernels/test_merge.py tests/test_package.py"
+SELF_TESTS += " -k 'not wheel and not numpy and not without_triton and not importing_adds'"
+BY_PATH = dict(PYTHONPATH="", TRITON_INTERPRET="")  # of this process, nothing that a stranger has not
+
+
+def index(dist, into):
+    """A simple index with one project; each file with its digest, which pip checks."""
+    project = into / "simple" / "fusedattn"
+    project.mkdir(parents=True)
+    links = []
+    for file in sorted(dist.iterdir()):
+        shutil.copy(file, project)
+        sha = hashlib.sha256(file.read_bytes()).hexdigest()
+        links.append(f'<a href="{file.name}#sha256={sha}" data-requires-python="&gt;=3.10">{file.name}</a><br>')
+    (project / "index.html").write_text("<!DOCTYPE html>\n" + "\n".join(links) + "\n")
+    (project.parent / "index.html").write_text('<!DOCTYPE html>\n<a href="fusedattn/">fusedattn</a>\n')
+    return project.parent.as_uri()
+
+
+def packages(into):
+    """A folder with links to all packages that this Python sees, but for fusedattn."""
+    into.mkdir()
+    for folder in (pathlib.Path(name) for name in sys.path if name.endswith("-packages")):
+        for entry in folder.iterdir():
+            link = into / entry.name
+            if not OWN.search(entry.name) and entry.suffix != ".pth" and not link.exists():
+                link.symlink_to(entry)
+    return into
+
+
+def venv(folder, others):
+    """The Python of a new venv that sees those packages behind its own."""
+    call(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    code = "import site; print(site.getsitepackages()[0])"
+    own = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    pathlib.Path(own, "others.pth").write_text(f"{others}\n")
+    return python
+
+
+def call(*command, cwd=ROOT, **environment):
+    """Runs a command, and says how long it took; what it printed is shown if it failed."""
+    began = time.monotonic()
+    merged = {name: value for name, value in (os.environ | BY_PATH | environment).items() if value}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=merged, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"rehearse: {' '.join(map(str, command))} failed\n{done.stdout}{done.stderr}")
+    return done.stdout, time.monotonic() - began
+
+
+def say(what, seconds):
+    print(f"{seconds:6.1f} s  {what}", flush=True)
+
+
+def installed(python, url, *options):
+    """pip's way: resolve, take from the index, install with what it needs."""
+    pip = [python, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", "-q", "--no-cache-dir"]
+    return call(*pip, "--index-url", url, *options, "fusedattn")[1]
+
+
+def wheel_works(scratch, others, url):
+    python = venv(scratch / "by-wheel", others)
+    say("pip install fusedattn", installed(python, url, "--only-binary", "fusedattn"))
+    empty = scratch / "empty"
+    empty.mkdir()
+    command = python.parent / "fusedattn"
+    printed, seconds = call(command, "info", cwd=empty)
+    say("fusedattn info", seconds)
+    where, _ = call(python, "-c", "import fusedattn, fusedattn.kernels as k; print(k.__file__)", cwd=empty)
+    if not pathlib.Path(where.strip()).is_relative_to(scratch):
+        sys.exit(f"rehearse: the kernels came from {where.strip()}")
+    _, seconds = call(command, "check", "--device", "cpu", "--case", "causal", cwd=empty)
+    say("fusedattn check --device cpu --case causal", seconds)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (empty / "snippet.py").write_text(snippet)
+    printed, seconds = call(python, "snippet.py", cwd=empty)
+    if not printed.startswith("takes "):
+        sys.exit(f"rehearse: the example of the README printed {printed!r}")
+    say("the example of the README", seconds)
+
+
+def source_works(scratch, others, url, dist):
+    python = venv(scratch / "by-source", others)
+    options = ("--no-binary", "fusedattn", "--no-build-isolation")
+    say("pip install --no-binary fusedattn fusedattn", installed(python, url, *options))
+    (archive,) = dist.glob("fusedattn-*.tar.gz")
+    shutil.unpack_archive(archive, scratch / "unpacked")
+    (folder,) = (scratch / "unpacked").iterdir()
+    bare = venv(scratch / "bare", others)  # the Makefile makes a .venv of it, as it does of any Python with a torch
+    printed, seconds = call("make", "interpreter", f"PYTHON={bare}", f"ARGS=-q {SELF_TESTS}", cwd=folder)
+    say(f"make interpreter in the unpacked archive: {printed.strip().splitlines()[-1].strip('= ')}", seconds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dist", type=pathlib.Path, default=ROOT / "dist", help="the folder with sdist and wheel")
+    dist = parser.parse_args().dist.resolve()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = pathlib.Path(name).resolve()
+        url, others = index(dist, scratch), packages(scratch / "packages")
+        wheel_works(scratch, others, url)
+        source_works(scratch, others, url, dist)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The source archive and the wheel: the same bytes whenever and wherever they are built, and nothing forgotten."""
+
+import re
+import runpy
+import stat
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EPOCH = 1_700_000_001
+MADE = {"PKG-INFO", "setup.cfg"}  # by setuptools, beside fusedattn.egg-info
+
+
+@pytest.fixture(scope="module")
+def dist():
+    pytest.importorskip("setuptools", minversion="77")
+    return runpy.run_path(str(ROOT / ".ci" / "dist.py"))
+
+
+@pytest.fixture(scope="module")
+def made(dist, tmp_path_factory):
+    """([sdist, wheel], the same built elsewhere)."""
+    return dist["twice"](tmp_path_factory.mktemp("dist"), EPOCH)
+
+
+def test_built_twice_they_are_the_same(made):
+    for one, other in zip(*made, strict=True):
+        assert one.name == other.name and one.read_bytes() == other.read_bytes()
+
+
+def test_the_source_archive_has_all_that_the_repository_has(dist, made):
+    (sdist, _), _ = made
+    with tarfile.open(sdist) as archive:
+        entries = archive.getmembers()
+    names = {entry.name.partition("/")[2] for entry in entries}
+    assert {name for name in names if not name.startswith("fusedattn.egg-info/")} == MADE | set(dist["sources"]())
+    assert {(entry.mtime, entry.uid, entry.gid, entry.uname) for entry in entries} == {(EPOCH, 0, 0, "")}
+    assert {entry.mode for entry in entries} == {0o644, 0o755}, "whatever the umask of who built it"
+
+
+def test_the_wheel_is_canonical(made):
+    (_, wheel), _ = made
+    with zipfile.ZipFile(wheel) as archive:
+        entries = archive.infolist()
+    assert {entry.date_time for entry in entries} == {(2023, 11, 14, 22, 13, 20)}, "a zip has every other second"
+    assert {entry.external_attr >> 16 for entry in entries} == {stat.S_IFREG | 0o644}
+    names = [entry.filename for entry in entries]
+    assert names == [*sorted(names[:-1]), names[-1]] and names[-1].endswith(".dist-info/RECORD")
+
+
+def test_what_git_does_not_know_stays_out(dist, tmp_path):
+    """And what it knows goes in as it is on disk, so that a test of a change builds the change."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("there is no repository here")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert dist["sources"]() == sorted(name for name in tracked if (ROOT / name).is_file())
+
+
+def test_the_changelog_knows_the_version():
+    """A version that is not in development has a section with a date, below what is not released."""
+    version = re.search(r'^__version__ = "(.*)"$', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
+    sections = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert sections[0] == ("Unreleased", "")
+    assert "dev" in version or sections[1][0] == version
+    assert all(date for _, date in sections[1:])

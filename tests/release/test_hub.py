@@ -1,0 +1,85 @@
+"""The build for Hugging Face's kernels: what is in it, and that their package loads it beside pip's copy."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / ".kernels"  # by `make .kernels`; the folder `kernels` of the repository is another thing
+WORKLOADS = {
+    *(f"Attention.{name}" for name in ("grouped_causal", "padding", "softcap", "training", "window")),
+    *(f"{name}.small" for name in ("FlashAttention", "FlashAttentionCausal", "FlashAttentionVarlen")),
+}
+
+
+@pytest.fixture(scope="module")
+def hub():
+    return runpy.run_path(str(ROOT / ".ci" / "hub.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(hub, tmp_path_factory):
+    into = tmp_path_factory.mktemp("hub") / "fusedattn"
+    hub["write"](into)
+    return into
+
+
+def test_it_has_a_build_for_each_backend_and_benchmarks(folder):
+    assert {path.name for path in folder.iterdir()} == {"README.md", "LICENSE", "benchmarks", "build"}
+    assert {path.name for path in (folder / "build").iterdir()} == {"torch-cpu", "torch-cuda"}
+    assert [path.name for path in (folder / "benchmarks").iterdir()] == ["benchmark.py"]
+    for variant in (folder / "build").iterdir():
+        names = {path.name for path in variant.iterdir()}
+        assert {"__init__.py", "metadata.json", "kernels", "py.typed"} <= names
+        assert not names & {"cli", "bench", "testing", "fusedattn"}
+
+
+def test_it_is_the_same_when_it_is_written_again(hub, folder, tmp_path):
+    hub["write"](tmp_path / "again")
+    for path in folder.rglob("*.json"):
+        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(folder)).read_bytes()
+
+
+def test_names_follow_from_the_content(hub):
+    files = hub["package"]()
+    ids = {hub["metadata"](files, backend)["id"] for backend in ("cpu", "cuda")}
+    ids |= {hub["metadata"](files | {"more.py": b""}, backend)["id"] for backend in ("cpu", "cuda")}
+    assert len(ids) == 4, "two versions of it may be in one process"
+
+
+def test_imports_by_name_are_refused(hub):
+    hub["check_imports"](hub["package"]())
+    for line in (b"import fusedattn", b"def f():\n    from fusedattn.kernels import forward"):
+        with pytest.raises(SystemExit, match="by its name"):
+            hub["check_imports"]({"more.py": line})
+
+
+def test_it_exports_what_the_package_does_and_what_kernels_calls(folder):
+    tree = ast.parse((folder / "build" / "torch-cuda" / "__init__.py").read_text())
+    lists = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, (ast.Assign, ast.AugAssign))][:3]
+    exported = {name for names in lists if isinstance(names, list) for name in names}
+    assert {"attention", "attention_varlen", "layers", "flash_attn_func", "flash_attn_varlen_func"} <= exported
+
+
+def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
+    """Both give the same bits, close to float64; operators are apart; no other copy and no network is needed."""
+    pytest.importorskip("triton", reason="one of the backends is Triton's")
+    if not KERNELS.exists():
+        try:
+            importlib.metadata.version("kernels")
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip("Hugging Face's kernels is not installed: make .kernels")
+    environment = os.environ | {"PYTHONPATH": str(KERNELS), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, ROOT / "tests" / "release" / "hub.py", folder, ROOT]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    built = json.loads((folder / "build" / "torch-cpu" / "metadata.json").read_text())
+    assert said["id"] == built["id"] and set(said["ran"]) == WORKLOADS

@@ -1,0 +1,149 @@
+"""GitHub's workflows, as far as files say it: least permissions, pinned actions, nothing of strangers in commands."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml", reason="PyYAML, which transformers brings, reads the workflows")
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+FILES = sorted((GITHUB / "workflows").glob("*.yml"))
+PROJECT = (ROOT / "pyproject.toml").read_text()
+# The one job that may do more than read: it has no code of ours, and publishes what the others built.
+PUBLISHES = ("release.yml", "publish")
+READS = {"contents": "read"}
+# Of the expressions that commands of a shell, and their environment, may have: none that somebody outside can choose.
+OURS = re.compile(r"matrix\.\w+|github\.(workflow|ref)")
+
+
+def workflow(path):
+    content = yaml.safe_load(path.read_text())
+    content["on"] = content.pop(True)  # YAML 1.1 reads `on` so
+    return content
+
+
+def jobs():
+    for path in FILES:
+        for name, job in workflow(path)["jobs"].items():
+            yield path.name, name, job
+
+
+def steps():
+    for file, name, job in jobs():
+        for step in job["steps"]:
+            yield f"{file} {name}", step
+
+
+def test_there_are_tests_a_release_and_documentation():
+    assert [path.name for path in FILES] == ["docs.yml", "release.yml", "tests.yml"]
+
+
+def test_jobs_may_read_and_one_may_publish():
+    for path in FILES:
+        assert workflow(path)["permissions"] == {}, f"{path.name}: what a job may do, the job says"
+    for file, name, job in jobs():
+        wanted = {"id-token": "write"} if (file, name) == PUBLISHES else READS
+        assert job["permissions"] == wanted, (file, name)
+        assert job["timeout-minutes"] <= 90 and job["runs-on"] == "ubuntu-24.04", (file, name)
+
+
+def test_what_publishes_waits_for_a_person_and_for_what_checks():
+    (job,) = [job for file, name, job in jobs() if (file, name) == PUBLISHES]
+    assert job["environment"]["name"] == "pypi" and set(job["needs"]) == {"build", "check"}
+    assert job["if"] == "github.event_name == 'push'"
+    assert [step["uses"].partition("@")[0] for step in job["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+    assert workflow(GITHUB / "workflows" / "release.yml")["on"]["push"] == {"tags": ["v*"]}
+
+
+def test_no_workflow_runs_strangers_code_with_secrets():
+    for path in FILES:
+        assert not {"pull_request_target", "workflow_run", "issue_comment"} & set(workflow(path)["on"])
+        assert "secrets." not in path.read_text()
+
+
+def test_actions_are_pinned_to_a_commit_with_their_version():
+    pinned = {}
+    for path in FILES:
+        lines = [line for line in path.read_text().splitlines() if "uses:" in line]
+        assert len(lines) == sum("uses" in step for where, step in steps() if where.startswith(f"{path.name} "))
+        for line in lines:
+            found = re.fullmatch(r"\s+(?:- )?uses: ([\w-]+/[\w-]+)@([0-9a-f]{40}) # (v\d+\.\d+\.\d+)", line)
+            assert found, f"{path.name}: {line}"
+            pinned.setdefault(found[1], set()).add((found[2], found[3]))
+    assert all(len(versions) == 1 for versions in pinned.values()), pinned
+
+
+def test_checkouts_keep_no_credentials():
+    for where, step in steps():
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False, where
+
+
+def test_commands_have_nothing_that_a_stranger_can_choose():
+    for where, step in steps():
+        assert "${{" not in step.get("run", ""), f"{where}: by way of env, where a shell does not read it as code"
+    for path in FILES:
+        for expression in re.findall(r"\$\{\{\s*(.*?)\s*\}\}", path.read_text()):
+            assert OURS.fullmatch(expression), f"{path.name}: {expression}"
+
+
+def test_each_python_that_is_promised_is_tested():
+    (job,) = [job for file, name, job in jobs() if (file, name) == ("tests.yml", "python")]
+    tested = job["strategy"]["matrix"]["python"]
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    assert tested == classifiers == [f"3.{minor}" for minor in range(10, 15)]
+    assert f'requires-python = ">={tested[0]}"' in PROJECT
+
+
+def test_the_table_of_versions_is_tested():
+    (job,) = [job for file, name, job in jobs() if (file, name) == ("tests.yml", "versions")]
+    pairs = [(row["torch"], row["triton"]) for row in job["strategy"]["matrix"]["include"]]
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("<!-- versions")[2]
+    assert pairs == list(dict.fromkeys(re.findall(r"^\| (\d[\d.]+) \| (\d[\d.]+) \|", page, re.M)))
+    oldest = re.findall(r"(?:torch|triton)>=([\d.]+)", PROJECT)
+    assert pairs[0] == tuple(f"{version}.0" for version in oldest)
+
+
+def test_what_they_call_is_there():
+    makefile = (ROOT / "Makefile").read_text()
+    for where, step in steps():
+        for target in re.findall(r"\bmake ([\w.-]+)", step.get("run", "")):
+            assert target == "docs" or re.search(rf"^{re.escape(target)}:", makefile, re.M), (where, target)
+        for file in re.findall(r"\.ci/[\w.]+|constraints\.txt", step.get("run", "")):
+            assert (ROOT / file).is_file(), (where, file)
+
+
+def test_releases_are_built_with_what_is_pinned_to_its_bytes():
+    runpy.run_path(str(ROOT / ".ci" / "dist.py"))  # needs the standard library and setuptools alone
+    lines = (ROOT / ".ci" / "setuptools.txt").read_text().splitlines()
+    (pin,) = [line for line in lines if not line.startswith("#")]
+    assert re.fullmatch(r"setuptools==[\d.]+ --hash=sha256:[0-9a-f]{64}", pin)
+
+
+def test_issue_forms_ask_for_what_answers_need():
+    """Commands that the package has, and the versions of whoever asks."""
+    asked = {"bug": "fusedattn info", "numbers": "fusedattn check", "speed": "fusedattn bench", "feature": "formula"}
+    for name, wanted in asked.items():
+        text = (GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text()
+        form = yaml.safe_load(text)
+        assert {"name", "description", "body"} <= set(form) and wanted in text
+        ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) and all(
+            "label" in field["attributes"] for field in form["body"] if "id" in field
+        )
+
+
+def test_the_script_for_wrong_numbers_runs(capsys):
+    form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "numbers.yml").read_text())
+    (script,) = [field["attributes"]["value"] for field in form["body"] if field.get("id") == "script"]
+    here = script.replace('device="cuda"', 'device="cpu"').replace('backend="triton"', 'backend="cpu"')
+    assert here != script
+    exec(compile(here, "numbers.yml", "exec"), {})
+    said = capsys.readouterr().out.split()
+    assert said[::2] == ["ours", "eager"] and 0 < float(said[1]) < 0.01
