@@ -23,10 +23,10 @@ RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefi
 def register(name: str = "fusedattn") -> None:
     """Make `name` an attn_implementation of every model that calls transformers' AttentionInterface.
 
-        >>> from transformers import BertConfig, BertModel
+        >>> from transformers import AutoModel, BertConfig
         >>> fusedattn.compat.transformers.register()
         >>> config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=256)
-        >>> model = BertModel._from_config(config, attn_implementation="fusedattn")  # or from_pretrained(path, ...)
+        >>> model = AutoModel.from_config(config, attn_implementation="fusedattn")  # or from_pretrained(path, ...)
         >>> model.set_attn_implementation("fusedattn")  # or later
 
     Attention is then ours in training, in generate() with any cache and under gradient checkpointing, in each part of a

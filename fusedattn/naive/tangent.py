@@ -155,7 +155,7 @@ def _add(of: _Operands, block: Block, pivot: Tensor | None, sums: _Sums, first: 
         t_weights *= factor
         weights *= factor
     keys = slice(block.begin, block.end)
-    weights, t_weights = (x.view(*sums.t_out.shape[:2], -1) for x in (weights, t_weights))
+    weights, t_weights = (x.view(*sums.t_out.shape[:2], block.end - block.begin) for x in (weights, t_weights))
     old = 0 if first else 1
     sums.t_out.baddbmm_(t_weights, of.value[:, keys], beta=old)
     if of.t_value is not None:

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),
 ]
-MANY = 11  # for each hundredth of all draws
 
 
 def draw(kind, count):
@@ -41,12 +40,6 @@ def draw(kind, count):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_calls(kind):
     draw(kind, 3)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_calls(kind):
-    draw(kind, round(MANY * KINDS[kind].share))
 
 
 @pytest.mark.parametrize("kind", ["attention", "rank 2", "decode", "mistakes", "MultiHeadAttention"])
