@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),
 ]
-MANY = 11  # for each hundredth of all draws
+MANY = 7  # for each hundredth of all draws
 
 
 def draw(kind, count):
@@ -40,7 +40,7 @@ def draw(kind, count):
 @pytest.mark.sample
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_calls(kind):
-    draw(kind, 3)
+    draw(kind, 2)
 
 
 @pytest.mark.matrix
