@@ -236,7 +236,7 @@ def is_coarse(case, truth):
         return False
     if case.dtype == torch.bfloat16:
         return case.alike > 1
-    return truth.score > LARGEST_ON_CPU and (case.Sk > 64 or case.sinks is not None)
+    return truth.score > LARGEST_ON_CPU and (case.Sk > 64 or case.sinks is not None or case.alike > 4.0)
 
 
 def hold(case, tally=None):
@@ -254,7 +254,8 @@ def hold(case, tally=None):
         double = case.dtype == torch.float64 and truth.score > LARGEST_IN_FLOAT64
         merged = case.route == "merge" and truth.score > LARGEST_TO_MERGE
         if truth.score > LARGEST or half or double or merged or is_capped_high(case, truth):
-            _finite(found, backend)
+            if not case.forward:  # tangents may pass what half precision holds
+                _finite(found, backend)
             continue
         if backend in (None, "cpu") and is_coarse(case, truth):
             _finite(found, backend)
