@@ -59,6 +59,8 @@ def _terms(tensors, options, moved):
     """{result: how large what it sums up is}, where that is not of order one: slopes are multiplied by distances."""
     if "alibi_slopes" not in moved:
         return {}
+    if not moved["alibi_slopes"].numel():
+        return {}
     far = max(tensors["query"].shape[2], tensors["key"].shape[2]) * moved["alibi_slopes"].abs().max().item()
     return dict.fromkeys(RESULTS, far)
 

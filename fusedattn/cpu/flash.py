@@ -398,11 +398,12 @@ def backward(
     """
     inputs, call = call[:3], _wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)
+    empty = lse == -INFINITE  # rows without a weight but 0, and without a gradient
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
-    empty = lse == -INFINITE  # rows without a weight but 0, and without a gradient
+        empty = empty | hidden[..., 0]  # whose lse is the sink's, of which a score may be any distance
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(empty, INFINITE))
     split, less = parts(call), offset(call)

@@ -52,6 +52,8 @@ def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: 
         came = [(x, grad) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
         pairs = [(x, grad.to(x.dtype)) for x, grad in came if x.requires_grad]  # lse does not depend on value
         inputs = list(leaves.values())
+        if not inputs:  # what is wanted has no elements
+            return
         results, cotangents = zip(*pairs, strict=True) if pairs else ((), ())
         gradients = torch.autograd.grad(results, inputs, cotangents, allow_unused=True, materialize_grads=True)
     for grad, x in zip(wanted.values(), gradients, strict=True):

@@ -88,6 +88,20 @@ def test_the_gradient_of_value_alone_where_scores_are_large():
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("keys", [8, 100])
+def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
+    """Their lse is the sink's: a weight that is taken of it may be infinite, and 0 times that is NaN."""
+    query, key, value = (x.requires_grad_() for x in draw(1, 2, keys, 16))
+    real = torch.arange(keys) != 3
+    options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
+    grads = [
+        torch.autograd.grad(fa.attention(query, key, value, **options, backend=backend).sum(), (query, key, value))
+        for backend in ("cpu", "naive")
+    ]
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
 STRIDED = {
     "every second column": lambda x: torch.stack((x, x), -1)[..., 0],
     "columns apart": lambda x: x.mT.contiguous().mT,
