@@ -20,13 +20,6 @@ def backend(request, device):
     return request.param
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):

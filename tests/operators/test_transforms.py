@@ -22,13 +22,6 @@ def backend(request, device):
     return request.param
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def _draw(device, dtype):
     """query, key, value and a direction of the query."""
     shapes = (1, HQ, SQ, D), (1, HKV, SK, D), (1, HKV, SK, DV), (1, HQ, SQ, D)
