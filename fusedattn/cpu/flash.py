@@ -145,7 +145,10 @@ def is_few(call: Call) -> bool:
 
 def offset(call: Call) -> float:
     """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1."""
-    if call.query.dtype == torch.bfloat16 or is_few(call) or call.key.shape[2] == 0 or is_additive(call):
+    few = (
+        call.query.dtype in (torch.float16, torch.float32) and call.key.shape[2] <= FEW
+    )  # as `_wide` calls are `is_few`
+    if call.query.dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
         return 0.0
     seen = call.key.shape[2]
     if call.cu_seqlens_k is not None:

@@ -125,6 +125,7 @@ def _weighed(of: _Operands, block: Block, shape: Sequence[int], pivot: Tensor | 
     # Hidden after, not before: of -inf the exponential took ten times as long (torch 2.13 with MKL).
     weights = pairs.hide(scores.exp_(), of.part.call, block)
     t_scores = _products(of, block, shape, 1, *of.t_factors) if of.t_factors else torch.zeros_like(weights)
+    pairs.hide(t_scores, of.part.call, block)  # of a hidden key a product may be infinite
     if slope is not None:
         t_scores *= slope
     for term in pairs.added(of.moved, block, weights.dtype):
@@ -240,8 +241,9 @@ def _sizes(call: Call) -> tuple[int, int]:
         return formula.most(call), formula.most(call)
     # A plane for each thread: two threads that shared each product took half as long again.
     threads, rows = torch.get_num_threads(), min(TALL, call.query.shape[2])
-    at_a_time = CACHE * threads
-    return max(at_a_time, rows * threads * call.key.shape[2] * call.query.element_size()), at_a_time
+    at_a_time = min(formula.BUDGET, CACHE * threads)
+    most = rows * threads * call.key.shape[2] * call.query.element_size()
+    return max(at_a_time, min(formula.BUDGET, most)), at_a_time
 
 
 def _placed(rows: list[list[Part]]) -> Iterator[tuple[Part, tuple[slice, slice]]]:

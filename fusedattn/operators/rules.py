@@ -203,7 +203,7 @@ def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *argume
         fail(ValueError, "partial", "False: parts have no derivative in forward mode", True)
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
     expected: dict[str, tuple] = {"out": (out, query.dtype, (*rows, width))}
-    if backend in ("hopper", "triton"):
+    if backend != "naive":
         expected["stats"] = stats, wide_dtype(call), (*rows, stats_columns(query.dtype, width, backend))
     field: Any
     for name, x, field in zip(Call._fields, given, call, strict=False):

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fusedattn as fa
+from fusedattn.naive import formula, tangent
+from fusedattn.operators.namespace import OPERATORS
 
 from .. import cases
 from ..cases import Case
-from ..inside import SQ, D, same
+from ..inside import SQ, D, fields, same
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence
@@ -25,10 +28,10 @@ def _held(found):
     assert all(verdict.ok for verdict in found.values()), {name: x.why for name, x in found.items()}
 
 
-def _hold(case, backend, names=None):
+def _hold(case, backend, names=None, weights=True):
     tensors, options = case.draw()
     moved = directions(tensors, options, names)
-    _held(compare(with_tangents(_attend(backend), tensors, options, moved), tensors, options, moved))
+    _held(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
 
 
 CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *cases.SINGLE, *cases.OPTION_PAIRS]))]
@@ -39,10 +42,11 @@ def test_tangents_by_kernels(case, device):
     _hold(case, "triton")
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_tangents_on_a_cpu(case):
-    """By "cpu" where it takes the call, else by the formula."""
-    _hold(case, None)
+def test_tangents_on_a_cpu(case, weights):
+    """By "cpu" where it takes the call, which it does without weights alone, else by the formula."""
+    _hold(case, None, weights=weights)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
@@ -121,3 +125,36 @@ def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device)
     finite = torch.where(gate > 0, 1 / gate, 0.0)
     want = torch.func.jvp(lambda x: attend(x, lambda x: x), (gate.log(),), (finite,))[1]
     same(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_a_hidden_key_may_be_huge(backend, device):
+    """Its product is infinite, and its weight 0."""
+    query, key, value = torch.randn(3, 1, 1, 20, 16, device=device)
+    key[..., -1, :] = 3e38
+    mask = torch.arange(20, device=device).expand(20, 20) < 19
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query.requires_grad_(), torch.ones_like(query))
+        got = forward_ad.unpack_dual(fa.attention(dual, key, value, mask=mask, backend=backend)).tangent
+        few = fa.attention(dual, key[..., :-1, :], value[..., :-1, :], backend="naive")
+        same([got], [forward_ad.unpack_dual(few).tangent], atol=1e-5)
+
+
+def test_what_a_forward_on_a_cpu_kept_is_checked():
+    x = torch.randn(1, 1, 100, 16)
+    for stats in (torch.empty(0), torch.zeros(1, 1, 7, 1), torch.zeros(1, 1, 100, 1, dtype=torch.float64)):
+        with pytest.raises((ValueError, TypeError), match="stats"):
+            OPERATORS.tangent(x, *[None] * 5, x, stats, *fields(x, x, x), False, "cpu")
+
+
+def test_the_memory_of_a_block_has_a_bound(monkeypatch):
+    """However many rows and threads there are, where the forward's lse is not known."""
+    sizes = []
+    whole = tangent._pivot
+    monkeypatch.setattr(tangent, "_pivot", lambda of, block: sizes.append(block) or whole(of, block))
+    monkeypatch.setattr(formula, "BUDGET", 2**14)
+    x = torch.randn(1, 2, 100, 8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x))
+        fa.attention(dual, x, x, backend="naive")
+    assert sizes and all((last - first) * (end - begin) * 4 <= 2**14 for first, last, begin, end in sizes)
