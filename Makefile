@@ -21,11 +21,10 @@ demo: $(READY) ## train a small model on real text, check it against the referen
 
 test: FEW := and not matrix
 test: MATRIX := and not matrix
-test: ROWS := --few
 test: interpreter compile ptx on-gpu ## whether it works here, in minutes: the four tiers below, with a few cases that cover all pairs of options
 
 test-all: MATRIX := and not sample
-test-all: ROWS := --pairs
+test test-all: ROWS := --few
 test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU

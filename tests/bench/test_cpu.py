@@ -1,6 +1,7 @@
 """The question what a CPU user gets: what is measured beside what, in turns, whether it is right, and what is asked."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,10 +118,13 @@ def test_turns_are_of_cpu_time_and_alternate(monkeypatch):
     assert slept.p50 < 2.0 and wall >= 6.0  # what waits takes no CPU
 
 
-def test_a_turn_of_a_quick_step_is_many_calls():
-    called = []
+def test_a_turn_of_a_quick_step_is_many_calls(monkeypatch):
+    called = []  # each takes 20 us by a clock that nothing else advances
+    clock = SimpleNamespace(perf_counter_ns=lambda: 20_000 * len(called), process_time_ns=lambda: 10_000 * len(called))
+    monkeypatch.setattr(timing, "time", clock)
     found = timing.in_turns({"quick": lambda: called.append(1)}, budget_ms=timing.TURN_MS * 3)
-    assert len(called) > 100 and found["quick"][0].p50 < 0.1
+    of_a_turn = int(timing.TURN_MS / 20e-3)
+    assert len(called) > 2 * of_a_turn and found["quick"][0].p50 == 0.01 and found["quick"][1] == 0.02
 
 
 def test_threads_are_set_and_given_back(monkeypatch):

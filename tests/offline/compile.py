@@ -2,7 +2,6 @@
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
 python -m tests.offline.compile --few    # one of each kernel for each GPU, and of each option, as `make test` does
-python -m tests.offline.compile --pairs    # each pair of kernel, GPU, dtype, width and variant, as `make test-all` does
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 python -m tests.offline.compile --differences    # by another Triton: its part of bench/results/kernels-versions.md
 
@@ -294,20 +293,6 @@ def few(rows):
         seen |= found
 
 
-def pairs(rows):
-    """Rows of first tiles in which each two of kernel, GPU, dtype, width and variant come together that do in any."""
-    found = {
-        row: set(itertools.combinations(enumerate((row.kernel, row.capability, row.dtype, row.dim, row.variant)), 2))
-        for row in rows
-        if row.place[0] == 0
-    }
-    left = set().union(*found.values())
-    while left:
-        row = max(found, key=lambda row: len(found[row] & left))
-        yield row
-        left -= found[row]
-
-
 def measure(rows, say=print, read=False, committed=None, known=None, store=None):
     """Compile rows; ({row: faults} of those that have some, the reports, how many were not compiled before)."""
     bad, reports, store = {}, [], store or kept.Kept(read=read)
@@ -332,20 +317,17 @@ def main(arguments=None):
     parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
     parser.add_argument("--few", action="store_true", help="one of each kernel for each GPU, and of each option")
-    parser.add_argument("--pairs", action="store_true", help="each pair of kernel, GPU, dtype, width and variant")
     parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
     parser.add_argument(
         "--differences", action="store_true", help=f"write {VERSIONS.relative_to(ROOT)}, of this Triton"
     )
     options = parser.parse_args(arguments)
-    if options.report and (options.capability or options.filter or options.few or options.pairs):
+    if options.report and (options.capability or options.filter or options.few):
         parser.error("--report: it writes the whole table, from which no other option can choose")
     if run.interpreting():
         sys.exit("make compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
     rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
-    if options.pairs:
-        rows = list(pairs(rows))
     if options.few:
         rows = list(few(rows))
     if options.report:

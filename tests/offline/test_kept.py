@@ -1,7 +1,5 @@
 """What is compiled is kept, and compiled again after a change of what it was compiled from."""
 
-import itertools
-import operator
 import shutil
 
 import pytest
@@ -108,12 +106,3 @@ def test_few_rows_are_of_every_kernel_gpu_variant_and_dtype():
     for what in ("kernel", "capability", "variant", "dtype"):
         assert {getattr(row, what) for row in few} == {getattr(row, what) for row in every}
     assert {(row.kernel, row.capability) for row in few} == {(row.kernel, row.capability) for row in every}
-
-
-def test_pairs_are_all_there_in_less_rows():
-    first = [row for row in offline.table() if row.place[0] == 0]
-    rows = list(offline.pairs(offline.table()))
-    assert len(rows) <= 120 < len(first) and set(rows) <= set(first)
-    for names in itertools.combinations(("kernel", "capability", "dtype", "dim", "variant"), 2):
-        of = operator.attrgetter(*names)
-        assert set(map(of, rows)) == set(map(of, first))
