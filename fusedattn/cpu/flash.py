@@ -11,7 +11,7 @@ weight would differ.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -124,6 +124,35 @@ def _in_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
+def with_centre(
+    kept: Tensor, lse: Tensor, common: Tensor, again: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, what a backward takes of it, the centre) of an output that was computed less the centre.
+
+    Of a head whose outputs are too small for its centre this is 0, and the others are what again() gives: the output of
+    values that are not centred.
+    """
+    out = (kept + to_heads(common, kept.shape[1])).masked_fill_((lse == -INFINITE)[..., None], 0.0)
+    small = _too_small(out, lse, common)
+    if bool(small.any()):
+        of_heads, plain = to_heads(small, kept.shape[1]), again()
+        out, kept = (torch.where(of_heads, plain, x) for x in (out, kept))
+        common = common.masked_fill(small, 0.0)
+    return out, kept, common
+
+
+def _too_small(out: Tensor, lse: Tensor, common: Tensor) -> Tensor:
+    """(B, Hkv, 1, 1): whether a head's outputs are much smaller than what its values have in common.
+
+    As where rows see few of the keys, whose values are small: rounded less the centre, these would spoil the outputs.
+    """
+    out, lse = (_in_groups(x, common.shape[1]) for x in (out, lse[..., None]))
+    rows = (lse > -INFINITE).sum((2, 3)).clamp_min(1)
+    found = out.abs().amax((2, 3)), out.abs().sum((2, 3), dtype=torch.float32) / (rows * out.shape[3])
+    asked = common.abs().amax((2, 3)), common.abs().mean((2, 3), dtype=torch.float32)
+    return torch.stack([x < y / 2 for x, y in zip(found, asked, strict=True)]).any(0)[..., None, None]
+
+
 def _product(weights: Tensor, keys: Tensor) -> Tensor:
     """(B, Hq, S, K) @ (B, Hkv, K, D)."""
     return (_in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
@@ -221,18 +250,28 @@ def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[T
     return out * (lse - total).exp_()[..., None] + more * (more_lse - total).exp_()[..., None], total
 
 
-def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(output less what is the centre, lse less the offset, the centre or None) of all rows of a part."""
+def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(output, lse less the offset, output less the centre, the centre or None) of all rows of a part."""
     call, columns = part.call, part.call.value.shape[3]
-    tensors = _inputs(part, _columns(call))
-    common = centre(tensors[2][:, :, part.begin : part.end]) if save else None
-    if common is not None:
-        tensors[2] = tensors[2] - common
-        common = to_heads(common[..., :columns], call.query.shape[1])
+    query, key, value = _inputs(part, _columns(call))
+    common = centre(value[:, :, part.begin : part.end]) if save else None
+    if common is None:
+        out, lse = _of_all_rows(part, (query, key, value), save, less)
+        return out, lse, out, None
+    kept, lse = _of_all_rows(part, (query, key, value - common), save, less)
+    out, kept, common = with_centre(
+        kept, lse, common[..., :columns], lambda: _of_all_rows(part, (query, key, value), save, less)[0]
+    )
+    return out, lse, kept, to_heads(common, call.query.shape[1])
+
+
+def _of_all_rows(part: Part, tensors: Sequence[Tensor], save: bool, less: float) -> tuple[Tensor, Tensor]:
+    """(output, lse less the offset) of a part from inputs as the kernel takes them."""
+    call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
     if len(some) == 1 and some[0].last - some[0].first == rows:
         out, lse = _attend(call, some[0], tensors, save, less)
-        return out[..., :columns], lse, common
+        return out[..., :columns], lse
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
     lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
     before = None
@@ -244,21 +283,19 @@ def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tenso
             more, more_lse = _merged(out[:, :, here], lse[:, :, here], more, more_lse)
         out[:, :, here], lse[:, :, here] = more, more_lse
         before = here
-    return out, lse, common
+    return out, lse
 
 
-def _finished(call: Call, less: float, out: Tensor, lse: Tensor, common: Tensor | None) -> Result:
-    """The Result of rows of a call: with the centre, without what query_mask hides, with sinks."""
+def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, common: Tensor | None) -> Result:
+    """The Result of rows of a call: without what query_mask hides, with sinks."""
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
-        out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
-    kept = out
-    if common is not None:
-        out = (out + common).masked_fill_((lse == -INFINITE)[..., None], 0.0)
+        out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
+        lse = lse.masked_fill(hidden[..., 0], -INFINITE)
     if call.sinks is not None:
         total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None] - less)
         factor = (lse - total).exp_().masked_fill_(total == -INFINITE, 0.0)[..., None]
-        # As of the centre, so that what is kept is still the output less that.
+        # As of the centre, so that what is kept is still the output less that; without one it is the output.
         kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
     return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out, less)
@@ -336,10 +373,11 @@ def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
 
 
 class Incoming(NamedTuple):
-    """What a backward takes, a row each: gradients of output and lse (either may be None), what was kept, and lse."""
+    """What a backward takes, a row each: gradients of output and lse (either may be None), and what `forward` gave."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
+    out: Tensor
     kept: Tensor
     lse: Tensor
 
@@ -348,10 +386,11 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
     """Gradients of query, key and value of a part, from all of its rows."""
     call, columns = part.call, _columns(part.call)
     tensors = _inputs(part, columns)
-    grad_out, grad_lse, kept, lse = rows
+    grad_out, grad_lse, out, kept, lse = rows
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
-        tensors[2] = tensors[2] - common
+        same = _in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
+        tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # of such a head the output was kept, not less a centre
     some = list(rectangles(part))
     alone = _are_alone(call, some)
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
@@ -408,7 +447,7 @@ def backward(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
         empty = empty | hidden[..., 0]  # whose lse is the sink's, of which a score may be any distance
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
-    rows = Incoming(grad_out, grad_lse, kept, lse.masked_fill(empty, INFINITE))
+    rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
         grads = _backward(split[0], less, rows)

@@ -135,7 +135,11 @@ class _AtOnce(torch.autograd.Function):
         centred = value if centre is None else value - centre
         options = dict(attn_mask=known.mask, scale=known.scale)
         kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, **options)
-        out = known.arranged(kept if centre is None else kept + flash.to_heads(centre, query.shape[1]), query)
+        out = kept
+        if centre is not None:
+            again = lambda: flash_attention_for_cpu(query, key, value, 0.0, known.causal, **options)[0]  # noqa: E731
+            out, kept, centre = flash.with_centre(kept, lse, centre, again)
+        out = known.arranged(out, query)
         ctx.known = known
         saved = query, key, value, out, lse, *(() if centre is None else (centre, kept))
         ctx.save_for_backward(*saved)

@@ -226,6 +226,36 @@ def test_values_of_bfloat16_with_outliers(name):
     assert_close(with_gradients(fa.attention, tensors, options, "out"), tensors, options, "out")
 
 
+@pytest.mark.parametrize("hidden", ["bias", "mask"])
+def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
+    """Values of bfloat16 that are taken less their mean lose what is much smaller than that."""
+    torch.manual_seed(0)
+    tensors = dict(zip(("query", "key", "value", "out"), torch.randn(4, 1, 1, 120, 16).bfloat16(), strict=True))
+    tensors["value"] = tensors["value"] / 20
+    tensors["value"][..., :-3, :] = 10.0
+    seen = (torch.arange(120) >= 117).expand(120, 120)
+    options = {"bias": torch.zeros(120, 120).masked_fill(~seen, -INFINITE)} if hidden == "bias" else {"mask": seen}
+    got = with_gradients(fa.attention, tensors, options, "out", learned=(), backend="cpu")
+    assert_close(got, tensors, options, "out")
+
+
+def test_most_rows_may_see_small_values_alone():
+    query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
+    value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
+    mask = (torch.arange(120) >= 117) | (torch.arange(120)[:, None] < 4)
+    got = fa.attention(query.requires_grad_(), key, value, mask=mask, backend="cpu").detach()
+    exact = fa.reference.attention(query.double(), key.double(), value.double(), mask=mask)
+    assert verdict(got[..., 4:, :], fa.reference.eager(query, key, value, mask=mask)[..., 4:, :], exact[..., 4:, :]).ok
+
+
+def test_a_weight_of_nearly_1_may_be_that_of_a_small_value():
+    query, key = torch.full((2, 1, 1, 120, 16), 4.0, dtype=torch.bfloat16).unbind()
+    value = torch.full((1, 1, 120, 16), 10.0, dtype=torch.bfloat16)
+    key[..., :-1, :], value[..., -1, :] = 0.0, 0.1
+    out = fa.attention(query.requires_grad_(), key, value, backend="cpu")
+    assert torch.equal(out.detach(), value[..., -1:, :].expand_as(out))
+
+
 def test_a_mean_that_is_infinite_is_not_taken_off():
     value = (torch.randn(1, 1, 400, 64) + 1).bfloat16()
     value[..., 300:304, 0] = 3e38
