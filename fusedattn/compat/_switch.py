@@ -29,7 +29,7 @@ def sdpa() -> AbstractContextManager[Any]:
         >>> with fusedattn.compat.torch.sdpa():
         ...     torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
 
-    For code that cannot be edited: timm, diffusers, torchvision, transformers' "sdpa". It is a TorchFunctionMode, so it
+    For code that cannot be edited, such as transformers' "sdpa". It is a TorchFunctionMode, so it
     also answers references that were imported before, torch.ops.aten.scaled_dot_product_attention, and
     torch.nn.MultiheadAttention with need_weights=False, whose fast path is not taken. Gradients and autocast work;
     torch.compile compiles inside and outside apart. `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel
