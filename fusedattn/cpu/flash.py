@@ -11,7 +11,7 @@ weight would differ.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,12 +21,10 @@ from torch.nn.functional import pad
 from ..call.form import Call, diagonal
 from ..call.layout import arrange, dense
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
+from .centre import INFINITE, centre, in_groups, to_heads, with_centre
 from .parts import Part, Rectangle, additive, has_holes, is_additive, parts, rectangles
 
-INFINITE = float("inf")
 FEW = 64  # keys of float32 whose gradients are computed by the formula
-SAMPLE = 64  # keys whose values are looked at before all are
-OFF_CENTRE = 0.5  # values whose mean is more than this share of their size are centred
 
 
 class Result(NamedTuple):
@@ -91,71 +89,9 @@ def _wide(call: Call) -> Call:
     return call._replace(query=query, key=key, value=value)
 
 
-def centre(value: Tensor) -> Tensor | None:
-    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere.
-
-    That of a head depends on its values alone, so that forward and backward, which vmap may hand other batches, agree.
-    """
-    if value.dtype != torch.bfloat16:
-        return None
-    value = value.detach()
-    # Enough to see that there is nothing in common. In a short call each operator takes twenty microseconds.
-    some = value if value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
-    keys, columns = some.shape[2:]
-    sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
-    norm, most = (torch.linalg.vector_norm(x, order, (2, 3)) for x, order in ((some, 2), (sums, INFINITE)))
-    heads_of = zip(most.tolist(), norm.tolist(), strict=True)
-    if all(a <= share * b for heads in heads_of for a, b in zip(*heads, strict=True)):
-        return None
-    mean = value.mean(2, keepdim=True, dtype=torch.float32)
-    size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
-    # Not what a few large values make of a mean: less that, all others would be rounded like them.
-    common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
-    return mean.to(value.dtype).masked_fill_(~common, 0.0)
-
-
-def to_heads(x: Tensor, heads: int) -> Tensor:
-    """What each kv head has, for each query head."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _in_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, Hq, S, D) as (B, Hkv, Hq // Hkv * S, D): the rows of all query heads that share a kv head."""
-    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
-
-
-def with_centre(
-    kept: Tensor, lse: Tensor, common: Tensor, again: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, what a backward takes of it, the centre) of an output that was computed less the centre.
-
-    Of a head whose outputs are too small for its centre this is 0, and the others are what again() gives: the output of
-    values that are not centred.
-    """
-    out = (kept + to_heads(common, kept.shape[1])).masked_fill_((lse == -INFINITE)[..., None], 0.0)
-    small = _too_small(out, lse, common)
-    if bool(small.any()):
-        of_heads, plain = to_heads(small, kept.shape[1]), again()
-        out, kept = (torch.where(of_heads, plain, x) for x in (out, kept))
-        common = common.masked_fill(small, 0.0)
-    return out, kept, common
-
-
-def _too_small(out: Tensor, lse: Tensor, common: Tensor) -> Tensor:
-    """(B, Hkv, 1, 1): whether a head's outputs are much smaller than what its values have in common.
-
-    As where rows see few of the keys, whose values are small: rounded less the centre, these would spoil the outputs.
-    """
-    out, lse = (_in_groups(x, common.shape[1]) for x in (out, lse[..., None]))
-    rows = (lse > -INFINITE).sum((2, 3)).clamp_min(1)
-    found = out.abs().amax((2, 3)), out.abs().sum((2, 3), dtype=torch.float32) / (rows * out.shape[3])
-    asked = common.abs().amax((2, 3)), common.abs().mean((2, 3), dtype=torch.float32)
-    return torch.stack([x < y / 2 for x, y in zip(found, asked, strict=True)]).any(0)[..., None, None]
-
-
 def _product(weights: Tensor, keys: Tensor) -> Tensor:
     """(B, Hq, S, K) @ (B, Hkv, K, D)."""
-    return (_in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
+    return (in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
 
 
 def _weights(call: Call, where: Rectangle, less: float, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +175,7 @@ def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Se
     of_scores *= weights.mul(call.scale)
     heads = key.shape[1]
     of_key, of_value = (
-        _in_groups(a, heads).mT @ _in_groups(b, heads) for a, b in ((of_scores, query), (weights, grad_out))
+        in_groups(a, heads).mT @ in_groups(b, heads) for a, b in ((of_scores, query), (weights, grad_out))
     )
     return _product(of_scores, key), of_key, of_value
 
@@ -389,7 +325,7 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
     grad_out, grad_lse, out, kept, lse = rows
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
-        same = _in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
+        same = in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
         tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # of such a head the output was kept, not less a centre
     some = list(rectangles(part))
     alone = _are_alone(call, some)

@@ -87,7 +87,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Consecutive batches whose masks leave the same rows and keys; or nearly, but in bfloat16 (see `flash.centre`)."""
+    """Consecutive batches whose masks leave the same rows and keys; or nearly, but in bfloat16 (see `centre`)."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]

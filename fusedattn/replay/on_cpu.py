@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from ..call.form import DIFFERENTIABLE, Call, rank4, results, rows, watched
 from ..call.layout import arrange, dense
-from ..cpu import flash, run as cpu
+from ..cpu import centre as common, flash, run as cpu
 from ..cpu.parts import Rectangle
 from ..naive import formula
 from ..operators import attention, backward, schema
@@ -64,7 +64,7 @@ class OnCpu:
             out, lse, weights = self.run(call_of(tensors, self.numbers), *self.wanted)
             return results(4, out, lse, weights)
         elif self.save:
-            centre = flash.centre(value)
+            centre = common.centre(value)
             if centre is not None or current_node is None or saved_tensors_hooks(False) is not None:
                 return _at_once(self, centre, query, key, value)
             options = dict(attn_mask=self.mask, scale=self.scale)
@@ -138,7 +138,7 @@ class _AtOnce(torch.autograd.Function):
         out = kept
         if centre is not None:
             again = lambda: flash_attention_for_cpu(query, key, value, 0.0, known.causal, **options)[0]  # noqa: E731
-            out, kept, centre = flash.with_centre(kept, lse, centre, again)
+            out, kept, centre = common.with_centre(kept, lse, centre, again)
         out = known.arranged(out, query)
         ctx.known = known
         saved = query, key, value, out, lse, *(() if centre is None else (centre, kept))
