@@ -62,7 +62,6 @@ TWO, WIDE = dict(two_passes=True), dict(D=128)
 _PLAIN = dense(
     ("plain D64", {}),
     ("plain D64, two passes", TWO),
-    ("plain D64 fp16", dict(dtype=FP16)),
     ("plain D64 fp32 ieee", dict(dtype=FP32, **SHORT)),
     ("plain D64 fp32 ieee, two passes", dict(dtype=FP32, **SHORT, **TWO)),
     ("tf32 D64", dict(dtype=FP32, tf32=True)),
@@ -74,13 +73,11 @@ _PLAIN = dense(
     ("D5 Dv24 strided", dict(D=5, Dv=24, strided=True)),
     ("plain D256", dict(D=256, **SHORT)),
     ("tile edges", dict(Sq=128, Sk=128)),
-    ("past tile edges", dict(Sq=129, Sk=129)),
     ("long, no tails", dict(Sq=256, Sk=512)),
     ("one row", dict(Sq=1, Sk=333)),
     ("one key", dict(Sq=133, Sk=1)),
     ("heads 4:1", dict(Hq=4, Sq=70)),
     ("strided", dict(strided=True)),
-    ("expanded", dict(expanded=True, B=2)),
     ("far apart", FAR),
     ("heads far apart", FAR_HEADS | SHORT),
     ("rows far apart", FAR_ROWS),
@@ -89,23 +86,18 @@ _PLAIN = dense(
 _BANDS = dense(
     ("causal", dict(causal=True)),
     ("causal D128", dict(causal=True, **WIDE)),
-    ("causal, two passes", dict(causal=True, **TWO)),
-    ("causal long", dict(causal=True, Sq=400, Sk=400)),
     ("more rows than keys, causal", dict(causal=True, Sq=260, Sk=70)),
     ("window", dict(window=(40, 20), Sq=300, Sk=300)),
     ("window, two passes", dict(window=(40, 20), Sq=300, Sk=300, **TWO)),
     ("window D128, two passes", dict(window=(40, 20), Sq=300, Sk=300, **WIDE, **TWO)),
     ("window D256", dict(window=(40, 20), D=256, Sq=100, Sk=120)),
-    ("window and mask of pairs", dict(window=(40, 20), mask="pairs")),
     ("window and softcap, two passes", dict(window=(40, 20), softcap=1.5, **TWO)),
     ("window and softcap D128", dict(window=(40, 20), softcap=1.5, **WIDE)),
     ("window and softcap D256", dict(window=(40, 20), softcap=1.5, D=256, **SHORT)),
-    ("left window D128", dict(window=(90, None), **WIDE)),
     ("top left", dict(align="top_left", window=(30, 1))),
 )
 _OPTIONS = dense(
     ("key mask", dict(key_mask="own", B=2)),
-    ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
     ("query mask", dict(query_mask="own", B=2)),
     ("mask of pairs", dict(mask="pairs")),
     ("mask of pairs D256", dict(mask="pairs", D=256, **SHORT)),
@@ -235,6 +227,7 @@ FEW = (
 ALSO = {
     80: (
         *("bias of rows", "mask of pairs", "plain D128, two passes", "far apart, two passes, masks"),
+        *("sinks", "plain D64, two passes"),
         *("bias, weights fp32 D40, two passes", "bias, weights fp32 D128, two passes", "bias, weights fp32 D256"),
         *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
         *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
@@ -253,6 +246,14 @@ ALSO = {
 }
 
 _WHOLE = dense(
+    ("plain D64 fp16", dict(dtype=FP16)),
+    ("past tile edges", dict(Sq=129, Sk=129)),
+    ("expanded", dict(expanded=True, B=2)),
+    ("causal, two passes", dict(causal=True, **TWO)),
+    ("causal long", dict(causal=True, Sq=400, Sk=400)),
+    ("window and mask of pairs", dict(window=(40, 20), mask="pairs")),
+    ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
+    ("left window D128", dict(window=(90, None), **WIDE)),
     ("dropout under masks D256", dict(D=256, **UNDER_MASKS)),
     ("mask over heads D128", dict(mask="batch", **WIDE)),
     ("bias of keys fp32 D256", dict(bias="keys", dtype=FP32, D=256, Sq=40, Sk=50)),
