@@ -91,6 +91,7 @@ _BANDS = dense(
     ("window, two passes", dict(window=(40, 20), Sq=300, Sk=300, **TWO)),
     ("window D128, two passes", dict(window=(40, 20), Sq=300, Sk=300, **WIDE, **TWO)),
     ("window D256", dict(window=(40, 20), D=256, Sq=100, Sk=120)),
+    ("window and mask of pairs", dict(window=(40, 20), mask="pairs")),
     ("window and softcap, two passes", dict(window=(40, 20), softcap=1.5, **TWO)),
     ("window and softcap D128", dict(window=(40, 20), softcap=1.5, **WIDE)),
     ("window and softcap D256", dict(window=(40, 20), softcap=1.5, D=256, **SHORT)),
@@ -226,8 +227,8 @@ FEW = (
 # `make test-all` runs each named call on one GPU, and these on this one too: so each first tile is taken there.
 ALSO = {
     80: (
-        *("bias of rows", "mask of pairs", "plain D128, two passes", "far apart, two passes, masks"),
-        *("sinks", "plain D64, two passes"),
+        *("bias of rows", "mask of pairs", "far apart, two passes, masks"),
+        *("plain D64, two passes", "plain D128, two passes"),
         *("bias, weights fp32 D40, two passes", "bias, weights fp32 D128, two passes", "bias, weights fp32 D256"),
         *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
         *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
@@ -251,7 +252,6 @@ _WHOLE = dense(
     ("expanded", dict(expanded=True, B=2)),
     ("causal, two passes", dict(causal=True, **TWO)),
     ("causal long", dict(causal=True, Sq=400, Sk=400)),
-    ("window and mask of pairs", dict(window=(40, 20), mask="pairs")),
     ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
     ("left window D128", dict(window=(90, None), **WIDE)),
     ("dropout under masks D256", dict(D=256, **UNDER_MASKS)),
