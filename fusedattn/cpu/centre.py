@@ -1,0 +1,76 @@
+"""What values have in common, taken off them so that outputs that are rounded to bfloat16 keep what differs.
+
+Gradients of scores are differences of products of the values, and what all values share adds nothing to these but its
+rounding. So a forward with a backward computes the output less that, which is the centre, and keeps it so.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+INFINITE = float("inf")
+SAMPLE = 64  # keys whose values are looked at before all are
+OFF_CENTRE = 0.5  # values whose mean is more than this share of their size are centred
+
+
+def centre(value: Tensor) -> Tensor | None:
+    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere.
+
+    That of a head depends on its values alone, so that forward and backward, which vmap may hand other batches, agree.
+    """
+    if value.dtype != torch.bfloat16:
+        return None
+    value = value.detach()
+    # Enough to see that there is nothing in common. In a short call each operator takes twenty microseconds.
+    some = value if value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
+    keys, columns = some.shape[2:]
+    sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
+    norm, most = (torch.linalg.vector_norm(x, order, (2, 3)) for x, order in ((some, 2), (sums, INFINITE)))
+    heads_of = zip(most.tolist(), norm.tolist(), strict=True)
+    if all(a <= share * b for heads in heads_of for a, b in zip(*heads, strict=True)):
+        return None
+    mean = value.mean(2, keepdim=True, dtype=torch.float32)
+    size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
+    # Not what a few large values make of a mean: less that, all others would be rounded like them.
+    common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
+    return mean.to(value.dtype).masked_fill_(~common, 0.0)
+
+
+def to_heads(x: Tensor, heads: int) -> Tensor:
+    """What each kv head has, for each query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def in_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, Hq, S, D) as (B, Hkv, Hq // Hkv * S, D): the rows of all query heads that share a kv head."""
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
+
+
+def with_centre(
+    kept: Tensor, lse: Tensor, common: Tensor, again: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, what a backward takes of it, the centre) of an output that was computed less the centre.
+
+    Of a head whose outputs are too small for its centre this is 0, and the others are what again() gives: the output of
+    values that are not centred.
+    """
+    out = (kept + to_heads(common, kept.shape[1])).masked_fill_((lse == -INFINITE)[..., None], 0.0)
+    small = _too_small(out, lse, common)
+    if bool(small.any()):
+        of_heads, plain = to_heads(small, kept.shape[1]), again()
+        out, kept = (torch.where(of_heads, plain, x) for x in (out, kept))
+        common = common.masked_fill(small, 0.0)
+    return out, kept, common
+
+
+def _too_small(out: Tensor, lse: Tensor, common: Tensor) -> Tensor:
+    """(B, Hkv, 1, 1): whether a head's outputs are much smaller than what its values have in common.
+
+    As where rows see few of the keys, whose values are small: rounded less the centre, these would spoil the outputs.
+    """
+    out, lse = (in_groups(x, common.shape[1]) for x in (out, lse[..., None]))
+    rows = (lse > -INFINITE).sum((2, 3)).clamp_min(1)
+    found = out.abs().amax((2, 3)), out.abs().sum((2, 3), dtype=torch.float32) / (rows * out.shape[3])
+    asked = common.abs().amax((2, 3)), common.abs().mean((2, 3), dtype=torch.float32)
+    return torch.stack([x < y / 2 for x, y in zip(found, asked, strict=True)]).any(0)[..., None, None]
