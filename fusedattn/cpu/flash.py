@@ -22,9 +22,8 @@ from ..call.form import Call, diagonal
 from ..call.layout import arrange, dense
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
+from .few import FEW, by_weights, product, weights_of
 from .parts import Part, Rectangle, additive, has_holes, is_additive, parts, rectangles
-
-FEW = 64  # keys of float32 whose gradients are computed by the formula
 
 
 class Result(NamedTuple):
@@ -89,25 +88,6 @@ def _wide(call: Call) -> Call:
     return call._replace(query=query, key=key, value=value)
 
 
-def _product(weights: Tensor, keys: Tensor) -> Tensor:
-    """(B, Hq, S, K) @ (B, Hkv, K, D)."""
-    return (in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
-
-
-def _weights(call: Call, where: Rectangle, less: float, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights, lse less an offset) of a rectangle by the formula, as if its rows saw nothing else."""
-    scores = _product(rows, keys.mT).mul_(call.scale)
-    if where.masked or where.causal or less:
-        scores += additive(call, where, less)
-    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
-    return weights.masked_fill_((lse == -INFINITE)[..., None], 0.0) if where.masked else weights, lse
-
-
-def is_few(call: Call) -> bool:
-    """Whether a call's keys are so few that gradients are computed by the formula."""
-    return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
-
-
 def offset(call: Call) -> float:
     """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1."""
     few = (
@@ -141,8 +121,8 @@ def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool,
     """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides."""
     query, key, value = _of(where, tensors)
     if save and _is_exact(where, query):
-        weights, lse = _weights(call, where, less, query, key)
-        return _product(weights, value), lse
+        weights, lse = weights_of(call, where, less, query, key)
+        return product(weights, value), lse
     added = mask(call, where, less)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=call.scale)
     if where.masked and bool((lse == 0).any()):  # what the kernel says of a row that sees nothing, and of others
@@ -164,20 +144,10 @@ def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out,
 
 def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Sequence[Tensor]:
     """`_differentiate` by the formula; lse is None if the rows see nothing else."""
-    query, key, value = tensors
-    weights, own = _weights(call, where, less, query, key)
-    of_scores = _product(grad_out, value.mT)
-    if lse is None:  # rounded as it is here, this mean makes gradients of scores that add up to 0
-        of_scores -= (of_scores * weights).sum(-1, keepdim=True)
-    else:
+    weights, own = weights_of(call, where, less, *tensors[:2])
+    if lse is not None:
         weights *= (own - lse).exp_()[..., None]
-        of_scores -= (grad_out * out).sum(-1, keepdim=True)
-    of_scores *= weights.mul(call.scale)
-    heads = key.shape[1]
-    of_key, of_value = (
-        in_groups(a, heads).mT @ in_groups(b, heads) for a, b in ((of_scores, query), (weights, grad_out))
-    )
-    return _product(of_scores, key), of_key, of_value
+    return by_weights(weights, call.scale, tensors, grad_out, None if lse is None else out)
 
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +271,7 @@ def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
         for where in every:
             rows, keys, _ = _of(where, tensors)
             here = slice(where.first, where.last)
-            some, own = _weights(part.call, where, 0.0, rows, keys)
+            some, own = weights_of(part.call, where, 0.0, rows, keys)
             if not alone:
                 some *= (own - lse_of_part[:, :, here]).exp_().masked_fill_(own == -INFINITE, 0.0)[..., None]
             of_part[:, :, here, where.begin : where.end] = some

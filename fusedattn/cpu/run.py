@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from ..call.form import DIFFERENTIABLE, Call, differentiated
 from ..naive.formula import without_autocast
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, transforms_active
 from . import flash
+from .few import FEW
 
 # A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
 NARROW = 16
@@ -41,16 +43,15 @@ def _differentiated(tensors: Sequence[Any]) -> bool:
 def _is_too_coarse(call: Call) -> bool:
     """Whether the kernel's gradients of a call on a CPU are not right by the rule of `testing.tolerance`."""
     narrow = call.query.dtype == torch.float32 and call.query.shape[3] < NARROW
-    return narrow and _differentiated(call[:DIFFERENTIABLE]) and call.key.shape[2] > flash.FEW
+    # A graph would be of few keys, or of many, if it asked how many there are.
+    return narrow and _differentiated(call[:DIFFERENTIABLE]) and (is_compiling() or call.key.shape[2] > FEW)
 
 
 def reasons(call: Call, need_weights: bool) -> list[str]:
     """Why a call cannot be taken; empty if it can."""
     lacks = limits(call)
     if call.query.device.type == "cpu" and _is_too_coarse(call):
-        lacks.append(
-            f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {flash.FEW} keys"
-        )
+        lacks.append(f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {FEW} keys")
     if _differentiated((call.bias, call.alibi_slopes)):
         lacks.append("it has no gradients of bias and alibi_slopes")
     if need_weights and _differentiated(call[:DIFFERENTIABLE]):

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from ..call.form import DIFFERENTIABLE, Call, rank4, results, rows, watched
 from ..call.layout import arrange, dense
-from ..cpu import centre as common, flash, run as cpu
+from ..cpu import centre as common, few, flash, run as cpu
 from ..cpu.parts import Rectangle
 from ..naive import formula
 from ..operators import attention, backward, schema
@@ -46,13 +46,14 @@ class OnCpu:
         self.strides = dense(call.query, call.query.shape).stride()  # of the output
         self.facts: dict[int, list] = {}  # of what our own node saves: five tensors, or seven
         self.guards: dict[int, Any] = {}  # that compare it in C++
-        more = run is not attention.run_on_cpu or any(self.wanted) or (save and flash.is_few(call))
-        self.causal = None if more else flash.at_once(call)
+        self.causal = None if run is not attention.run_on_cpu or any(self.wanted) else flash.at_once(call)
+        self.few = save and few.is_few(call)
         # Autograd would refuse what is made here in inference mode.
         by_formula = run is attention.run_naively and not any(self.wanted) and not torch.is_inference_mode_enabled()
         self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
-        everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2])
-        self.mask = flash.mask(call, everything, flash.offset(call)) if save and self.causal is not None else None
+        if save and self.causal is not None:
+            everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2], self.causal)
+            self.mask = (few.added_to_few if self.few else flash.mask)(call, everything, flash.offset(call))
 
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call with this signature."""
@@ -65,7 +66,7 @@ class OnCpu:
             return results(4, out, lse, weights)
         elif self.save:
             centre = common.centre(value)
-            if centre is not None or current_node is None or saved_tensors_hooks(False) is not None:
+            if self.few or centre is not None or current_node is None or saved_tensors_hooks(False) is not None:
                 return _at_once(self, centre, query, key, value)
             options = dict(attn_mask=self.mask, scale=self.scale)
             out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, **options)
@@ -132,9 +133,12 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, known: OnCpu, centre: Tensor | None, query: Tensor, key: Tensor, value: Tensor):
-        centred = value if centre is None else value - centre
         options = dict(attn_mask=known.mask, scale=known.scale)
-        kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, **options)
+        if known.few:
+            kept, lse = few.attend_to_few((query, key, value), known.scale, known.mask)
+        else:
+            centred = value if centre is None else value - centre
+            kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, **options)
         out = kept
         if centre is not None:
             again = lambda: flash_attention_for_cpu(query, key, value, 0.0, known.causal, **options)[0]  # noqa: E731
@@ -152,8 +156,11 @@ class _AtOnce(torch.autograd.Function):
         query, key, value, out, lse, *more = saved = ctx.saved_tensors  # a checkpoint gives them once
         centre, kept = more or (None, out)
         known, need = ctx.known, ctx.needs_input_grad[2:]
-        if not known.may_differentiate(saved) or torch.is_grad_enabled() or watched() or cpu.too_large(lse):
+        long_way = not known.may_differentiate(saved) or torch.is_grad_enabled() or watched()
+        if long_way or not known.few and cpu.too_large(lse):
             grads = known.differentiate((query, key, value, out, lse, kept), grad_out, need)
+        elif known.few:
+            grads = few.differentiate_few((query, key, value), known.scale, known.mask, grad_out)
         else:
             centred = value if centre is None else value - centre
             tensors = grad_out, query, key, centred, kept, lse

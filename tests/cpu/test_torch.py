@@ -82,13 +82,17 @@ def test_an_exported_program_takes_it():
     assert torch.equal(program.module()(*inputs), fa.attention(*inputs, causal=True))
 
 
-def test_a_program_of_narrow_heads_that_wants_no_gradient_takes_any_length():
-    """Only gradients of narrow heads depend on how many keys there are."""
-    layer, length = fa.MultiHeadAttention(16, 2), torch.export.Dim("length", min=2, max=4096)
-    with torch.no_grad():
-        program = torch.export.export(layer, (torch.randn(2, 10, 16),), dynamic_shapes=({1: length},)).module()
-        x = torch.randn(2, 90, 16)
-        same(program(x)[:1], layer(x)[:1])
+@pytest.mark.parametrize("heads", [1, 2], ids=["wide", "narrow"])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_program_takes_any_length(gradients, heads):
+    """Gradients of narrow heads depend on how many keys there are: a graph asks not."""
+    layer, length = fa.MultiHeadAttention(16, heads), torch.export.Dim("length", min=2, max=4096)
+    layer.requires_grad_(gradients)
+    for traced in (10, 90):
+        program = torch.export.export(layer, (torch.randn(2, traced, 16),), dynamic_shapes=({1: length},)).module()
+        for rows in (5, 90):
+            x = torch.randn(2, rows, 16)
+            same(program(x)[:1], layer(x)[:1])
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "window"])
