@@ -145,6 +145,8 @@ def main():
     parser.add_argument("--into", type=pathlib.Path, default=ROOT / "dist", help="a folder, which is emptied first")
     into = parser.parse_args().into.resolve()
     changed = git("status", "--porcelain", "--untracked-files=no")
+    if forgotten := git("ls-files", "--others", "--exclude-standard", "fusedattn", "kernels", "bench"):
+        sys.exit(f"dist: git does not know {forgotten.split()[0]}, which would stay out; add or remove it")
     with tempfile.TemporaryDirectory() as scratch:
         made, again = twice(pathlib.Path(scratch), epoch())
         for one, other in zip(made, again, strict=True):

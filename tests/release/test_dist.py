@@ -60,6 +60,15 @@ def test_what_git_does_not_know_stays_out(dist, tmp_path):
     assert dist["sources"]() == sorted(name for name in tracked if (ROOT / name).is_file())
 
 
+def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp_path):
+    """What imports it is in the wheel."""
+    said = {"status": "", "ls-files": "fusedattn/new.py\n"}
+    monkeypatch.setitem(dist["main"].__globals__, "git", lambda command, *options: said[command])
+    monkeypatch.setattr("sys.argv", ["dist.py", "--into", str(tmp_path)])
+    with pytest.raises(SystemExit, match="dist: git does not know fusedattn/new.py"):
+        dist["main"]()
+
+
 def test_the_changelog_knows_the_version():
     """A version that is not in development has a section with a date, below what is not released."""
     version = re.search(r'^__version__ = "(.*)"$', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
