@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.types import Device
 
-from ..call.rules import check_flags, check_tensors, fail
+from ..call.rules import check_flags, check_strided, check_tensors, fail
 from ..modules import attend, check_fits, check_shares
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
@@ -35,6 +35,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
         if x.is_nested:
             expected = "a strided tensor, or without masks one nested one with batch_first"
             fail(TypeError, name, expected, "a nested tensor")
+        check_strided(**{name: x})
         if x.dim() not in (2, 3) or x.dim() != query.dim():
             fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
         if x.shape[-1] != width:
@@ -50,6 +51,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = getattr(mask, "dtype", type(mask).__name__)
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", got)
+    check_strided(**{name: mask})
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
     if mask.shape not in shapes:
