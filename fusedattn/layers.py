@@ -3,7 +3,6 @@
 With `backend="naive"` each computes by the textbook's formula, on the same parameters. True in a mask = may attend.
 """
 
-import math
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .call.rules import FLOATING, check_strided, check_tensors, fail, is_number
+from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, is_number
 from .modules import MultiHeadAttention, check_beside, check_fits, check_input, check_shares, check_sizes
 
 
@@ -25,7 +24,7 @@ def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embeddi
 def _check_eps(eps: Any) -> None:
     if not is_number(eps):
         fail(TypeError, "layer_norm_eps", "a number", type(eps).__name__)
-    if not 0 <= eps < math.inf:
+    if not 0 <= eps <= LARGEST:
         fail(ValueError, "layer_norm_eps", "a finite number of 0 or more", eps)
 
 

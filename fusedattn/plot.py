@@ -1,6 +1,7 @@
 """Draws attention weights and positional encodings with matplotlib, without touching pyplot."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def attention_map(
         top = maps.nan_to_num(0.0).max().item() or 1.0
     if not is_number(top):
         fail(TypeError, "top", "a number", type(top).__name__)
-    if not 0 < top < math.inf:
+    if not 0 < top <= sys.float_info.max:
         fail(ValueError, "top", "a finite number above 0", top)
     matplotlib = _matplotlib(figure)
 
