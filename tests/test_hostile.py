@@ -7,7 +7,7 @@ import torch
 
 import fusedattn as fa
 from fusedattn import distributed, layers, plot
-from fusedattn.compat import flash_attn, torch as for_torch
+from fusedattn.compat import _bert_padding, flash_attn, torch as for_torch
 
 from .call.test_hostile import FLAG, FLOATING, MASK, RIGHT, SEEDS
 from .hostile import taken
@@ -160,6 +160,36 @@ def test_flash_attns_functions():
     )
     for name, x in given.items():
         taken(flash_attn.flash_attn_with_kvcache, lambda: given, name, x, given)
+
+
+def test_flash_attns_padding():
+    """In the place of a mask there may be any of 0 and 1."""
+    x, mask = floats(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    real = {"int32", "int64", "uint8", "bool", "half", "double"}
+    masks = dict(attention_mask=(mask, real), unused_mask=(1 - mask, real | {"None"}))
+    hold(_bert_padding.unpad_input, dict(hidden_states=x, attention_mask=mask), masks)
+    taken(
+        _bert_padding.unpad_input,
+        lambda: dict(attention_mask=mask),
+        "hidden_states",
+        x,
+        ("attention_mask",),
+        but=("quantised",),
+    )
+    rows, places, *_ = _bert_padding.unpad_input(x, mask)
+    given = dict(hidden_states=rows, indices=places, batch=2, seqlen=4)
+    for name, value in given.items():
+        taken(_bert_padding.pad_input, lambda: given, name, value, ("indices",), but=(*TOO_LARGE, "quantised"))
+
+
+def test_the_function_that_transformers_calls():
+    pytest.importorskip("transformers")
+    function = fa.compat.transformers.fusedattn_forward
+    for name, value in attended().items():
+        taken(function, lambda: dict(module=None) | attended(), name, value, ("query", "key", "value"), but=("lazy",))
+    masks = dict(attention_mask=(bools(S, S), {"None", "bool", "half", "double"}), scaling=(1.0, NUMBERS | {"None"}))
+    for name, (value, _) in masks.items():
+        taken(function, lambda: dict(module=None) | attended(), name, value, ("mask", "bias", "scale"))
 
 
 def test_pictures():

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn import UninitializedBuffer, UninitializedParameter
 
 
 def irregular(x: Any) -> Any:
@@ -14,7 +14,7 @@ def irregular(x: Any) -> Any:
         return None
     if x.is_nested:
         return "a nested tensor"
-    lazy = isinstance(x, UninitializedTensorMixin)
+    lazy = isinstance(x, UninitializedParameter | UninitializedBuffer)
     return x.layout if x.layout != torch.strided else "a parameter without sizes" if lazy else None
 
 
