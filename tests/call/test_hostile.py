@@ -141,3 +141,17 @@ def test_nothing_wrong_is_taken_where_a_call_is_like_an_earlier_one():
             function(**arguments)
         for name, value in arguments.items():
             taken(function, lambda arguments=arguments: dict(arguments), name, value, TOGETHER.get(name, ()))
+
+
+def test_masks_of_nested_tensors():
+    query = torch.nested.nested_tensor([floats(n, 2, D) for n in (3, 4)], layout=torch.jagged).transpose(1, 2)
+    given = dict(query=query, key=query, value=query)
+    for name, value in (
+        ("key_mask", bools(2, 4)),
+        ("query_mask", bools(2, 4)),
+        ("mask", bools(4, 4)),
+        ("causal", True),
+    ):
+        assert taken(fa.attention, lambda: given, name, value).keys() - {"numpy bool"} <= RIGHT[name]
+    for name in ("key", "value"):
+        assert not taken(fa.attention, lambda: given, name, floats(2, 2, 4, D), ("key", "value"))
