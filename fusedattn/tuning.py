@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from .call.rules import fail
 from .launch import tuned
 from .replay import cache
 
@@ -25,7 +24,7 @@ def load(file: str | os.PathLike[str]) -> None:
         what is no path.
     """
     if not isinstance(file, str | os.PathLike):
-        fail(TypeError, "file", "a path", type(file).__name__)
+        raise TypeError(f"file: expected a path, got {type(file).__name__}")
     tuned.load(Path(file))
     cache.forget()
 
