@@ -56,7 +56,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
     check_strided(**{name: mask})
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
-    # Not `in`: the compiler takes sizes that vary for different ones, and stops at the message.
+    # Not `in`, which the compiler may take for false where sizes vary: it then stops at the message.
     if all(tuple(mask.shape) != shape for shape in shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
