@@ -76,6 +76,8 @@ class Writer:
 
     def __init__(self, path=None):
         self.path = pathlib.Path(path) if path else None
+        if self.path and self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{path} is no file")  # a device may have no end
         self.columns, self.rows = _read(self.path) if self.path and self.path.exists() else (COLUMNS, [])
         if self.path and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from .call.cached import CacheArguments
 from .call.form import Arguments, Plan, rank4, rows
 from .call.packed import Packed
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_tensors, fail
+from .call.rules import FLOATING, check_strided, fail
 from .operators.attention import block_mask_or_none
 from .replay import cache, checked
 
@@ -241,7 +241,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 def _check_merge(**tensors: Any) -> None:
     """Raise for what does not go with out_a, which comes first."""
-    check_tensors(**tensors)
+    check_strided(**tensors)
     out = tensors["out_a"]
     if out.dtype not in FLOATING:
         fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out.dtype)

@@ -10,14 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .call.rules import FLOATING, check_tensors, fail
-from .modules import MultiHeadAttention, check_fits, check_input, check_shares, check_sizes
+from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, is_number
+from .modules import MultiHeadAttention, check_beside, check_fits, check_input, check_shares, check_sizes
 
 
-def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...]) -> None:
+def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
     check_input(name, ids, shape)
     if ids.dtype not in (torch.int32, torch.int64):
         fail(TypeError, name, "int32 or int64", ids.dtype)
+    check_beside(name, ids, table)
+
+
+def _check_eps(eps: Any) -> None:
+    if not is_number(eps):
+        fail(TypeError, "layer_norm_eps", "a number", type(eps).__name__)
+    if not 0 <= eps <= LARGEST:
+        fail(ValueError, "layer_norm_eps", "a finite number of 0 or more", eps)
 
 
 def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
@@ -99,6 +107,8 @@ class SinusoidalPositionalEncoding(nn.Module):
         check_input("x", x, ("batch", "length", self.embed_dim))
         if x.dtype not in FLOATING:
             fail(TypeError, "x", "a floating dtype", x.dtype)
+        if x.device != self.pe.device:
+            fail(ValueError, "x", f"the device of pe, {self.pe.device}", x.device)
         if x.shape[1] > self.max_len:
             fail(ValueError, "x", f"a length of at most {self.max_len}", x.shape[1])
         return x + self.pe[: x.shape[1]].to(x.dtype)
@@ -138,6 +148,7 @@ class Embeddings(_Configurable):
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
+        _check_eps(layer_norm_eps)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -145,7 +156,7 @@ class Embeddings(_Configurable):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises: ValueError, TypeError for others."""
-        _check_ids("input_ids", input_ids, ("batch", "length"))
+        _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         length, max_length = input_ids.shape[1], self.position_embeddings.num_embeddings
         if length > max_length:
             fail(ValueError, "input_ids", f"a length of at most {max_length}", length)
@@ -180,6 +191,8 @@ class FeedForward(_Configurable):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden), any leading dimensions -> the same shape. Raises: ValueError for another width."""
         check_tensors(x=x)
+        if x.layout != torch.jagged:
+            check_strided(x=x)
         if x.shape[-1:] != (self.hidden_size,):
             fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
         check_fits("x", x, self.linear_1)
@@ -220,6 +233,7 @@ class TransformerEncoderLayer(_Configurable):
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
         check_shares(attention_dropout=attention_dropout)
+        _check_eps(layer_norm_eps)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -229,7 +243,7 @@ class TransformerEncoderLayer(_Configurable):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
         """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`, of S queries and keys."""
-        check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1)
+        check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1, jagged=True)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
         out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
         return out
@@ -318,7 +332,7 @@ class AttentionDecoder(nn.Module):
         Returns: (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
         Raises: ValueError, TypeError for other shapes and dtypes.
         """
-        _check_ids("input", input, ("batch",))
+        _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
         check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
         if encoder_outputs.shape[0] != input.shape[0]:

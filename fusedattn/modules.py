@@ -9,7 +9,8 @@ from torch.types import Device
 from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
-from .call.rules import check_flags, check_options, check_tensors, fail, is_int, is_number
+from .call.layout import irregular
+from .call.rules import check_flags, check_options, check_strided, check_tensors, fail, is_int, is_number
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
 
 
@@ -19,6 +20,8 @@ def check_sizes(**sizes: Any) -> None:
             fail(TypeError, name, "an int", type(size).__name__)
         if size < 1:
             fail(ValueError, name, "1 or more", size)
+        if size >= 2**63:
+            fail(ValueError, name, "less than 2**63", size)
 
 
 def check_shares(**shares: Any) -> None:
@@ -29,9 +32,16 @@ def check_shares(**shares: Any) -> None:
             fail(ValueError, name, "a number from 0 to 1", share)
 
 
-def check_input(name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None) -> None:
-    """Raise unless a tensor has this shape, in which a name stands for any size, and a layer can take it."""
+def check_input(
+    name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False
+) -> None:
+    """Raise unless a tensor has this shape, in which a name stands for any size, and a layer can take it.
+
+    jagged: whether it may be a nested one of torch.jagged.
+    """
     check_tensors(**{name: tensor})
+    if not (jagged and tensor.layout == torch.jagged):
+        check_strided(**{name: tensor})
     sizes = tuple(want if isinstance(want, str) else size for want, size in zip(shape, tensor.shape, strict=False))
     if tensor.dim() != len(shape) or sizes != shape:
         fail(ValueError, name, "shape " + str(shape).replace("'", ""), tuple(tensor.shape))
@@ -43,14 +53,24 @@ def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
 
     A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     """
+    weight = _weight(layer)
+    if weight is not None and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
+        fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
+    check_beside(name, tensor, layer)
+
+
+def check_beside(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
+    """Raise unless a tensor is on the device of a layer's weight."""
+    weight = _weight(layer)
+    if weight is not None and tensor.device != weight.device:
+        fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
+
+
+def _weight(layer: nn.Module | None) -> Tensor | None:
+    """The weight of a layer, if an input has to be like it."""
     # Not layer.weight: one that is computed, as by torch.nn.utils.parametrize, would be computed for this alone.
     weight = None if layer is None else dict(layer.named_parameters(recurse=False)).get("weight")
-    if weight is None or not weight.is_floating_point() or weight.is_meta:
-        return
-    if tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
-        fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
-    if tensor.device != weight.device:
-        fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
+    return None if weight is None or not weight.is_floating_point() or weight.is_meta else weight
 
 
 def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
@@ -65,7 +85,8 @@ def _by_head(pairs: Any) -> Any:
     """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads."""
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_by_head(pairs.mask))
-    return pairs.unsqueeze(1) if isinstance(pairs, Tensor) and pairs.dim() == 3 else pairs
+    fits = isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3
+    return pairs.unsqueeze(1) if fits else pairs
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -150,9 +171,9 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        check_input("query", query, ("batch", "length", self.embed_dim), self.q_proj)
-        check_input("key", key, ("batch", "length", self.kdim), self.k_proj)
-        check_input("value", value, ("batch", "length", self.vdim), self.v_proj)
+        check_input("query", query, ("batch", "length", self.embed_dim), self.q_proj, jagged=True)
+        check_input("key", key, ("batch", "length", self.kdim), self.k_proj, jagged=True)
+        check_input("value", value, ("batch", "length", self.vdim), self.v_proj, jagged=True)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)

@@ -1,13 +1,14 @@
 """Draws attention weights and positional encodings with matplotlib, without touching pyplot."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .call.rules import check_tensors, fail
+from .call.rules import check_strided, fail, is_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,13 +46,19 @@ def attention_map(
     key_names = row_names if same else _names("key_tokens", key_tokens, columns)
     if titles is None:
         titles = [f"head {head + 1}" for head in range(heads)] if heads > 1 else [""]
+    if not isinstance(titles, Sequence):
+        fail(TypeError, "titles", "a sequence of strings", type(titles).__name__)
     if len(titles) != heads:
         fail(ValueError, "titles", f"{heads}, one for each head", len(titles))
+    if not isinstance(label, str):
+        fail(TypeError, "label", "a string", type(label).__name__)
     if top is None:
         top = maps.nan_to_num(0.0).max().item() or 1.0
-    if not 0 < top < math.inf:
+    if not is_number(top):
+        fail(TypeError, "top", "a number", type(top).__name__)
+    if not 0 < top <= sys.float_info.max:
         fail(ValueError, "top", "a finite number above 0", top)
-    matplotlib = _matplotlib()
+    matplotlib = _matplotlib(figure)
 
     across = math.ceil(math.sqrt(heads))
     down = math.ceil(heads / across)
@@ -94,7 +101,7 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
         fail(ValueError, "pe", "shape (S, E) or (1, S, E), none of them 0", tuple(table.shape))
     if not table.isfinite().all():
         fail(ValueError, "pe", "finite numbers", "NaN or infinity")
-    matplotlib = _matplotlib()
+    matplotlib = _matplotlib(figure)
     if figure is None:
         figure = matplotlib.figure.Figure(figsize=(7.0, 4.5), layout="constrained")
     axes, most = figure.subplots(), table.abs().max().item() or 1.0
@@ -106,20 +113,25 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     return _with_bar(figure, image, [axes], "value")
 
 
-def _matplotlib() -> Any:
+def _matplotlib(figure: Any) -> Any:
+    """The package. Raises where it is missing, and for a figure that is none of its own."""
     try:
         import matplotlib.figure
         import matplotlib.ticker
     except ImportError as error:
         raise ImportError("matplotlib is not installed: pip install 'fusedattn[plot]'") from error
+    if figure is not None and not isinstance(figure, matplotlib.figure.FigureBase):
+        fail(TypeError, "figure", "a matplotlib Figure or SubFigure", type(figure).__name__)
     return matplotlib
 
 
 def _numbers(name: str, tensor: Tensor, rank: int) -> Tensor:
     """A tensor as matplotlib takes it; of a batch of one, its first, of this rank."""
-    check_tensors(**{name: tensor})
-    if tensor.is_complex():
+    check_strided(**{name: tensor})
+    if tensor.is_complex() or tensor.is_quantized:
         fail(TypeError, name, "real numbers", tensor.dtype)
+    if tensor.is_meta:
+        fail(ValueError, name, "a tensor with values", "one on meta")
     numbers = tensor.detach().to("cpu", torch.float64)
     return numbers[0] if numbers.dim() == rank + 1 and len(numbers) == 1 else numbers
 
@@ -143,6 +155,9 @@ def _masked(maps: Tensor, mask: Tensor) -> Tensor:
     """maps with NaN where mask hides."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", getattr(mask, "dtype", type(mask).__name__))
+    check_strided(mask=mask)
+    if mask.is_meta:
+        fail(ValueError, "mask", "a tensor with values", "one on meta")
     try:
         return maps.masked_fill(~mask.cpu(), math.nan).view_as(maps)
     except RuntimeError:
@@ -152,7 +167,10 @@ def _masked(maps: Tensor, mask: Tensor) -> Tensor:
 def _names(argument: str, names: Sequence[object] | None, length: int) -> list[str] | None:
     if names is None:
         return None
-    written = [str(name).translate(SIGNS) for name in names]
+    try:
+        written = [str(name).translate(SIGNS) for name in names]
+    except TypeError:
+        fail(TypeError, argument, "a sequence of names", type(names).__name__)
     if len(written) != length:
         fail(ValueError, argument, f"{length} names", len(written))
     return written

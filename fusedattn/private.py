@@ -7,7 +7,7 @@ torch.compile refuses a call with fullgraph=True, and breaks the graph without. 
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -82,6 +82,23 @@ def storage(tensor: Tensor) -> int:
 
 # Compares tensors in C++; None where a dictionary does.
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
+
+
+def are_alike(guards: Any, tensors: Iterable[Any]) -> bool:
+    """Whether guards find tensors like those that they were made of. Anything may be asked about.
+
+    Guards themselves end the process where they meet a nested tensor that is not of torch.jagged.
+    """
+    try:
+        for x in tensors:
+            if x.is_nested:
+                return False
+    except AttributeError:
+        return False  # no tensor
+    alike: bool = guards.check(*tensors)
+    return alike
+
+
 # Whether a tensor wants a gradient; the current GPU. Without them the public functions are called.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)

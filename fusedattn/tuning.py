@@ -20,8 +20,11 @@ def load(file: str | os.PathLike[str]) -> None:
     Args:
         file: what `fusedattn tune --export` wrote on a machine with the same GPU, driver, torch, Triton and version of
             this package.
-    Raises: OSError if it cannot be read; ValueError if it is damaged, or about none of the GPUs here.
+    Raises: OSError if it cannot be read; ValueError if it is damaged, or about none of the GPUs here; TypeError for
+        what is no path.
     """
+    if not isinstance(file, str | os.PathLike):
+        raise TypeError(f"file: expected a path, got {type(file).__name__}")
     tuned.load(Path(file))
     cache.forget()
 

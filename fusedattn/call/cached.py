@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import rules
 from .form import Arguments, Call, autocast_dtype, differentiated, is_known, normalise
@@ -69,14 +70,20 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache.new_empty(()).expand(batch, heads, table.shape[1] * page, dim)
 
 
-def _alone(name: str) -> Rule:
-    """A Rule: a cache not expanded."""
-    expected = "a cache that new keys can be written to, with no dimension expanded"
+def _written(name: str) -> tuple[Rule, ...]:
+    """The rules of a cache that is written to: not expanded, nor a tensor that torch lets nobody write to here."""
+    expected = "a cache that new keys can be written to, "
 
     def expanded(x: Tensor, _: Any) -> bool:
         return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
-    return invalid(name, expected, expanded, lambda x: f"strides {x.stride()}")
+    def frozen(x: Tensor, _: Any) -> bool:
+        return not is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
+
+    return (
+        invalid(name, f"{expected}with no dimension expanded", expanded, lambda x: f"strides {x.stride()}"),
+        invalid(name, f"{expected}as outside of torch.inference_mode()", frozen, lambda x: "an inference tensor"),
+    )
 
 
 def _shape_of_new(a: Any, cache: Tensor) -> tuple[int, int, int]:
@@ -125,8 +132,8 @@ NEW = (
         lambda _, a: f"shape {(*a.new_key.shape[:3], a.value_cache.shape[3])}, as many as new_key",
         lambda x, a: tuple(x.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
     ),
-    _alone("key_cache"),
-    _alone("value_cache"),
+    *_written("key_cache"),
+    *_written("value_cache"),
 )
 ROTARY = (
     rules.is_beside("rotary_cos", "rotary_sin"),

@@ -33,8 +33,10 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, name, BOOL, getattr(mask, "dtype", type(mask).__name__))
-    if not mask.is_nested or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
-        fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets", tuple(mask.shape))
+    jagged = mask.layout == torch.jagged
+    if not jagged or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
+        got = tuple(mask.shape) if jagged or not mask.is_nested else "one that is not of torch.jagged"
+        fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets", got)
     return mask.contiguous().values()
 
 

@@ -1,9 +1,32 @@
-"""Reads the order of a tensor's dimensions in memory, and makes tensors in the order of another."""
+"""Reads how sizes fit together and how a tensor lies in memory, and makes tensors in the order of another."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import UninitializedBuffer, UninitializedParameter
+
+
+def irregular(x: Any) -> Any:
+    """What a message says of a tensor that has no strides, or no sizes yet; None of anything else."""
+    if not isinstance(x, Tensor):
+        return None
+    if x.is_nested:
+        return "a nested tensor"
+    lazy = isinstance(x, UninitializedParameter | UninitializedBuffer)
+    return x.layout if x.layout != torch.strided else "a parameter without sizes" if lazy else None
+
+
+def divides(heads: int, kv_heads: int) -> bool:
+    """Whether query heads can share kv heads evenly."""
+    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
+
+
+def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor broadcasts to a shape without adding to it."""
+    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:

@@ -50,6 +50,8 @@ def longest(offsets: Tensor, name: str) -> int:
     without_values = torch.compiler.is_compiling() or unmapped(offsets) is not offsets
     if without_values:
         raise ValueError(f"{name}: expected an int in code that is compiled or mapped over these offsets, got None")
+    if offsets.is_meta:
+        raise ValueError(f"{name}: expected an int beside offsets on meta, got None")
     return max(0, int(offsets.diff().max())) if len(offsets) > 1 else 0
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .form import Plan, rank4, rows
-from .rules import BOOL, FLOATING, fail
+from .rules import BOOL, FLOATING, check_strided, fail
 
 
 def check_plan(plan: Plan) -> None:
@@ -27,8 +27,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
         if not isinstance(mask, Tensor) or not (mask.dtype in FLOATING if floating else mask.dtype == torch.bool):
             expected = "a floating tensor" if floating else BOOL
             fail(TypeError, name, expected, getattr(mask, "dtype", type(mask).__name__))
-        if mask.layout != torch.strided or mask.is_nested:
-            fail(TypeError, name, "a strided tensor", "a nested tensor" if mask.is_nested else mask.layout)
+        check_strided(**{name: mask})
         if mask.dim() not in ranks[name]:
             least, most = ranks[name][0], ranks[name][-1]
             fail(ValueError, name, f"rank {least}" + (f" to {most}" if most > least else ""), tuple(mask.shape))

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from .form import Arguments, Call, Plan, autocast, normalise
+from .layout import broadcasts, divides, irregular
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
+ALIGNMENTS = ("bottom_right", "top_left")
 BOOL = "a bool tensor, True = may attend (say .bool())"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -91,10 +93,7 @@ def is_tensor(name: str) -> Rule:
 
 
 def is_strided(name: str) -> Rule:
-    def got(x: Tensor) -> Any:
-        return "a nested tensor" if x.is_nested else x.layout
-
-    return Rule(name, TypeError, "a strided tensor", lambda x, _: x.layout != torch.strided or x.is_nested, got)
+    return Rule(name, TypeError, "a strided tensor", lambda x, _: irregular(x) is not None, irregular)
 
 
 def is_bool(name: str) -> Rule:
@@ -183,17 +182,6 @@ def _fits_float32(name: str) -> Rule:
     return invalid(name, "a number that float32 can hold", wrong, value)
 
 
-def divides(heads: int, kv_heads: int) -> bool:
-    """Whether query heads can share kv heads evenly."""
-    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
-
-
-def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor broadcasts to a shape without adding to it."""
-    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
-    return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
-
-
 def _tokens_hint(mask: Any, s: Sizes) -> str:
     """What a mask that says nothing of pairs should have been passed as; nothing if it says something."""
     lengths = {"key_mask": (s.Sk, "of keys"), "query_mask": (s.Sq, "of queries")}
@@ -238,7 +226,7 @@ def _is_window(x: Any) -> bool:
 
 
 def _seed_kind(x: Any, _: Any) -> bool:
-    return x.dtype != torch.int64 if isinstance(x, Tensor) else not is_int(x)
+    return x.dtype != torch.int64 or irregular(x) is not None if isinstance(x, Tensor) else not is_int(x)
 
 
 def heads(x: Tensor) -> int:
@@ -316,7 +304,9 @@ OPTIONS = {
         ),
     ),
     "align": (
-        invalid("align", "'bottom_right' or 'top_left'", lambda x, _: x not in ("bottom_right", "top_left"), value),
+        invalid(
+            "align", "'bottom_right' or 'top_left'", lambda x, _: not isinstance(x, str) or x not in ALIGNMENTS, value
+        ),
     ),
     "scale": (
         _is_number("scale"),
@@ -340,7 +330,7 @@ OPTIONS = {
         invalid("dropout_p", "a number from 0 to 1", lambda x, _: not 0 <= x <= 1, value),
     ),
     "seed": (
-        Rule("seed", TypeError, "an int or a tensor of one int64", _seed_kind, kind),
+        Rule("seed", TypeError, "an int or a tensor of one int64", _seed_kind, lambda x: irregular(x) or kind(x)),
         invalid(
             "seed",
             lambda x, s: f"one element on the device of query, {s.device}",
@@ -367,6 +357,14 @@ def check_tensors(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             fail(TypeError, name, "a tensor", type(tensor).__name__)
+
+
+def check_strided(**tensors: Any) -> None:
+    """`check_tensors`, also for a tensor without strides."""
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if (got := irregular(tensor)) is not None:
+            fail(TypeError, name, "a strided tensor", got)
 
 
 def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:

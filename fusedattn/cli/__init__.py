@@ -1,9 +1,12 @@
 """Parses the command line `fusedattn` and runs the command. Each command is a module, imported when it is used."""
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from .. import __version__
 from .screen import Problem
@@ -11,10 +14,18 @@ from .screen import Problem
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and where help is."""
+
+    def print_help(self, file: Any = None) -> None:
+        (file or sys.stdout).write(self.format_help())  # argparse passes over a disk that is full
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fusedattn", description="Fused multi-head attention: look at it, check it, see it."
-    )
+    parser = _Parser(prog="fusedattn", description="Fused multi-head attention: look at it, check it, see it.")
     parser.add_argument("--version", action="version", version=f"fusedattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -106,32 +117,57 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--text", metavar="FILE", help="what to learn (README.md)")
     demo.add_argument("--steps", type=_positive, metavar="N", default=300, help="steps of training (%(default)s)")
     demo.add_argument("--out", metavar="PNG", default="demo.png", help="where to save the picture (%(default)s)")
-    demo.add_argument("--seed", type=int, metavar="N", default=0, help="of everything random (%(default)s)")
+    demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of everything random (%(default)s)")
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
-    return number
+def _number(kind: Callable[[str], Any], expected: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """What argparse makes a number by."""
+
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not right(number):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return number
+
+    return read
 
 
-def _minutes(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return number
+_positive = _number(int, "1 or more", lambda number: 1 <= number < 2**31)
+_minutes = _number(float, "more than 0", lambda number: 0 < number < float("inf"))
+_seed = _number(int, "an int of 64 bits", lambda number: -(2**63) <= number < 2**63)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if a check failed, 2 if it could not be run."""
-    options = _parser().parse_args(arguments)
-    module = importlib.import_module(f".{options.command}", __package__)
+    command = "fusedattn"
     try:
-        return module.run(options)
+        try:
+            options = _parser().parse_args(arguments)
+        finally:
+            sys.stdout.flush()  # of --help
+        command += f" {options.command}"
+        status: int = importlib.import_module(f".{options.command}", __package__).run(options)
+        sys.stdout.flush()
+        return status
     except Problem as problem:
-        print(f"fusedattn {options.command}: {problem}", file=sys.stderr)
+        print(f"{command}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads has seen enough
+        _drop_output()
+        return 1
+    except OSError as error:  # a disk that is full
+        _drop_output()
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """Have Python not try again, when it ends, to write what could not be written."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,8 +5,10 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..testing.tolerance import Verdict
@@ -21,6 +23,26 @@ def need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise Problem(f"{' and '.join(missing)} not installed: pip install 'fusedattn[bench]'")
+
+
+def check_output(option: str, path: str) -> None:
+    """Raise a Problem where no file can be written: before the work whose result it is to hold."""
+    file = Path(path)
+    if not file.resolve().parent.is_dir():
+        raise Problem(f"{option}: there is no folder {file.resolve().parent}")
+    if file.is_dir():
+        raise Problem(f"{option}: {path} is a folder")
+    if not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
+        raise Problem(f"{option}: this user may not write {path}")
+
+
+@contextlib.contextmanager
+def writing(option: str, path: str | None) -> Iterator[None]:
+    """Inside, an OSError, as of a disk that is full, is a Problem of a file that is written."""
+    try:
+        yield
+    except OSError as error:
+        raise Problem(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
 class Screen:

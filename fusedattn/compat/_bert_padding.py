@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from ..call.form import is_known
 from ..call.packing import longest
+from ..call.rules import FLOATING, check_strided, fail
+from ..modules import check_sizes
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -26,6 +29,12 @@ def unpad_input(
     Returns: (rows (T, ...), their indices (T,) in the B * S of the batch, cu_seqlens int32 (B + 1,), the longest
         length, the number of real rows of each, int32 (B,)). On a GPU the host waits for the counts.
     """
+    check_strided(hidden_states=hidden_states)
+    if hidden_states.dim() < 2:
+        fail(ValueError, "hidden_states", "shape (B, S, ...)", tuple(hidden_states.shape))
+    for name, mask in dict(attention_mask=attention_mask, unused_mask=unused_mask).items():
+        if mask is not None or name == "attention_mask":
+            _check_mask(name, mask, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     places = kept.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(kept.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
@@ -33,7 +42,34 @@ def unpad_input(
     return index_first_axis(hidden_states.flatten(0, 1), places), places, offsets, longest(offsets, "max_seqlen"), real
 
 
+def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
+    check_strided(**{name: mask})
+    if mask.dtype != torch.bool and mask.dtype not in (
+        *FLOATING,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    ):
+        fail(TypeError, name, "a tensor of bool or integers", mask.dtype)
+    if mask.device != like.device:
+        fail(ValueError, name, f"the device of hidden_states, {like.device}", mask.device)
+    if mask.shape != like.shape[:2]:
+        fail(ValueError, name, f"shape {tuple(like.shape[:2])}", tuple(mask.shape))
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the others."""
+    check_strided(hidden_states=hidden_states, indices=indices)
+    check_sizes(batch=batch, seqlen=seqlen)
+    if indices.dtype not in (torch.int32, torch.int64):
+        fail(TypeError, "indices", "int32 or int64", indices.dtype)
+    if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:
+        fail(ValueError, "indices", f"shape (T,), of T rows as {tuple(hidden_states.shape)}", tuple(indices.shape))
+    if indices.device != hidden_states.device:
+        fail(ValueError, "indices", f"the device of hidden_states, {hidden_states.device}", indices.device)
+    if is_known(indices) and len(outside := indices[(indices < 0) | (indices >= batch * seqlen)]):
+        fail(ValueError, "indices", f"numbers from 0 to {batch * seqlen - 1}", int(outside[0]))
     padded: Tensor = index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
     return padded

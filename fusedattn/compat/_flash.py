@@ -12,7 +12,7 @@ from ..api import attention, attention_varlen
 from ..call import cached
 from ..call.cached import CacheArguments
 from ..call.form import Arguments, asking, autocast_dtype, autocasting, is_known
-from ..call.rules import check_flags, check_tensors, fail, is_int
+from ..call.rules import check_flags, check_strided, fail, is_int, is_number
 from ..naive.cached import rotated
 
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for) )(\w+)")  # where an error names an argument
@@ -35,9 +35,7 @@ def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, *
 
 def check_tensor(name: str, x: Any, layout: str) -> None:
     """Raise for what is no strided tensor of as many dimensions as the layout, say "(B, S, H, D)"."""
-    check_tensors(**{name: x})
-    if x.is_nested or x.layout != torch.strided:
-        fail(TypeError, name, "a strided tensor", "a nested tensor" if x.is_nested else x.layout)
+    check_strided(**{name: x})
     rank = len(layout.split(", "))
     if x.dim() != rank:
         fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
@@ -58,7 +56,7 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
     if any(side < -1 for side in window_size):
         fail(ValueError, "window_size", "no side below -1, which is unbounded", window_size)
     window = tuple(None if side == -1 else side for side in window_size)
-    softcap = None if isinstance(softcap, int | float) and softcap == 0 else softcap
+    softcap = None if is_number(softcap) and softcap == 0 else softcap
     return dict(scale=softmax_scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
 
 

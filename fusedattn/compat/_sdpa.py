@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
-from ..call.rules import broadcasts, check_flags, check_tensors, divides, fail
+from ..call.layout import broadcasts, divides, irregular
+from ..call.rules import check_flags, check_strided, check_tensors, fail
 
 
 def scaled_dot_product_attention(
@@ -43,8 +44,7 @@ def scaled_dot_product_attention(
     check_tensors(**inputs)
     for name, tensor in inputs.items():
         jagged = query.is_nested and tensor.layout == torch.jagged
-        if not jagged and (tensor.is_nested or tensor.layout != torch.strided):
-            got = "a nested tensor" if tensor.is_nested else tensor.layout
+        if not jagged and (got := irregular(tensor)) is not None:
             fail(TypeError, name, "a strided tensor, or all three nested ones of torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
@@ -124,9 +124,7 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
-    check_tensors(attn_mask=mask)
-    if mask.is_nested or mask.layout != torch.strided:
-        fail(TypeError, "attn_mask", "a strided tensor", mask.layout)
+    check_strided(attn_mask=mask)
     if mask.device != query.device:
         fail(ValueError, "attn_mask", f"the device of query, {query.device}", mask.device)
     dtype = autocast_dtype(query)

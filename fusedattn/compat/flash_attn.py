@@ -180,7 +180,7 @@ def flash_attn_with_kvcache(
     Returns: output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
     Raises: before anything is written; values on a GPU are not checked (see `fusedattn.attention_decode`).
     """
-    check_flags(return_softmax_lse=return_softmax_lse)
+    check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v).items():
         if x is not None or name not in ("k", "v"):
             _flash.check_tensor(name, x, "(B, S, H, D)")

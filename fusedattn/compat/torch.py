@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.types import Device
 
-from ..call.rules import check_flags, check_tensors, fail
-from ..modules import attend, check_fits, check_shares
+from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail
+from ..modules import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
@@ -25,7 +25,9 @@ def _stay(module: nn.Module, inputs: Any) -> None:
 
 def _check_flags(**flags: Any) -> None:
     """`check_flags`, which also takes 0 and 1, as torch.nn.MultiheadAttention does."""
-    check_flags(**{name: bool(flag) if isinstance(flag, int) else flag for name, flag in flags.items()})
+    check_flags(
+        **{name: bool(flag) if isinstance(flag, int) and flag in (0, 1) else flag for name, flag in flags.items()}
+    )
 
 
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -35,6 +37,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
         if x.is_nested:
             expected = "a strided tensor, or without masks one nested one with batch_first"
             fail(TypeError, name, expected, "a nested tensor")
+        check_strided(**{name: x})
         if x.dim() not in (2, 3) or x.dim() != query.dim():
             fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
         if x.shape[-1] != width:
@@ -47,12 +50,14 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
 
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
         got = getattr(mask, "dtype", type(mask).__name__)
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", got)
+    check_strided(**{name: mask})
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
-    if mask.shape not in shapes:
+    # Not `in`, which the compiler may take for false where sizes vary: it then stops at the message.
+    if all(tuple(mask.shape) != shape for shape in shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 
@@ -97,7 +102,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None,
         batch_first: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if num_heads > 0 and embed_dim % num_heads:
+        widths = dict(kdim=kdim, vdim=vdim)
+        check_sizes(
+            embed_dim=embed_dim, num_heads=num_heads, **{name: x for name, x in widths.items() if x is not None}
+        )
+        if embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention
-from ..call.rules import fail
+from ..call.rules import check_strided, fail
 from ._hf_names import NAMES, masks_of
 
 # Keywords of some models. Leaving one out would change the answer.
@@ -86,6 +86,12 @@ def fusedattn_forward(
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             fail(NotImplementedError, name, f"None, for {meaning} is not implemented", type(others[name]).__name__)
+    for name, x in dict(query=query, key=key, value=value).items():
+        check_strided(**{name: x})
+        if x.dim() != 4:
+            fail(ValueError, name, "rank 4, (B, H, L, D)", tuple(x.shape))
+    pairs = dict(attention_mask=attention_mask, position_bias=position_bias)
+    check_strided(**{name: x for name, x in pairs.items() if x is not None})
     dtype = torch.bool if attention_mask is None else attention_mask.dtype
     if not (dtype == torch.bool or dtype.is_floating_point):
         fail(TypeError, "attention_mask", "a bool or floating tensor", dtype)

@@ -39,7 +39,7 @@ def check_parallel(parallel: Any) -> None:
         return
     if not isinstance(parallel, ContextParallel):
         fail(TypeError, "context_parallel", "a ContextParallel or None", type(parallel).__name__)
-    if parallel.method not in METHODS:
+    if not isinstance(parallel.method, str) or parallel.method not in METHODS:
         fail(ValueError, "context_parallel", f"a method among {', '.join(METHODS)}", repr(parallel.method))
     check_balance(parallel.balance)
     if parallel.method == "ulysses" and parallel.balance is not None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from ..call.rules import check_tensors, fail, is_int
+from ..call.rules import check_strided, fail, is_int
 from . import ranks as ranks_of
 from .ranks import Ranks
 
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
 
 
 def check_balance(balance: Any) -> None:
-    if balance not in (None, "zigzag"):
+    if balance is not None and not (isinstance(balance, str) and balance == "zigzag"):
         fail(ValueError, "balance", "None or 'zigzag'", repr(balance))
 
 
@@ -63,7 +63,7 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
         torch.Size([1, 8])
 
     Args:
-        x: any tensor. dim: along which it is cut.
+        x: any strided tensor. dim: along which it is cut.
         group: a process group or a DeviceMesh of one dimension; None is the default group, or, where there is none,
             this process alone.
         balance: None gives rank r of n the r-th of n spans. "zigzag" gives it spans r and 2 * n - 1 - r of 2 * n, one
@@ -71,7 +71,7 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
             where the length is not divisible.
     Raises: TypeError, ValueError for wrong arguments.
     """
-    check_tensors(x=x)
+    check_strided(x=x)
     dim = _checked_dim(x, dim)
     check_balance(balance)
     own = _own(x.shape[dim], ranks_of.of(group), balance)
@@ -92,6 +92,8 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
         fail(TypeError, "length", "an int", type(length).__name__)
     if length < 0:
         fail(ValueError, "length", "0 or more", length)
+    if length >= 2**63:
+        fail(ValueError, "length", "less than 2**63", length)
     check_balance(balance)
     own = _own(length, ranks_of.of(group), balance)
     return torch.cat([torch.arange(chunk.first, chunk.last, device=device) for chunk in own])
@@ -119,13 +121,13 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     """
     ranks = ranks_of.of(group)
     if ranks is None:
-        check_tensors(x=x)
+        check_strided(x=x)
         _checked_dim(x, dim)
         check_balance(balance)
         return x
     problem = None
     try:
-        check_tensors(x=x)
+        check_strided(x=x)
         dim = _checked_dim(x, dim)
         check_balance(balance)
     except (TypeError, ValueError) as error:

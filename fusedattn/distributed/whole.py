@@ -133,6 +133,7 @@ def agreed(
     """
     ranks = ranks_of.of(group)
     if ranks is None:
+        check_balance(balance)
         return None
     problem, options, own, call = None, {}, _nothing(), None
     try:

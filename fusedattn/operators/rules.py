@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import cached, packed, rules
+from ..call import cached, layout, packed, rules
 from ..call.cached import CacheArguments
 from ..call.form import DIFFERENTIABLE, Call, Lengths, Origin, wide_dtype
 from ..call.packed import Packed
@@ -125,7 +125,7 @@ BLOCK_MASK = (
     invalid(
         "block_mask",
         lambda _, s: f"rank 4, broadcastable to {_blocks(s)}",
-        lambda x, s: x.dim() != 4 or not rules.broadcasts(x, _blocks(s)),
+        lambda x, s: x.dim() != 4 or not layout.broadcasts(x, _blocks(s)),
     ),
 )
 

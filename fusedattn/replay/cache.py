@@ -29,7 +29,7 @@ from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention, backward, dtensors, schema
-from ..private import TensorGuards, any_autocast, can_replay, dispatch_modes, forward_level, has_storage
+from ..private import TensorGuards, any_autocast, are_alike, can_replay, dispatch_modes, forward_level, has_storage
 from .on_cpu import OnCpu, call_of
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
@@ -197,7 +197,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
         return None
     present, most = split
     for guards, replay in _recent.get(most, ()):
-        if guards.check(*present):
+        if are_alike(guards, present):
             return replay if replay.backend == "cpu" or _aligned(present) else None
     signature = None if watched() else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
@@ -266,7 +266,7 @@ def recall(tensors: tuple, numbers: tuple) -> Any:
     facts = _facts_of_any(tensors, numbers)
     if facts is not None:
         for guards, known in _recent.get(facts[1], ()):
-            if guards.check(*facts[0]):
+            if are_alike(guards, facts[0]):
                 return known
     return None
 

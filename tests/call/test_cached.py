@@ -297,9 +297,33 @@ def test_a_wrong_argument_raises_and_nothing_is_written(argument, error, text, w
     fa.attention_decode(**neighbour)
 
 
+def frozen(*shape):
+    with torch.inference_mode():
+        return floats(*shape)
+
+
+@pytest.mark.parametrize("backend", [None, "naive", "cpu"])
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
+    """torch lets nobody write to such a tensor outside, and says so after it was done."""
+    arguments = given(**new(1), backend=backend)
+    arguments[name] = frozen(*arguments[name].shape)
+    before = arguments[name].clone()
+    with pytest.raises(
+        ValueError, match=f"^{name}: expected a cache .* of torch.inference_mode.*, got an inference tensor$"
+    ):
+        fa.attention_decode(**arguments)
+    assert torch.equal(arguments[name], before)
+    with torch.inference_mode():
+        fa.attention_decode(**arguments)
+    assert not torch.equal(arguments[name], before)
+    fa.attention_decode(**arguments | dict(new_key=None, new_value=None))
+
+
 def test_every_rule_has_a_row(monkeypatch):
     tables = cached.RULES, cached.WITHOUT_TABLE, cached.TABLE, cached.NEW, cached.ROTARY, (cached.INTERLEAVED,)
     calls = [wrong for _, _, _, wrong, _ in WRONG]
+    calls += [given(**new(1), **{name: frozen(B, Hkv, C, n)}) for name, n in (("key_cache", D), ("value_cache", Dv))]
     assert unreached(monkeypatch, cached, tables, fa.attention_decode, calls) == []
 
 

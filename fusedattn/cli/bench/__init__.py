@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from ...bench import cpu, engine, plots, report, rows
 from .. import machine
-from ..screen import Problem, Screen, need
+from ..screen import Problem, Screen, check_output, need, writing
 from . import presets
 
 # How long a row is timed, about: a CPU has slow steps, and a median wants some of them.
@@ -21,8 +20,7 @@ def run(arguments) -> int:
     preset = presets.choose(arguments, on_gpu=device == "cuda")
     if plot:
         need("matplotlib")
-        if not Path(plot).resolve().parent.is_dir():
-            raise Problem(f"plot: there is no folder {Path(plot).resolve().parent}")
+        check_output("plot", plot)
     try:
         writer = rows.Writer(arguments.csv)
     except (OSError, ValueError) as error:
@@ -47,7 +45,8 @@ def run(arguments) -> int:
     try:
         with screen.progress("measuring", len(work)) as advance:
             for row, why in measure(rows.machine(device), work, device, BUDGET_MS[device]):
-                writer.write(row)
+                with writing("csv", arguments.csv):
+                    writer.write(row)
                 written.append(row)
                 whys.append(why)
                 advance(f"{row.provider} {row.mode}, {row.case.name}")
@@ -61,7 +60,8 @@ def run(arguments) -> int:
         screen.say(text, style=style)
     picture = plot if plot and plots.drawable(written) else None
     if picture:
-        cpu.draw(written).savefig(picture, format="png")
+        with writing("plot", picture):
+            cpu.draw(written).savefig(picture, format="png")
     if plot:
         screen.say(f"{plot} is drawn." if picture else f"{plot} is not drawn: nothing was measured.")
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)[0]

@@ -115,4 +115,6 @@ def shape(text: str, causal: bool, dtype: str) -> Case:
         raise Problem(f"shape: expected 1 or more of each, got {text}")
     if heads % kv_heads:
         raise Problem(f"shape: expected Hq to be a multiple of Hkv, got {text}")
+    if batch * max(heads, kv_heads) * max(rows, keys) * max(rows, keys, dim) >= 2**60:
+        raise Problem(f"shape: expected sizes that some machine has memory for, got {text}")
     return Case(batch, heads, kv_heads, rows, keys, dim, dim, causal, dtype)

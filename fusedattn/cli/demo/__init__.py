@@ -2,7 +2,6 @@
 
 import functools
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from ... import reference
 from ...api import attention
 from ...bench import timing
 from .. import machine
-from ..screen import Problem, Screen, listed, need
+from ..screen import Screen, check_output, listed, need, writing
 from . import picture, text as texts, verify
 from .model import DIM, HEADS, LanguageModel, write
 from .training import BATCH, bits, train
@@ -29,8 +28,7 @@ def run(arguments) -> int:
     screen, began = Screen(arguments.json), time.monotonic()
     need("matplotlib")
     text = texts.load(arguments.text)
-    if not Path(arguments.out).resolve().parent.is_dir():
-        raise Problem(f"out: there is no folder for {arguments.out}")
+    check_output("out", arguments.out)
     device = machine.device()
     if device == "cpu":
         # Steps this small wait for the slowest thread: on cores shared with others fewer are faster.
@@ -66,7 +64,8 @@ def run(arguments) -> int:
     screen.say(f"{said}. {texts.CONTEXT} bytes are soon read again: what a cache saves grows with the text.\n")
     written = bytes(write(model, prompt, 100, temperature=0.6)[0][0].tolist()).decode("utf-8", errors="replace")
     screen.say(f"Asked to go on from {sentence!r}, it writes:\n{written}\n")
-    picture.draw(arguments.out, points, text, sentence, model.maps(prompt))
+    with writing("out", arguments.out):
+        picture.draw(arguments.out, points, text, sentence, model.maps(prompt))
 
     wrong, total = screen.failures(checks), sum(map(len, checks.values()))
     seconds = round(time.monotonic() - began, 1)

@@ -1,0 +1,147 @@
+"""A user's mistake, or a disk that is full, is one line on stderr and an exit status of 2; never a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fusedattn import cli
+from fusedattn.bench import rows
+
+ONE = ["--shape", "1,1,1,8,8,8", "--providers", "fusedattn", "--mode", "forward"]
+TEXT = "What is written here is learnt by heart, and nothing in it is new.\n" * 30
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where there are a folder, a file of no use, and a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("no table\n")
+    (tmp_path / "text").write_text(TEXT)
+
+
+# A command, and what its one line says.
+MISTAKES = [
+    ([], "the following arguments are required: COMMAND"),
+    (["nope"], "invalid choice: 'nope'"),
+    (["info", "nope"], "unrecognized arguments: nope"),
+    (["check", "--case", "nope"], "case: expected one of plain"),
+    (["check", "--backend", "nope"], "backend: expected one of hopper"),
+    (["check", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    (["bench", "--preset", "slow"], "argument --preset: invalid choice: 'slow'"),
+    (["bench", "--preset", "quick", "--shape", "1,1,1,8,8,8"], "not allowed with argument --preset"),
+    *(
+        (["bench", "--shape", shape], "shape: expected ")
+        for shape in ("", "1,2,3", "1,1,1,8,8,x", "1,1,1,8,8,1.5", "0,1,1,8,8,8", "1,-1,1,8,8,8", "1,3,2,8,8,8")
+    ),
+    (["bench", "--shape", "1,1,1,8,8,99999999999999999999"], "shape: expected sizes that some machine has memory for"),
+    (["bench", "--shape", "1,1,1,2000000000,2000000000,8"], "shape: expected sizes that some machine has memory for"),
+    (["bench", "--providers", "nope"], "providers: there is no 'nope'"),
+    (["bench", "--mode", ""], "mode: there is no ''"),
+    (["bench", *ONE, "--csv", "folder"], "csv: cannot append to folder"),
+    (["bench", *ONE, "--csv", "file"], "csv: cannot append to file: file: expected the columns"),
+    (["bench", *ONE, "--csv", "file/rows.csv"], "csv: cannot append to file/rows.csv"),
+    (["bench", *ONE, "--csv", "/dev/full"], "csv: cannot append to /dev/full: /dev/full is no file"),
+    (["bench", *ONE, "--plot", "folder"], "plot: folder is a folder"),
+    (["bench", *ONE, "--plot", "nowhere/bench.png"], "plot: there is no folder "),
+    (["bench", *ONE, "--plot", "/dev/full"], "plot: cannot write /dev/full: No space left on device"),
+    (["tune", "--minutes", "nan"], "argument --minutes: expected more than 0, got nan"),
+    (["tune", "--minutes", "soon"], "argument --minutes: expected more than 0, got soon"),
+    (["warmup"], "the following arguments are required: --shape"),
+    (["warmup", "--shape", "1,1,1,8,8,8", "--jobs", "0"], "argument --jobs: expected 1 or more, got 0"),
+    (["demo", "--steps", "x"], "argument --steps: expected 1 or more, got x"),
+    (["demo", "--steps", "1.5"], "argument --steps: expected 1 or more, got 1.5"),
+    (["demo", "--seed", "9" * 30], "argument --seed: expected an int of 64 bits, got 999"),
+    (["demo", "--text", "folder"], "text: cannot read folder"),
+    (["demo", "--text", "nowhere"], "text: cannot read nowhere"),
+    (["demo", "--text", "file"], "text: expected at least 1000 bytes, got 9 in file"),
+    (["demo", "--text", "text", "--out", "folder"], "out: folder is a folder"),
+    (["demo", "--text", "text", "--out", "nowhere/demo.png"], "out: there is no folder "),
+]
+
+
+@pytest.mark.parametrize("command, said", MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+@pytest.mark.usefixtures("at_once", "one_thread")
+def test_a_mistake_is_one_line(command, said, capsys):
+    if "demo" in command or "--plot" in command:
+        pytest.importorskip("matplotlib")
+    if "/dev/full" in command and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    try:
+        status = cli.main(command)
+    except SystemExit as exited:  # argparse
+        status = exited.code
+    shown = capsys.readouterr()
+    assert status == 2
+    assert shown.err.count("\n") == 1 and shown.err.startswith("fusedattn") and said in shown.err
+    assert "folder" in os.listdir() and not os.listdir("folder")
+
+
+@pytest.mark.usefixtures("at_once", "one_thread")
+def test_a_disk_that_is_full_after_some_rows(monkeypatch, capsys):
+    """What was measured until then is shown."""
+    append = rows.Writer._append
+
+    def full(self, values):
+        if len(self.rows) == 2:
+            raise OSError(28, "No space left on device")
+        append(self, values)
+
+    monkeypatch.setattr(rows.Writer, "_append", full)
+    assert cli.main(["bench", *ONE, "--mode", "backward", "--csv", "rows.csv"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "fusedattn bench: csv: cannot write rows.csv: No space left on device\n"
+    assert "1 of 2 rows" in shown.out and len(rows.read("rows.csv")) == 1
+
+
+@pytest.mark.usefixtures("at_once", "one_thread")
+def test_files_that_exist_are_appended_to_and_drawn_over(capsys):
+    pytest.importorskip("matplotlib")
+    for number in (1, 2):
+        assert cli.main(["bench", *ONE, "--csv", "new/rows.csv", "--plot", "file"]) == 0
+        assert len(rows.read("new/rows.csv")) == number
+        with open("file", "rb") as file:
+            assert file.read(4) == b"\x89PNG"
+    capsys.readouterr()
+
+
+def run(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusedattn", *arguments], stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("info", "--json"), ("--help",)], ids=" ".join)
+def test_a_screen_that_takes_nothing(arguments):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    with open("/dev/full", "w") as full:
+        command = run(*arguments, stdout=full)
+        said = command.communicate(timeout=60)[1]
+    assert command.returncode == 2
+    assert said.count("\n") == 1 and said.startswith("fusedattn") and "No space left on device" in said
+
+
+def test_a_reader_that_has_gone():
+    read, write = os.pipe()
+    os.close(read)
+    command = run("info", "--json", stdout=write)
+    os.close(write)
+    assert command.communicate(timeout=60)[1] == "" and command.returncode == 1
+
+
+def test_an_interrupt():
+    """Ctrl-C during a measurement: the rows until then are shown, and no traceback."""
+    command = run("bench", "--preset", "paper", "--csv", "rows.csv", stdout=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while not os.path.exists("rows.csv") and time.monotonic() < until:
+        time.sleep(0.1)
+    command.send_signal(signal.SIGINT)
+    out, said = command.communicate(timeout=60)
+    assert command.returncode == 130 and said == "", said
+    assert "rows (" in out

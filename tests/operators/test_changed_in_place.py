@@ -1,0 +1,119 @@
+"""What a backward needs and somebody has changed since the forward: it raises, as torch's own do, or is not needed."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+B, Hq, Hkv, Sq, Sk, D = 2, 4, 2, 3, 5, 8
+
+
+@pytest.fixture(params=["naive", "cpu", "triton"])
+def backend(request):
+    if request.param == "triton":
+        triton = pytest.importorskip("triton", reason="kernels need Triton")
+        if not triton.knobs.runtime.interpret:
+            pytest.skip("on the CPU kernels need TRITON_INTERPRET=1")
+    return request.param
+
+
+INPUTS = "query", "key", "value"
+LEARNED = dict(cpu=INPUTS, naive=(*INPUTS, "bias", "sinks", "alibi_slopes"))  # PyTorch's kernel has no other gradients
+
+
+def drawn(packed, names, backend):
+    """Arguments of a call, of which some tensors are options."""
+    learned = LEARNED["cpu" if backend == "cpu" else "naive"]
+    rows, keys = (4, 4) if packed else (Sq, Sk)
+    made = dict(mask=torch.rand(rows, keys) < 0.7, bias=torch.randn(rows, keys), seed=torch.tensor([3]))
+    made |= dict(alibi_slopes=torch.randn(Hq), sinks=torch.randn(Hq))
+    tokens = (6, 6) if packed else ((B, Sk), (B, Sq))
+    made |= {name: torch.rand(size) < 0.8 for name, size in zip(("key_mask", "query_mask"), tokens, strict=True)}
+    if packed:
+        inputs = dict(query=torch.randn(6, Hq, D), key=torch.randn(6, Hkv, D), value=torch.randn(6, Hkv, D))
+        inputs |= {f"cu_seqlens_{side}": torch.tensor([0, 2, 6], dtype=torch.int32) for side in "qk"}
+    else:
+        sizes = (Hq, Sq), (Hkv, Sk), (Hkv, Sk)
+        names_of = zip(INPUTS, sizes, strict=True)
+        inputs = {name: torch.randn(B, *size, D) for name, size in names_of}
+    inputs |= {name: made[name] for name in names}
+    return {name: x.requires_grad_() if name in learned else x for name, x in inputs.items()}
+
+
+@torch.no_grad()
+def change(x):
+    if x.dtype == torch.bool:
+        x.logical_not_()
+    elif x.is_floating_point():
+        x.mul_(2.0)
+    else:
+        x.add_(1)
+
+
+def hold(inputs, name, results):
+    """The gradients after a change are those before it, or asking for them raises what torch raises."""
+    learned = [x for x in inputs.values() if x.requires_grad]
+    incoming = [torch.ones_like(x) for x in results]
+    before = torch.autograd.grad(results, learned, incoming, retain_graph=True)
+    change((inputs | {"out": results[0].detach(), "last": results[-1].detach()})[name])
+    try:
+        after = torch.autograd.grad(results, learned, incoming)
+    except RuntimeError as error:
+        assert "modified" in str(error) and "inplace" in str(error).replace("in-place", "inplace"), error
+        return True
+    for was, now in zip(before, after, strict=True):
+        torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True, msg=f"{name} was changed")
+    return False
+
+
+OPTIONS = [(), ("mask", "key_mask"), ("bias", "sinks", "alibi_slopes", "query_mask", "seed")]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["attention", "attention_varlen"])
+@pytest.mark.parametrize("names", OPTIONS, ids=lambda names: " ".join(names) or "plain")
+def test_a_tensor_that_was_changed_gives_no_other_gradient(names, packed, backend):
+    function, raised = fa.attention_varlen if packed else fa.attention, set()
+    more = dict(dropout_p=0.5) if "seed" in names else {}
+    for name in (*drawn(packed, names, backend), "out", "last"):
+        inputs = drawn(packed, names, backend)
+        if backend == "cpu" and "seed" in names:
+            pytest.skip("PyTorch's kernel drops nothing")
+        if hold(inputs, name, function(**inputs, **more, return_lse=True, backend=backend)):
+            raised.add(name)
+    assert raised >= set(INPUTS) or backend == "naive"  # which may keep copies
+
+
+def test_a_call_that_is_like_an_earlier_one(backend):
+    """By the third call of a kind it is a replay, which keeps what it needs in its own way."""
+    for name in (*INPUTS, "out"):
+        for _ in range(3):
+            inputs = drawn(False, (), backend)
+            out = fa.attention(**inputs, causal=True, backend=backend)
+            assert hold(inputs, name, (out,)) or name == "out"
+
+
+LAYERS = {
+    "MultiHeadAttention": (lambda: fa.MultiHeadAttention(D, 2, num_kv_heads=1), dict(mask=(Sq, Sq), bias=(Sq, Sq))),
+    "SelfAttention": (lambda: fa.SelfAttention(D), dict(mask=(Sq, Sq))),
+    "TransformerEncoderLayer": (lambda: fa.layers.TransformerEncoderLayer(D, 2, 16), dict(mask=(Sq, Sq))),
+    "MultiheadAttention": (
+        lambda: fa.compat.torch.MultiheadAttention(D, 2, batch_first=True),
+        dict(attn_mask=(Sq, Sq)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_modules(name, backend):
+    make, options = LAYERS[name]
+    for changed in ("x", *options, "weight"):
+        layer, inputs = make(), dict(x=torch.randn(B, Sq, D, requires_grad=True))
+        inputs |= {option: torch.eye(*size) > 0 for option, size in options.items() if "mask" in option}
+        inputs |= {option: torch.randn(size) for option, size in options.items() if option == "bias"}
+        given = {option: inputs[option] for option in options}
+        x = inputs["x"]
+        with fa.use_backend(backend):
+            results = layer(x, x, x, need_weights=False, **given) if "attn_mask" in options else layer(x, **given)
+        out = results[0] if isinstance(results, tuple) else results
+        inputs["weight"] = next(parameter for parameter in layer.parameters() if parameter.dim() == 2)
+        assert hold(inputs, changed, (out,)) or changed not in ("x", "weight")
