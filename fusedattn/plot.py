@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import check_strided, fail, is_number
+from .call.rules import check_strided, fail, is_number, kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,7 +154,7 @@ def _maps(weights: Tensor) -> Tensor:
 def _masked(maps: Tensor, mask: Tensor) -> Tensor:
     """maps with NaN where mask hides."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail(TypeError, "mask", "a bool tensor, True = may attend", getattr(mask, "dtype", type(mask).__name__))
+        fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
     check_strided(mask=mask)
     if mask.is_meta:
         fail(ValueError, "mask", "a tensor with values", "one on meta")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .form import Plan, rank4, rows
-from .rules import BOOL, FLOATING, check_strided, fail
+from .rules import BOOL, FLOATING, check_strided, fail, kind
 
 
 def check_plan(plan: Plan) -> None:
@@ -26,7 +26,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
         floating = name == "bias"
         if not isinstance(mask, Tensor) or not (mask.dtype in FLOATING if floating else mask.dtype == torch.bool):
             expected = "a floating tensor" if floating else BOOL
-            fail(TypeError, name, expected, getattr(mask, "dtype", type(mask).__name__))
+            fail(TypeError, name, expected, kind(mask))
         check_strided(**{name: mask})
         if mask.dim() not in ranks[name]:
             least, most = ranks[name][0], ranks[name][-1]

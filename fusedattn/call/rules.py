@@ -11,7 +11,7 @@ from .layout import broadcasts, divides, irregular
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 ALIGNMENTS = ("bottom_right", "top_left")
-BOOL = "a bool tensor, True = may attend (say .bool())"
+BOOL = "a bool tensor, True = may attend (a float one that is added to scores is a bias)"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -68,8 +68,8 @@ def dtype(x: Tensor) -> torch.dtype:
 
 
 def kind(x: Any) -> Any:
-    """The dtype of a tensor, or the type of anything else."""
-    return getattr(x, "dtype", type(x).__name__)
+    """The dtype of a tensor, or the type of anything else, an array of NumPy among them."""
+    return x.dtype if isinstance(x, Tensor) else type(x).__name__
 
 
 def value(x: Any) -> str:

@@ -32,9 +32,9 @@ def unpad_input(
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
         fail(ValueError, "hidden_states", "shape (B, S, ...)", tuple(hidden_states.shape))
-    for name, mask in dict(attention_mask=attention_mask, unused_mask=unused_mask).items():
-        if mask is not None or name == "attention_mask":
-            _check_mask(name, mask, hidden_states)
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     places = kept.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(kept.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
