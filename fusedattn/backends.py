@@ -1,6 +1,7 @@
 """Chooses the backend of a call: in order of preference, with a reason for each one that cannot take it."""
 
 import functools
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,26 +15,35 @@ from .call.form import Arguments, Call, asked, asking
 from .call.rules import check_flags, checked, fail
 from .cpu import run as cpu
 from .launch import tiles as tile_table, tuned
-from .launch.failures import warn_once
+from .launch.failures import cause, warn_once
 from .naive import formula
 from .operators import attention, cached
 from .private import constant
+
+OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
 
 
 @functools.cache
 def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     try:
         import triton
-    except ImportError as error:
-        absent = error.name in (None, "triton")  # else it lacks something: NumPy its interpreter
-        return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({error})",)
-    interpreted = triton.knobs.runtime.interpret
-    if device.type == "cpu" and not interpreted:
+    except Exception as error:  # whatever an installation that is broken raises is why there are no kernels
+        absent = isinstance(error, ImportError) and error.name in (None, "triton")  # else it lacks something: NumPy
+        why = str(error) if isinstance(error, ImportError) else cause(error)
+        return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({why})",)
+    numbers = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
+        return (f"Triton is {triton.__version__}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
         developers = "for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them"
         return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU ({developers})",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
-    if interpreted:
+    try:
+        from .launch import run as launch
+    except Exception as error:  # a Triton of the future may lack what kernels are written with
+        return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
+    if launch.interpreting():
         return ()
     if torch.version.hip is not None:
         return ("the GPU is not an NVIDIA GPU",)
