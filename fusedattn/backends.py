@@ -21,6 +21,7 @@ from .operators import attention, cached
 from .private import constant
 
 OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
+MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
 
 
 @functools.cache
@@ -71,18 +72,36 @@ def _kernel_reasons(call: Call) -> list[str]:
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
+    if call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS:
+        reasons.append("rows and keys together would pass 2**31")
     return reasons
+
+
+def _marked_blocks(call: Call) -> int:
+    """How many blocks of pairs a block mask of a call has at most; 0 if it needs none."""
+    tensors = [x for x in call.hiding if x is not None]
+    if not tensors or call.block_mask is not None:
+        return 0
+    batch, heads, rows, keys = *call.query.shape[:2], call.query.shape[2], call.key.shape[2]
+    if call.cu_seqlens_q is not None:
+        batch = call.cu_seqlens_q.shape[0] - 1
+        rows, keys = call.max_seqlen_q or rows, call.max_seqlen_k or keys
+    shared = all(x.dim() < 4 or x.shape[1] == 1 or x.stride(1) == 0 for x in tensors)
+    size = tile_table.block_mask_size(80)
+    return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
 
 
 def _grid_reasons(call: Call) -> list[str]:
     """Why no kernel takes a call of that size, or with such tensors."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
-    blocks = batch * (max(rows, call.key.shape[2]) + 15) // 16  # no tile has fewer than 16 rows or keys
+    blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
         blocks += call.cu_seqlens_q.shape[0]  # each sequence begins with a block of its own
     if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
+    if _marked_blocks(call) >= 2**31:
+        reasons.append("its block mask would pass 2**31 blocks")
     return reasons
 
 

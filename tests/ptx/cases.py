@@ -58,6 +58,7 @@ UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
+BY_THREADS = dict(D=5, Dv=64)  # keys of 10 bytes, which are loaded one element at a time; values are copied
 
 _PLAIN = dense(
     ("plain D64", {}),
@@ -72,6 +73,7 @@ _PLAIN = dense(
     ("plain D128, two passes", WIDE | TWO),
     ("plain D16", dict(D=16)),
     ("D5 Dv24 strided", dict(D=5, Dv=24, strided=True)),
+    ("keys by threads", BY_THREADS),
     ("plain D256", dict(D=256, **SHORT)),
     ("tile edges", dict(Sq=128, Sk=128)),
     ("past tile edges", dict(Sq=129, Sk=129)),
@@ -168,6 +170,7 @@ _TANGENTS = dense(
             ("D64", {}),
             ("D128 fp16", dict(dtype=FP16, causal=True, **WIDE)),
             ("D256", dict(D=256, **SHORT)),
+            ("keys by threads", BY_THREADS | SHORT),
             ("window", dict(window=(40, 20))),
             ("window D128", dict(window=(40, 20), **WIDE)),
             ("everything", _MANY | SHORT),
@@ -205,6 +208,7 @@ def _decode():
         ("decode_32 fp32 D128", cache | of_32 | fp32 | wide),
         ("decode_32 fp32 D256", cache | of_32 | fp32 | widest),
         ("decode_64", cache | of_64),
+        ("decode_64, keys by threads", cache | of_64 | BY_THREADS),
         ("decode_64 D128", cache | of_64 | wide),
         ("decode_64 D256", cache | of_64 | widest),
         ("decode_64 fp32", cache | of_64 | fp32),
@@ -249,6 +253,7 @@ ALSO = {
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
         *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 D256"),
         *("tangent D64", "tangent fp32 D256"),
+        *("keys by threads", "tangent keys by threads", "decode: decode_64, keys by threads"),
     ),
 }
 
