@@ -24,11 +24,13 @@ import time
 import traceback
 import warnings
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
 import fusedattn as fa
 from fusedattn import reference
+from fusedattn.operators import namespace
 from fusedattn.replay import cache
 from fusedattn.testing.compare import in_float64, with_gradients
 
@@ -284,16 +286,21 @@ class Soak:
 
     def run(self, seconds, rounds=ROUNDS, say=lambda line: None):
         """Raise Wrong for a result that is far off, or for what has grown."""
+        # Facts of arguments that operators know to be right, forgotten so soon that no round begins without them.
+        with mock.patch.object(namespace, "MOST", 8):
+            self._run(seconds, rounds, say)
+        grown = self.growth()
+        if too_much := {name: grown[name] for name, most in BOUNDS.items() if grown[name] > most}:
+            raise Wrong(f"{too_much} more than in the first rounds after the warm-up, of {BOUNDS}")
+        return grown
+
+    def _run(self, seconds, rounds, say):
         self.warm_up()
         for number in range(rounds):
             self.round(seconds / rounds)
             if self.wrong:
                 raise Wrong(f"round {number + 1}: {self.wrong[0]}")
             say(f"{number + 1:3d}: {sum(self.counts.values())} calls, {self.rows[-1]}")
-        grown = self.growth()
-        if too_much := {name: grown[name] for name, most in BOUNDS.items() if grown[name] > most}:
-            raise Wrong(f"{too_much} more than in the first rounds after the warm-up, of {BOUNDS}")
-        return grown
 
 
 def main():

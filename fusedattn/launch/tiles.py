@@ -353,7 +353,7 @@ def decoder(rows):
     return next((name for name, most in DECODE.items() if rows <= most), "decode_64")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # caches grow: of each length it is asked once more
 def splits(programs, blocks, multiprocessors):
     """How many shares the keys of each sequence are divided into, so that the GPU is full and the merge is worth it.
 
