@@ -55,6 +55,7 @@ RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights"
 OF_FP32 = dict(dtype=FP32, bias="batch", grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
+# Not of tangents: PyTorch makes each as large in memory as its input, and writes all of it.
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
@@ -139,6 +140,8 @@ _PACKED = dense(
     ("packed", _TOGETHER),
     ("packed causal", _TOGETHER | dict(causal=True)),
     ("packed window D128", _TOGETHER | dict(window=(30, 9), **WIDE)),
+    ("packed, heads far apart", _TOGETHER | FAR_HEADS),
+    ("packed, rows far apart", _TOGETHER | dict(far=(2, 2**24), causal=True)),
     ("packed masks", _TOGETHER | dict(key_mask="own", query_mask="own", mask="batch", bias="heads")),
 )
 _ON_HOPPER = dense(
@@ -219,9 +222,12 @@ def _decode():
         ("fp32, split and merged D128", cache | many | fp32 | wide),
         ("fp32, split and merged D256", cache | many | fp32 | widest),
         ("D 256", pages | widest),
+        ("cache, far apart", cache | caches.BOTH | FAR),
+        ("pages, far apart", pages | caches.BOTH | dict(far=(1, 2**27))),
         ("everything in pages", caches.EVERYTHING._asdict() | dict(dtype=BF16)),
     ):
-        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")))
+        far = fields.pop("far", None)
+        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")), far=far)
 
 
 ENTRIES = {

@@ -8,6 +8,7 @@ add in the order of lanes, and do not count as stores.
 """
 
 import ctypes
+import mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,16 @@ from .report import Fault
 
 POISON = 0xFF  # of each byte that is not initialised: NaN in every floating dtype
 LARGE = 1 << 26  # bytes of a storage of which not each one is looked at: most of it may not be there
+
+
+MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
+
+
+def sparse(count, dtype):
+    """So many zeros, of which many may never be touched."""
+    size = count * np.dtype(dtype).itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.zeros(count, dtype) if size <= LARGE else np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)
 
 
 class TensorMap(NamedTuple):
@@ -72,7 +83,7 @@ class Allocation:
     def claim(self, at, size, blocks):
         """Record that blocks store to ranges; returns in which another block has stored, or does at the same time."""
         if self.owner is None:
-            self.owner = np.zeros(self.size // 2 + 1, np.int32)
+            self.owner = sparse(self.size // 2 + 1, np.int32)
         before = self.foreign(at, size, blocks)
         self.owner[at // 2 + np.arange(max(1, size // 2))[:, None]] = blocks + 1
         if self.written is not None:
