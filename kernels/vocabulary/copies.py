@@ -33,7 +33,7 @@ def fence_later(BY_THREADS: tl.constexpr):
     """To stand before each later product of a loop, right behind the load that it takes, if threads load some tiles.
 
     The compiler then waits for the copies of a later tile there, and not with all others before the first product; its
-    fence, which stands there, comes too early (Triton 3.7.1 and 3.9.0).
+    fence, which stands before that one, comes too early: so does Triton 3.7.1.
     """
     if BY_THREADS and COMPILED and cuda_capability_geq(9, 0):
         _fence()
