@@ -63,6 +63,14 @@ UNSEEN = (
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
     ("other rows of q", HOPPER, "Q, plane, first + g * ROWS)", "Q, plane, first + g * 16)", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", LONG, 90),
+    (
+        "values that nobody fenced",
+        "vocabulary/attend.py",
+        "copies.fence_later(BY_THREADS)",
+        "pass",
+        "keys by threads",
+        90,
+    ),
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
 # These are wrong there as well, in such a call: `//` of tensors truncates, and 32 bits wrap.
