@@ -1,6 +1,7 @@
 """Chooses the backend of a call: in order of preference, with a reason for each one that cannot take it."""
 
 import functools
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,26 +15,36 @@ from .call.form import Arguments, Call, asked, asking
 from .call.rules import check_flags, checked, fail
 from .cpu import run as cpu
 from .launch import tiles as tile_table, tuned
-from .launch.failures import warn_once
+from .launch.failures import cause, warn_once
 from .naive import formula
 from .operators import attention, cached
 from .private import constant
+
+OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
+MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
 
 
 @functools.cache
 def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     try:
         import triton
-    except ImportError as error:
-        absent = error.name in (None, "triton")  # else it lacks something: NumPy its interpreter
-        return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({error})",)
-    interpreted = triton.knobs.runtime.interpret
-    if device.type == "cpu" and not interpreted:
+    except Exception as error:  # whatever an installation that is broken raises is why there are no kernels
+        absent = isinstance(error, ImportError) and error.name in (None, "triton")  # else it lacks something: NumPy
+        why = str(error) if isinstance(error, ImportError) else cause(error)
+        return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({why})",)
+    numbers = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
+        return (f"Triton is {triton.__version__}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
         developers = "for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them"
         return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU ({developers})",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
-    if interpreted:
+    try:
+        from .launch import run as launch
+    except Exception as error:  # a Triton of the future may lack what kernels are written with
+        return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
+    if launch.interpreting():
         return ()
     if torch.version.hip is not None:
         return ("the GPU is not an NVIDIA GPU",)
@@ -61,18 +72,36 @@ def _kernel_reasons(call: Call) -> list[str]:
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
+    if call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS:
+        reasons.append("rows and keys together would pass 2**31")
     return reasons
+
+
+def _marked_blocks(call: Call) -> int:
+    """How many blocks of pairs a block mask of a call has at most; 0 if it needs none."""
+    tensors = [x for x in call.hiding if x is not None]
+    if not tensors or call.block_mask is not None:
+        return 0
+    batch, heads, rows, keys = *call.query.shape[:2], call.query.shape[2], call.key.shape[2]
+    if call.cu_seqlens_q is not None:
+        batch = call.cu_seqlens_q.shape[0] - 1
+        rows, keys = call.max_seqlen_q or rows, call.max_seqlen_k or keys
+    shared = all(x.dim() < 4 or x.shape[1] == 1 or x.stride(1) == 0 for x in tensors)
+    size = tile_table.block_mask_size(80)
+    return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
 
 
 def _grid_reasons(call: Call) -> list[str]:
     """Why no kernel takes a call of that size, or with such tensors."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
-    blocks = batch * (max(rows, call.key.shape[2]) + 15) // 16  # no tile has fewer than 16 rows or keys
+    blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
         blocks += call.cu_seqlens_q.shape[0]  # each sequence begins with a block of its own
     if blocks * heads >= 2**31:
         reasons.append("the grid would pass 2**31 programs")
+    if _marked_blocks(call) >= 2**31:
+        reasons.append("its block mask would pass 2**31 blocks")
     return reasons
 
 

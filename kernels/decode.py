@@ -32,6 +32,7 @@ def spanned(BLOCK, GROUP):
 def _walk(
     out, state, q, cache, rows, band, masks, kv, plane, begin, end, score, capacity, pages,
     D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BY_THREADS: tl.constexpr,
     CHECK: tl.constexpr,
 ):  # fmt: skip
     """Fold key blocks [begin, end) into the running softmax."""
@@ -44,8 +45,9 @@ def _walk(
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
         out, state = attend(
-            out, state, q, k, v, 0, k_rows, exists, r, c, band, masks, plane, kv, score, None, D, DV, PRECISION, CHECK
-        )
+            out, state, q, k, v, 0, k_rows, exists, r, c, band, masks, plane, kv, score, None,
+            D, DV, PRECISION, BY_THREADS, CHECK,
+        )  # fmt: skip
     return out, state
 
 
@@ -55,7 +57,7 @@ def decode(
     partials, cache, rotary, masks, score, heads, q_len, capacity, added, pages, positions, splits, left, right,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the partials of them for `combine`.
 
@@ -94,7 +96,7 @@ def decode(
             end = stop if MASKED else tl.minimum(ranges[n + 1], stop)
             out, state = _walk(
                 out, state, q, cache, rows, band, masks, kv, plane, begin, end, score, capacity, pages,
-                D, DV, PAGE, BLOCK_N, PRECISION, CHECK=n != 1,
+                D, DV, PAGE, BLOCK_N, PRECISION, BY_THREADS, CHECK=n != 1,
             )  # fmt: skip
 
     # store it

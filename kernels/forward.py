@@ -13,7 +13,8 @@ from .vocabulary.attend import attend
 @triton.jit
 def _walk(
     out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
+    CHECK: tl.constexpr,
 ):  # fmt: skip
     """Fold key blocks [begin, end), or as many entries of an tile_list, into the running softmax."""
     following = walk.first(tile_list, begin)
@@ -24,7 +25,7 @@ def _walk(
         r, c = rows[:, None], cols[None, :]
         out, state = attend(
             out, state, q, k, v, j * BLOCK_N, cols, exists, r, c, band, masks, plane, plane, score, dropout,
-            D, DV, PRECISION, CHECK,
+            D, DV, PRECISION, BY_THREADS, CHECK,
         )  # fmt: skip
     return out, state
 
@@ -34,7 +35,7 @@ def forward(
     Q, K, V, Out, Lse, Stats,
     sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
@@ -65,7 +66,7 @@ def forward(
         begin, end = walk.extent(ranges, tile_list, n)
         out, state = _walk(
             out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-            D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+            D, DV, BLOCK_N, PRECISION, BY_THREADS, CHECK=n != 1,
         )  # fmt: skip
 
     # store it

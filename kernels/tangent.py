@@ -38,13 +38,14 @@ class Tangents(NamedTuple):
 
 
 @triton.jit
-def _of_products(q, t_q, k, t_k, like, PRECISION: tl.constexpr):
+def _of_products(q, t_q, k, t_k, like, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr):
     """Tangents of the products q @ k.T, from tiles and their tangents; 0 where there are none."""
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:
         t_x = tl.dot(t_q, k.T, t_x, input_precision=PRECISION, out_dtype=dtype)
     if t_k is not None:
+        copies.fence_later(BY_THREADS)
         t_x = tl.dot(q, t_k.T, t_x, input_precision=PRECISION, out_dtype=dtype)
     return t_x
 
@@ -52,7 +53,8 @@ def _of_products(q, t_q, k, t_k, like, PRECISION: tl.constexpr):
 @triton.jit
 def _walk(
     out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
+    CHECK: tl.constexpr,
 ):  # fmt: skip
     """Add to the sums over keys, out of p (t_s v + t_v) and total of p t_s, what key blocks [begin, end) give."""
     following = walk.first(tile_list, begin)
@@ -70,7 +72,7 @@ def _walk(
         x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
         s, dcap = scores.apply(score, x, bias, band, plane, r, c)
         p = softmax.weights(s, row, score.softmax_scale)
-        t_x = _of_products(q, t_q, k_tile, t_k_tile, x, PRECISION)
+        t_x = _of_products(q, t_q, k_tile, t_k_tile, x, PRECISION, BY_THREADS)
         t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if CHECK:
             seen = masking.visible(masks, shown, band, plane, r, c)
@@ -79,11 +81,13 @@ def _walk(
             t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
         v_tile = tiles.load(v, cols, exists, DV)
+        copies.fence_later(BY_THREADS)
         p = dropping.drop(dropout, p, plane, r, c)
         t_p = tiles.opaque(p * t_s).to(v_tile.dtype)
         out = tl.dot(t_p, v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
         if t_v is not None:
             t_v_tile = tiles.load(t_v, cols, exists, DV)
+            copies.fence_later(BY_THREADS)
             p = tiles.opaque(p).to(v_tile.dtype)
             out = tl.dot(p, t_v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
     return out, total
@@ -94,7 +98,7 @@ def tangent(
     Q, K, V, Out, Stats, TangentOut, TangentLse,
     tangents, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
 ):  # fmt: skip
     """TangentOut (B, Hq, Sq, DV), a View, and TangentLse (B, Hq, Sq), contiguous, unless None.
 
@@ -130,7 +134,7 @@ def tangent(
         begin, end = walk.extent(ranges, tile_list, n)
         t_out, t_lse = _walk(
             t_out, t_lse, q, t_q, k, v, t_k, t_v, tangents, known, rows, band, masks, plane, tile_list, begin, end,
-            score, dropout, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+            score, dropout, D, DV, BLOCK_N, PRECISION, BY_THREADS, CHECK=n != 1,
         )  # fmt: skip
 
     # store it
@@ -190,7 +194,7 @@ def tangent_p(
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(score, x, bias, band, plane, r, c)
         p = dropping.drop(dropout, softmax.weights(s, row, score.softmax_scale), plane, r, c)
-        t_x = _of_products(q, t_q, k, t_k, x, PRECISION)
+        t_x = _of_products(q, t_q, k, t_k, x, PRECISION, False)
         t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if tangents.bias is not None:
             t_s = tl.where(p > 0, t_s, 0.0)

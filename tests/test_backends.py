@@ -1,5 +1,7 @@
 """Which backend takes a call, and what is said about the others."""
 
+import importlib.abc
+import importlib.machinery
 import subprocess
 import sys
 import threading
@@ -163,6 +165,75 @@ def test_without_triton_the_reason_says_so():
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "takes cpu" in said and said.count("Triton is not installed") == 3
+
+
+class OtherTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Whoever imports Triton gets one that does this, with its module."""
+
+    def __init__(self, does):
+        self.exec_module = does
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "triton" else None
+
+
+def _raises(error):
+    def does(module):
+        raise error
+
+    return does
+
+
+@pytest.mark.parametrize(
+    "does, why",
+    [
+        (_raises(RuntimeError("libcuda is\n another")), "Triton cannot be imported (RuntimeError: another)"),
+        (
+            _raises(OSError("libtriton.so: no such file")),
+            "Triton cannot be imported (OSError: libtriton.so: no such file)",
+        ),
+        (_raises(ImportError("no triton._C", name="triton._C")), "Triton cannot be imported (no triton._C)"),
+        (lambda module: setattr(module, "__version__", "2.1.0"), "Triton is 2.1.0, older than 3.6"),
+        (lambda module: setattr(module, "__version__", "3.5.1+git12"), "Triton is 3.5.1+git12, older than 3.6"),
+    ],
+    ids=["raises", "no library", "half of it", "much older", "older"],
+)
+def test_a_triton_that_is_broken_or_old_is_a_reason_like_any_other(does, why, monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [OtherTriton(does), *sys.meta_path])
+    for kind in ("cpu", "cuda"):
+        assert backends._find_machine_reasons.__wrapped__(torch.device(kind)) == (why,)
+
+
+def test_with_a_triton_that_is_broken_all_else_works():
+    program = (
+        "import sys, torch, fusedattn as fa\n"
+        "from tests.test_backends import OtherTriton, _raises\n"
+        "for name in [x for x in sys.modules if x.partition('.')[0] == 'triton']: del sys.modules[name]\n"
+        "sys.meta_path.insert(0, OtherTriton(_raises(RuntimeError('libcuda is another'))))\n"
+        "x, lengths = torch.randn(1, 1, 3, 8), torch.tensor([2], dtype=torch.int32)\n"
+        "assert fa.attention(x, x, x).shape == x.shape and fa.plan(torch.ones(3, 3).bool()).block_mask is None\n"
+        "print(fa.explain(x, x, x))\n"
+        "def decode(*x, backend): fa.attention_decode(*x, cache_seqlens=lengths, backend=backend)\n"
+        "for attend in (fa.attention, decode):\n"
+        "    try: attend(x, x.clone(), x.clone(), backend='triton')\n"
+        "    except NotImplementedError as error: print(error)\n"
+        "from fusedattn.cli import machine\n"
+        "assert machine.versions()['triton'] is None\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "takes cpu" in run.stdout and run.stdout.count("(RuntimeError: libcuda is another)") == 4
+
+
+def test_a_triton_that_kernels_cannot_be_imported_with(monkeypatch):
+    """As one of the future may be: a name is gone that they are written with."""
+    pytest.importorskip("triton", reason="kernels need Triton")
+    monkeypatch.delitem(sys.modules, "fusedattn.launch.run", raising=False)
+    monkeypatch.delattr("fusedattn.launch.run", raising=False)
+    monkeypatch.delattr("triton.runtime.errors.OutOfResources")
+    (why,) = backends._find_machine_reasons.__wrapped__(torch.device("cuda"))
+    assert why.startswith("its kernels cannot be imported with Triton") and "(ImportError: cannot import name" in why
 
 
 def test_a_triton_that_lacks_something_is_not_said_to_be_absent():

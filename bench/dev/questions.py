@@ -184,6 +184,7 @@ ASKS = {
     "launch_path": "What does the host do in one call of the kernels, step by step, without a GPU?",
     "ceilings": "How fast does this machine multiply and copy?",
     "tune": "Which tiles are fastest on this GPU?",
+    "sanitize": "Do sanitizers find anything, and has each kernel the same bits a thousand times?",
     "warm": "Compiles, many at a time, what the questions on a GPU will need.",
     "table": "How did the last run in a CSV compare with the peers?",
     "plots": "How does speed grow with length, and what bounds it? Pictures of the last run in a CSV.",

@@ -39,7 +39,7 @@ def versions() -> dict[str, str | None]:
     """Of everything an answer may depend on; None is what is not there."""
     try:
         import triton
-    except ImportError:
+    except Exception:  # one that is broken raises anything; `fusedattn info` says what, among the reasons
         triton = None
     return {
         "fusedattn": __version__,

@@ -51,6 +51,15 @@ def aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % COPIED_BYTES == 0
 
 
+def by_threads(tensor: Tensor) -> bool:
+    """Whether threads may load the rows of a (B, H, S, D) tensor one element at a time: Triton copies wider pieces.
+
+    It knows an address by whether it is a multiple of 16 bytes, and a stride by whether it is one of 16 elements.
+    """
+    *strides, last = of(tensor).strides
+    return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or not aligned(tensor)
+
+
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
     """(shape, strides, shape of a block) of a descriptor of a `strided` tensor, so many rows of one head at a time."""
     # The stride of a single element means nothing, and may not be what the copy engine wants.

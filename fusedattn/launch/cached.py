@@ -65,6 +65,7 @@ def attend(out, lse, decode: Decode):
     launched = _common(decode) | dict(Q=arguments.of(call.query), masks=arguments.masks_of(call))
     launched |= dict(score=arguments.scored(call), PRECISION=arguments.precision(call.query.dtype))
     launched |= arguments.band(call) | dict(GROUP=heads // kv_heads)
+    launched["BY_THREADS"] = arguments.by_threads(decode.key_cache)
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
     keys, kernel = visible_keys(call, launched["capacity"]), tiles.decoder(rows)

@@ -34,7 +34,7 @@ def remember(key: tuple, error: Exception) -> "Unusable":
     """Keep that a kernel failed for calls of a kind, unless that may pass; returns what to raise."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
-    message = f"{what} on {device} ({_cause(error)}); {advice}"
+    message = f"{what} on {device} ({cause(error)}); {advice}"
     if not (isinstance(error, OSError) and error.errno in _PASSING):
         known_kinds[("every kernel", device) if whole else key] = message
     return Unusable(message)
@@ -54,7 +54,7 @@ def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
         warnings.warn(f"fusedattn takes a slower path: {sentence}", stacklevel=stacklevel + 1)
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
     """The type of an error and the line of its message that says most: one that says "error", or the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     text = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")

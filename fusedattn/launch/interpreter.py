@@ -1,9 +1,15 @@
 """Triton's interpreter, made right for bfloat16, which it multiplies and sums as integers and truncates in casts.
 
 And made to multiply alike on every machine: BLAS sums a product of matrices in an order that depends on the processor
-and on the shapes, where hardware's goes with the inner dimension alone. Kernels rely on that: delta cancels with dp. It
-needs NumPy, as nothing else does: only what interprets imports this.
+and on the shapes, where hardware's goes with the inner dimension alone. Kernels rely on that: delta cancels with dp.
+
+And made safe for threads, which take turns: it has one place for the number of the program that runs, and one for what
+it puts in place of the language's functions meanwhile. It needs NumPy, as nothing else does: only what interprets
+imports this.
 """
+
+import contextlib
+import threading
 
 import numpy
 import triton.language as tl
@@ -28,8 +34,13 @@ def _narrow(handle):
 
 
 def repair():
-    """Patch the interpreter's product and cast, once, and lend it a sum by descriptor; kernels stay as they are."""
+    """Patch the interpreter's product and cast, once, and lend it a sum by descriptor; kernels stay as they are.
+
+    And lend it the lock by which threads take turns: it is one for all copies of this package.
+    """
     builder = upstream.InterpreterBuilder
+    if not hasattr(builder, "turn"):
+        builder.turn = threading.RLock()
     if getattr(builder, "knows_bfloat16", False):
         return
     cast = builder.cast_impl
@@ -57,3 +68,10 @@ def repair():
 def quiet():
     """A context without NumPy's warnings, which it has of every infinity: the interpreter computes with NumPy."""
     return numpy.errstate(all="ignore")
+
+
+@contextlib.contextmanager
+def turn():
+    """Inside, this thread alone interprets kernels, without those warnings."""
+    with upstream.InterpreterBuilder.turn, quiet():
+        yield

@@ -193,9 +193,9 @@ def prefers_two_passes(call):
 
 
 def surroundings(device):
-    """What a launch needs around it: the device of its tensors, or an interpreter that does not warn."""
+    """What a launch needs around it: the device of its tensors, or a turn of the interpreter."""
     if interpreting():
-        return interpreter.quiet()
+        return interpreter.turn()
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

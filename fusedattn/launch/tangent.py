@@ -29,11 +29,13 @@ def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Cal
     block_mask, mask_size = blocks.block_mask_of(call)
     shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_tangents(call, given))
     heads, columns = call.query.shape[1], None if tangent_weights is None else tangent_weights.shape[3]
+    loaded = call.key, call.value, given[1], given[2]
+    by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)
     run.run_tiled(
         "tangent",
         call,
         lambda tile: blocks.slots(call, tile.rows) * heads,
-        shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out)),
+        shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out), BY_THREADS=by_threads),
         lambda tile: blocks.walks(call, block_mask, mask_size, tile),
     )
     if tangent_weights is None:

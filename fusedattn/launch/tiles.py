@@ -291,7 +291,7 @@ def architecture(capability):
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
-def block_mask_size(capability):
+def block_mask_size(capability: int | None) -> int:
     """Rows and keys of a block that is marked as seen or not; capability None is Triton's interpreter."""
     return 16 if capability is None else 64
 
@@ -353,7 +353,7 @@ def decoder(rows):
     return next((name for name, most in DECODE.items() if rows <= most), "decode_64")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # caches grow: of each length it is asked once more
 def splits(programs, blocks, multiprocessors):
     """How many shares the keys of each sequence are divided into, so that the GPU is full and the merge is worth it.
 

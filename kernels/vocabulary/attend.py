@@ -9,7 +9,7 @@ from . import copies, dropout as dropping, masks as masking, scores, softmax, ti
 @triton.jit
 def attend(
     out, state, q, k, v, first, k_rows, exists, r, c, band, masks, plane, kv, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
 
@@ -27,6 +27,7 @@ def attend(
         s = tl.where(masking.visible(masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, score.softmax_scale)
     v_tile = tiles.load(v, k_rows, exists, DV, first)  # [keys, DV]
+    copies.fence_later(BY_THREADS)
     p = tiles.opaque(dropping.drop(dropout, p, plane, r, c)).to(v_tile.dtype)
     out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
     return out, state

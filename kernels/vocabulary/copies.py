@@ -8,7 +8,15 @@ from triton.language.target_info import cuda_capability_geq
 # Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing; 3.7.1 puts it behind, as here:
 # triton-lang/triton#9610, #10537.
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
-UNFENCED = tl.constexpr((int(_MAJOR), int(_MINOR), int(_PATCH[0])) < (3, 7, 1) and not knobs.runtime.interpret)
+_VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
+UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
+LATER_UNFENCED = tl.constexpr(_VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # 3.7.1 lacks it, 3.9.0 has it
+
+
+@triton.jit
+def _fence():
+    asm: tl.constexpr = "fence.proxy.async.shared::cta; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -18,5 +26,15 @@ def fence():
     PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
     """
     if UNFENCED and cuda_capability_geq(9, 0):
-        asm: tl.constexpr = "fence.proxy.async.shared::cta; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        _fence()
+
+
+@triton.jit
+def fence_later(BY_THREADS: tl.constexpr):
+    """To stand before each later product of a loop, right behind the load that it takes, if threads load some tiles.
+
+    The compiler then waits for the copies of a later tile there, and not with all others before the first product; its
+    fence, which stands before that one, comes too early.
+    """
+    if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
+        _fence()

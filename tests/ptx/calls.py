@@ -3,10 +3,10 @@
 import contextlib
 import copy
 import functools
-import mmap
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 
 import fusedattn as fa
@@ -19,9 +19,9 @@ from fusedattn.testing.tolerance import verdicts
 from .. import caches, sequences, tangents
 from ..caches import Cached
 from .device import Device, gpu
+from .memory import sparse
 from .tf32 import eager_by_tf32
 
-MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
 # What LLVM moves behind a `wgmma.fence`, ptxas moves before it again: see `unfenced` in `tests/offline/hazards.py`.
 HARMLESS = ("unfenced",)
 # Where Triton itself pipelines loads of descriptors, tiles with `tma` alone, no version of it fences what initialises
@@ -58,9 +58,30 @@ def _far(tensor, axis, apart):
     head, row = (apart, columns) if axis == 1 else (columns, apart)
     plane = tensor.shape[axis] * apart
     size = (batch * plane + heads * rows * columns) * tensor.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    whole = torch.frombuffer(memory, dtype=tensor.dtype)
+    whole = torch.from_numpy(sparse(size, np.uint8)).view(tensor.dtype)
     return whole.as_strided(tensor.shape, (plane, head, row, 1)).copy_(tensor)
+
+
+class _Moved(torch.autograd.Function):
+    """A packed (T, H, D) tensor, as `_far` has its heads or rows; its gradient is that of the tensor."""
+
+    @staticmethod
+    def forward(ctx, tensor, far):
+        return _far(tensor.transpose(0, 1)[None], *far)[0].transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _packed_far(far, backend):
+    """`fa.attention_varlen` of tensors that are moved far apart first."""
+
+    def attend(*tensors, **options):
+        moved = (_Moved.apply(x, far) for x in tensors[:3])
+        return fa.attention_varlen(*moved, *tensors[3:], **options, backend=backend)
+
+    return attend
 
 
 @contextlib.contextmanager
@@ -107,7 +128,9 @@ def _attention(entry, device):
             if name in ("query", "out", "lse"):
                 for b, n in enumerate(lengths[0]):
                     x[b, :, n:] = 0
-    if entry.far is not None:
+        if entry.far is not None:
+            attend = sequences.packed(_packed_far(entry.far, entry.backend), *lengths)
+    elif entry.far is not None:
         tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
     with _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
@@ -129,9 +152,15 @@ def _decode(entry, device):
     """The same of a call on a cache."""
     arguments = entry.case.draw()
     untouched = copy.deepcopy(arguments)
+    if entry.far is not None:
+        floats = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dim() == 4]
+        arguments |= {name: _far(arguments[name], *entry.far) for name in floats}
     out, lse = fa.attention_decode(**arguments, return_lse=True, backend=entry.backend)
     names = "key_cache", "value_cache"
     got = dict(out=out, lse=lse) | {name: arguments[name] for name in names}
+    if entry.far is not None:  # most of whose memory is not there
+        arguments = arguments | {name: arguments[name].contiguous() for name in names}
+        got |= {name: arguments[name] for name in names}
 
     def judge():
         oracle, _ = caches.one_by_one(reference.attention, caches.in_float64(untouched))

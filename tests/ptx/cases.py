@@ -55,9 +55,11 @@ RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights"
 OF_FP32 = dict(dtype=FP32, bias="batch", grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
+# Not of tangents: PyTorch makes each as large in memory as its input, and writes all of it.
 FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
+BY_THREADS = dict(D=5, Dv=64)  # keys of 10 bytes, which are loaded one element at a time; values are copied
 
 _PLAIN = dense(
     ("plain D64", {}),
@@ -71,6 +73,7 @@ _PLAIN = dense(
     ("plain D128, two passes", WIDE | TWO),
     ("plain D16", dict(D=16)),
     ("D5 Dv24 strided", dict(D=5, Dv=24, strided=True)),
+    ("keys by threads", BY_THREADS),
     ("plain D256", dict(D=256, **SHORT)),
     ("tile edges", dict(Sq=128, Sk=128)),
     ("long, no tails", dict(Sq=256, Sk=512)),
@@ -130,6 +133,8 @@ _PACKED = dense(
     ("packed", _TOGETHER),
     ("packed causal", _TOGETHER | dict(causal=True)),
     ("packed window D128", _TOGETHER | dict(window=(30, 9), **WIDE)),
+    ("packed, heads far apart", _TOGETHER | FAR_HEADS),
+    ("packed, rows far apart", _TOGETHER | dict(far=(2, 2**24), causal=True)),
     ("packed masks", _TOGETHER | dict(key_mask="own", query_mask="own", mask="batch", bias="heads")),
 )
 _ON_HOPPER = dense(
@@ -161,6 +166,7 @@ _TANGENTS = dense(
             ("D64", {}),
             ("D128 fp16", dict(dtype=FP16, causal=True, **WIDE)),
             ("D256", dict(D=256, **SHORT)),
+            ("keys by threads", BY_THREADS | SHORT),
             ("window", dict(window=(40, 20))),
             ("window D128", dict(window=(40, 20), **WIDE)),
             ("everything", _MANY | SHORT),
@@ -198,6 +204,7 @@ def _decode():
         ("decode_32 fp32 D128", cache | of_32 | fp32 | wide),
         ("decode_32 fp32 D256", cache | of_32 | fp32 | widest),
         ("decode_64", cache | of_64),
+        ("decode_64, keys by threads", cache | of_64 | BY_THREADS),
         ("decode_64 D128", cache | of_64 | wide),
         ("decode_64 D256", cache | of_64 | widest),
         ("decode_64 fp32", cache | of_64 | fp32),
@@ -208,9 +215,12 @@ def _decode():
         ("fp32, split and merged D128", cache | many | fp32 | wide),
         ("fp32, split and merged D256", cache | many | fp32 | widest),
         ("D 256", pages | widest),
+        ("cache, far apart", cache | caches.BOTH | FAR),
+        ("pages, far apart", pages | caches.BOTH | dict(far=(1, 2**27))),
         ("everything in pages", caches.EVERYTHING._asdict() | dict(dtype=BF16)),
     ):
-        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")))
+        far = fields.pop("far", None)
+        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")), far=far)
 
 
 ENTRIES = {
@@ -243,6 +253,7 @@ ALSO = {
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
         *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 D256"),
         *("tangent D64", "tangent fp32 D256"),
+        *("keys by threads", "tangent keys by threads", "decode: decode_64, keys by threads"),
     ),
 }
 

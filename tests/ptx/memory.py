@@ -1,12 +1,14 @@
 """Global memory: the storages of tensors, at their own addresses.
 
 An access must lie in the storage of a tensor that was passed to the kernel, and all lanes of an instruction access the
-same storage. Every lane sees a store at once, so fences of global memory do nothing. Blocks run in their order in the
-grid, a few at a time. A store to where another block stored is reported, and a load from there; a store to where
-another block has loaded is not. Atomics add in the order of lanes, and do not count as stores.
+same storage. One that meets no element of such a tensor, but what lies between elements, is reported. Every lane sees a
+store at once, so fences of global memory do nothing. Blocks run in their order in the grid, a few at a time. A store to
+where another block stored is reported, and a load from there; a store to where another block has loaded is not. Atomics
+add in the order of lanes, and do not count as stores.
 """
 
 import ctypes
+import mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,17 @@ from .ops import S64, U8
 from .report import Fault
 
 POISON = 0xFF  # of each byte that is not initialised: NaN in every floating dtype
+LARGE = 1 << 26  # bytes of a storage of which not each one is looked at: most of it may not be there
+
+
+MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
+
+
+def sparse(count, dtype):
+    """So many zeros, of which many may never be touched."""
+    size = count * np.dtype(dtype).itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.zeros(count, dtype) if size <= LARGE else np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)
 
 
 class TensorMap(NamedTuple):
@@ -34,11 +47,12 @@ class TensorMap(NamedTuple):
 class Allocation:
     """The storage of one or more tensors.
 
-    written: for each byte, whether somebody wrote it; None if all of them are initialised.
+    written: for each byte, whether somebody wrote it; None if all of them are initialised. between: for each, whether
+    it is of no element of a tensor that was passed; None if each is of one.
     """
 
-    def __init__(self, base, size, name, written=None):
-        self.base, self.size, self.name, self.written = base, size, name, written
+    def __init__(self, base, size, name, written=None, between=None):
+        self.base, self.size, self.name, self.written, self.between = base, size, name, written, between
         self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base)) if size else np.zeros(0, U8)
         self.owner = None  # for each pair of bytes, 1 + the block that stored there in this launch
 
@@ -53,6 +67,12 @@ class Allocation:
             return np.zeros(at.shape, bool)
         return ~self.written[at + np.arange(size)[:, None]].all(0)
 
+    def astray(self, at, size):
+        """Which ranges have a byte that is of no element."""
+        if self.between is None:
+            return np.zeros(at.shape, bool)
+        return self.between[at + np.arange(size)[:, None]].any(0)
+
     def foreign(self, at, size, blocks):
         """In which ranges another block has stored; a range of one byte passes, for pairs are what is recorded."""
         if self.owner is None or size == 1:
@@ -63,7 +83,7 @@ class Allocation:
     def claim(self, at, size, blocks):
         """Record that blocks store to ranges; returns in which another block has stored, or does at the same time."""
         if self.owner is None:
-            self.owner = np.zeros(self.size // 2 + 1, np.int32)
+            self.owner = sparse(self.size // 2 + 1, np.int32)
         before = self.foreign(at, size, blocks)
         self.owner[at // 2 + np.arange(max(1, size // 2))[:, None]] = blocks + 1
         if self.written is not None:
@@ -72,6 +92,21 @@ class Allocation:
 
 
 NOTHING = Allocation(0, 0, "nothing")  # for an access without lanes
+
+
+def _between(size, strided):
+    """For each byte of a storage, whether no tensor has it; of each a byte, a shape, strides in bytes, an itemsize."""
+    none = np.ones(size if size <= LARGE else 0, bool)
+    for first, shape, steps, itemsize in strided:
+        if none.size and 0 not in shape:
+            place = np.lib.stride_tricks.as_strided(none[first:], (*shape, itemsize), (*steps, 1))
+            place[...] = False
+    return none if none.any() else None
+
+
+def _strided(tensor):
+    steps = [step * tensor.itemsize for step in tensor.stride()]
+    return tensor.storage_offset() * tensor.itemsize, tensor.shape, steps, tensor.itemsize
 
 
 class Memory:
@@ -95,10 +130,11 @@ class Memory:
         A byte of a fresh tensor that is no poison was written by torch. A byte that torch wrote and that looks like
         poison counts as not initialised.
         """
-        ranges = {}
+        ranges, strided = {}, {}
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             ranges.setdefault(storage.data_ptr(), (storage.nbytes(), []))[1].append(name)
+            strided.setdefault(storage.data_ptr(), []).append(_strided(tensor))
         for name, descriptor in described.items():
             of = TensorMap(*descriptor.what)
             length = (sum((n - 1) * step for n, step in zip(of.shape, of.strides, strict=True)) + 1) * of.itemsize
@@ -107,10 +143,14 @@ class Memory:
                     names.append(name)
                     break
             else:
+                first = of.base
                 ranges[of.base] = (self.fresh[of.base].size if of.base in self.fresh else length), [name]
+            steps = [step * of.itemsize for step in of.strides]
+            strided.setdefault(first, []).append((of.base - first, of.shape, steps, of.itemsize))
         self.allocations = []
         for base, (size, names) in sorted(ranges.items()):
             allocation, written = Allocation(base, size, " ".join(names)), self.fresh.get(base)
+            allocation.between = _between(size, strided[base])
             if written is not None and written.size == size:
                 written |= allocation.bytes != POISON
                 allocation.written = None if written.all() else written
@@ -149,10 +189,12 @@ class GlobalMemory(Lanes):
         bad, foreign = allocation.unwritten(at, size), allocation.foreign(at, size, blocks)
         self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
         self.complain("race between CTAs", foreign, allocation, at, "was stored by another CTA", line)
+        self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
 
     def writes_global(self, allocation, at, size, blocks, line):
         """Record stores by blocks, and report those to ranges of another block."""
         foreign = allocation.claim(at, size, blocks)
+        self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
         self.complain("race between CTAs", foreign, allocation, at, "is stored by two CTAs", line)
 
     def load_global(self, m, pointer, offset, dtype, n, line):
@@ -178,4 +220,5 @@ class GlobalMemory(Lanes):
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
         bad = allocation.unwritten(at, n * size)
         self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
+        self.complain("astray", allocation.astray(at, n * size), allocation, at, "is of no element", line)
         np.add.at(allocation.view(dtype), at // size + np.arange(n)[:, None], np.stack(values)[:, lanes])

@@ -10,6 +10,7 @@ class Report:
 
     found: {kind: {line of PTX: (count, an example)}}, of these kinds:
         uninitialised: a lane loads bytes of global memory that nobody wrote.
+        astray: a lane accesses bytes of global memory that no tensor has, but what lies between elements of one.
         race: two warps access one place of shared memory, and no barrier puts them in order.
         race between CTAs: a block stores to global memory where another block stored, or loads from there.
         lanes differ: one instruction stores different numbers at one place.

@@ -1,0 +1,107 @@
+"""Tensors in the middle of larger buffers, among canaries: nothing may write these, and nothing depend on them."""
+
+from typing import NamedTuple
+
+import torch
+
+from fusedattn import private
+
+MARGIN = 192  # elements on each side; of no dtype is that less than the 16 bytes that aligned tensors lie at
+
+
+class Fill(NamedTuple):
+    """What canaries are: of floats NaN, which spoils all it meets, or a number; of others what might be a value."""
+
+    floats: float
+    bools: bool
+    ints: int
+
+    def of(self, dtype):
+        if dtype == torch.bool:
+            return self.bools
+        return self.floats if dtype.is_floating_point else min(self.ints, torch.iinfo(dtype).max)
+
+
+NAN, PLAUSIBLE = Fill(float("nan"), True, 1), Fill(3.0, False, 10**6)
+
+
+class Guard:
+    """Makes guarded tensors, and knows what their canaries are.
+
+    Args:
+        fill: a Fill. gap: canaries behind each innermost line, which then lies where no fast path takes it; with 0
+            there are MARGIN of them before the first and behind the last element alone.
+    """
+
+    def __init__(self, fill=NAN, gap=0):
+        self.fill, self.gap, self.known = fill, gap, []
+
+    def inside(self, tensor, name="?"):
+        """The same values among canaries. A dimension along which a tensor repeats itself still does."""
+        narrow = tensor.detach()
+        for axis, step in enumerate(tensor.stride()):
+            narrow = narrow.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] else narrow
+        shape = narrow.shape or (1,)
+        width = shape[-1] + self.gap
+        lines = torch.Size(shape[:-1]).numel() * width
+        buffer = self._buffer(lines, tensor.dtype)
+        view = buffer[MARGIN : MARGIN + lines].view(*shape[:-1], width)[..., : shape[-1]].view_as(narrow)
+        view.copy_(narrow)
+        view = view.expand(tensor.shape)
+        self.known.append((name, view, whole(view)))
+        return view
+
+    def _buffer(self, size, dtype):
+        return torch.empty(size + 2 * MARGIN, dtype=dtype).fill_(self.fill.of(dtype))
+
+    def allocates(self, monkeypatch):
+        """Have whatever the package allocates lie among canaries; what is not filled at once is one."""
+        for name, filled in (
+            ("new_empty", False),
+            ("new_empty_strided", False),
+            ("new_zeros", True),
+            ("new_full", True),
+        ):
+            monkeypatch.setattr(torch.Tensor, name, self._guarded(getattr(torch.Tensor, name), filled, name))
+        for device, make in private.EMPTY.items():
+            monkeypatch.setitem(private.EMPTY, device, self._guarded(make, False, "scratch"))
+
+    def _guarded(self, make, filled, name):
+        def guarded(*shape, **options):
+            made = make(*shape, **options)
+            if type(made) is not torch.Tensor or made.device.type != "cpu" or not made.numel():
+                return made
+            buffer = self._buffer(made.untyped_storage().nbytes() // made.element_size(), made.dtype)
+            # Not a view: of what a function of autograd makes, it would be refused.
+            new = torch.empty(0, dtype=made.dtype).set_(buffer.untyped_storage(), MARGIN, made.shape, made.stride())
+            new = new.copy_(made) if filled else new
+            self.known.append((f"{name} of {tuple(made.shape)}", new, whole(new)))
+            return new
+
+        return guarded
+
+    def check(self, **may_change):
+        """Raise AssertionError for canaries that changed, and for inputs that did.
+
+        may_change: {name of an input: a mask of all bytes of its memory that may be others now}; of what the package
+        allocated all elements may.
+        """
+        for name, view, before in self.known:
+            changed = whole(view) != before
+            if name in may_change:
+                changed &= ~may_change[name]
+            elif " of (" in name:
+                changed &= ~elements(view)
+            assert not changed.any(), f"{name}: {int(changed.sum())} bytes changed, {changed.nonzero()[0].item()} first"
+
+
+def whole(tensor):
+    """All memory that a tensor lies in, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+
+
+def elements(tensor):
+    """bool, of all bytes of a tensor's memory: whether they are of its elements."""
+    mark = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
+    mark.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    return mark.repeat_interleave(tensor.element_size())

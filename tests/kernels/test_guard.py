@@ -1,0 +1,200 @@
+"""Whatever lies around tensors in memory changes no result, and is not changed: inputs, results and scratch."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+
+from .. import caches, cases
+from ..caches import Cached
+from ..cases import Case
+from ..conftest import INTERPRETED
+from ..guard import NAN, PLAUSIBLE, Guard
+from ..sample import named, one_in
+from ..sequences import draw_packed, offsets
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels need TRITON_INTERPRET=1")
+BACKENDS = [pytest.param("triton", marks=interpreted), None, "naive"]
+LEARNED = "query", "key", "value", "bias", "alibi_slopes", "sinks"
+GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # what is around, and how many of it behind each line
+
+
+def computed(attend, arguments, incoming, backend):
+    """Results, and gradients of all that may have one, of a call by its arguments."""
+    given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    wanted = [given[name].requires_grad_() for name in LEARNED if name in given]
+    results = attend(**given, backend=backend)
+    taken = {name: x for name, x in zip(("out", "lse", "weights"), results, strict=False) if name in incoming}
+    grads = torch.autograd.grad(
+        [*taken.values()], wanted, [incoming[name] for name in taken], allow_unused=True, materialize_grads=True
+    )
+    return [x.detach() for x in (*results, *grads)]
+
+
+def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
+    """The same where all tensors, and all that is allocated, lie among canaries, which are checked."""
+    guard = Guard(fill, gap)
+    arguments, incoming = (
+        {name: guard.inside(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        for given in (arguments, incoming)
+    )
+    with monkeypatch.context() as patched:
+        guard.allocates(patched)
+        found = computed(attend, arguments, incoming, backend)
+    guard.check()
+    return found
+
+
+def alike(got, want, backend):
+    """Kernels give the same bits wherever tensors lie; PyTorch's own products may sum in another order."""
+    for a, b in zip(got, want, strict=True):
+        if backend == "triton":
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+        else:
+            tolerance = 8 * torch.finfo(b.dtype).eps * b.nan_to_num(0, 0, 0).abs().max().clamp(1).item()
+            torch.testing.assert_close(a, b, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def held(attend, arguments, incoming, backend, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: backend == "triton")
+    want = computed(attend, arguments, incoming, backend)
+    assert all(x.numel() == 0 or not x.isnan().all() for x in want)
+    for fill, gap in GUARDS:
+        for _ in range(1 if gap else 2):  # the second time the call is a replay
+            alike(guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap), want, backend)
+
+
+ALL = "out, lse and weights"
+DENSE = [
+    Case("plain", grads=ALL),
+    Case("causal, grouped, half", Hq=4, causal=True, dtype=torch.float16, Sq=33, Sk=50),
+    Case("masks", B=2, mask="pairs", key_mask="own", query_mask="own"),
+    Case("scores", bias="pairs", alibi="own", sinks=True, softcap=1.5, D=5, Dv=24, grads=ALL),
+    Case("window, dropout", window=(9, 4), dropout=0.3, dtype=torch.bfloat16, Sq=70, Sk=40),
+    Case("shared", B=2, mask="heads", bias="keys", key_mask="shared", query_mask="rank 1", Sk=19),
+    Case("rows of a bias", B=2, bias="rows", dtype=torch.float64, Sq=19),
+    Case("a bias of each head", B=2, bias="one a head", causal=True),
+]
+DENSE = [*DENSE, *(case._replace(Sq=min(case.Sq, 40), Sk=min(case.Sk, 40)) for case in cases.COVERING[::4])]
+DENSE = one_in(6, named([DENSE[2], DENSE[0], DENSE[1], *DENSE[4:8], DENSE[3], *DENSE[8:]]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", DENSE)
+def test_a_dense_call(case, backend, monkeypatch):
+    tensors, options = case.draw()
+    tensors |= {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in ("query", "key", "value")}
+    incoming = {name: tensors.pop(name) for name in ("out", "lse", "weights")}
+    incoming = {name: x for name, x in incoming.items() if name in case.grads}
+
+    def attend(**given):
+        return fa.attention(**given, return_lse=True, return_weights="weights" in case.grads)
+
+    held(attend, tensors | options, incoming, backend, monkeypatch)
+
+
+ROWS, KEYS = (7, 0, 33, 2), (17, 5, 20, 0)
+MOST = max(ROWS), max(KEYS)
+
+
+def _drawn(**shapes):
+    """Options of packed sequences: of bool or of numbers, by their names."""
+    made = {}
+    for name, shape in shapes.items():
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+        made[name] = x > -0.5 if "mask" in name else x
+    return made
+
+
+PACKED = {
+    "plain": {},
+    "causal": dict(causal=True, max_seqlen_q=MOST[0], max_seqlen_k=MOST[1]),
+    "window": dict(window=(5, 3), dtype=torch.float16),
+    "tokens": _drawn(key_mask=(sum(KEYS),), query_mask=(sum(ROWS),)),
+    "pairs": _drawn(mask=(4, 1, *MOST), bias=(1, 4, *MOST)),
+    "scores": _drawn(alibi_slopes=(4, 4), sinks=(4,)) | dict(softcap=2.0),
+    "dropout": dict(dropout_p=0.3, seed=3),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", one_in(4, [pytest.param(name, id=name) for name in PACKED]))
+def test_packed_sequences(name, backend, monkeypatch):
+    options = dict(PACKED[name])
+    query, key, value, grad = draw_packed(ROWS, KEYS, dtype=options.pop("dtype", torch.float32))
+    lengths = dict(cu_seqlens_q=offsets(ROWS), cu_seqlens_k=offsets(KEYS))
+    incoming = dict(out=grad, lse=torch.randn(4, sum(ROWS)))
+
+    def attend(**given):
+        return fa.attention_varlen(**given, return_lse=True)
+
+    held(attend, dict(query=query, key=key, value=value) | lengths | options, incoming, backend, monkeypatch)
+
+
+CACHED = [
+    *caches.SINGLE[1:6],
+    caches.EVERYTHING._replace(strided=False),
+    Cached("splits", lengths=(400, 3), C=410, dtype=torch.float16),
+    *caches.EDGES[:3],
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", one_in(3, named(CACHED)))
+def test_caches(case, backend, monkeypatch):
+    """Only the slots of new keys and values change."""
+    arguments = case.draw()
+    results = fa.attention_decode(**arguments, return_lse=True, backend=backend)
+    for fill, gap in GUARDS:
+        for _ in range(1 if gap else 2):
+            given, guard = case.draw(), Guard(fill, gap)
+            given = {name: guard.inside(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+            with monkeypatch.context() as patched:
+                guard.allocates(patched)
+                found = fa.attention_decode(**given, return_lse=True, backend=backend)
+            alike(found, results, backend)
+            mine = {name: given[name] for name in ("key_cache", "value_cache")}
+            new = {name: caches.touched(x, given).repeat_interleave(x.element_size()) for name, x in mine.items()}
+            guard.check(**new)
+            for name, x in mine.items():
+                assert torch.equal(x.nan_to_num(7.0), arguments[name].nan_to_num(7.0)), name
+
+
+def _at(tensor, offset):
+    """One number beside a tensor, or in it, that autograd does not see being written."""
+    new = torch.empty(0, dtype=tensor.dtype)
+    return new.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, (1,), (1,))
+
+
+PLANTED = {
+    "a number behind an input": lambda query, out: _at(query, query.numel()),
+    "a number before an input": lambda query, out: _at(query, -1),
+    "a number behind a result": lambda query, out: _at(out, out.numel()),
+    "an input": lambda query, out: _at(query, 0),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_written_is_seen(what, monkeypatch):
+    def attend(query, backend, **given):
+        out, lse = fa.attention(query, **given, backend=backend, return_lse=True)
+        PLANTED[what](query.detach(), out.detach()).fill_(0.0)
+        return out, lse
+
+    tensors, options = Case("planted", Sq=5, Sk=7).draw()
+    arguments = {name: tensors[name] for name in ("query", "key", "value")} | options
+    with pytest.raises(AssertionError, match="bytes changed"):
+        guarded(attend, arguments, dict(out=tensors["out"]), "triton", monkeypatch, PLAUSIBLE, 0)
+
+
+def test_what_is_read_is_seen(monkeypatch):
+    def attend(query, backend, **given):
+        found = fa.attention(query, **given, backend=backend, return_lse=True)
+        behind = _at(query.detach(), query.numel() if query.storage_offset() else 0)
+        return tuple(x + behind for x in found)
+
+    tensors, options = Case("planted").draw()
+    arguments = {name: tensors[name] for name in ("query", "key", "value")} | options
+    with pytest.raises(AssertionError):
+        held(attend, arguments, dict(out=tensors["out"]), "naive", monkeypatch)

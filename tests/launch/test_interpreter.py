@@ -1,0 +1,64 @@
+"""Triton's interpreter, as launches repair it: threads that compute at once do not mix up their programs."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn.launch import run
+
+from ..conftest import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about TRITON_INTERPRET=1")
+
+
+@pytest.fixture
+def impatient():
+    """Threads are switched as often as can be."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_take_turns(impatient, one_thread):
+    wrong, begin = [], threading.Barrier(3)
+
+    def work(number):
+        dice = torch.Generator().manual_seed(number)
+        begin.wait()
+        for _ in range(6):
+            inputs = [torch.randn(1, 2, 17 + number, 16, generator=dice, requires_grad=True) for _ in range(3)]
+            want = fa.reference.attention(*inputs, causal=True)
+            try:
+                got = fa.attention(*inputs, causal=True, backend="triton")
+                pairs = [(got, want), *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (got, want)), strict=True)]
+                wrong.extend(number for a, b in pairs if not torch.allclose(a, b, atol=1e-5))
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_turn_is_of_the_thread_that_has_it():
+    taken = threading.Event()
+
+    def other():
+        with run.surroundings(torch.device("cpu")):
+            taken.set()
+
+    with run.surroundings(torch.device("cpu")), run.surroundings(torch.device("cpu")):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert not taken.wait(0.05)
+    thread.join()
+    assert taken.is_set()

@@ -1,0 +1,110 @@
+"""What is remembered of calls at its limits: the last that fits stays, one more makes room, threads do no harm."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.launch import tiles
+from fusedattn.operators import namespace
+from fusedattn.replay import cache
+
+
+def attend(length, backend="cpu", **options):
+    x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
+    found = fa.attention(x, x + 0.5, x - 0.5, backend=backend, **options)
+    torch.testing.assert_close(found, fa.reference.eager(x, x + 0.5, x - 0.5, **options), rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Whether each call was like an earlier one."""
+    answers, find = [], cache.find
+    monkeypatch.setattr(cache, "find", lambda *call: (answers.append(find(*call)), answers[-1])[1])
+    return answers
+
+
+def test_the_last_signature_that_fits_stays_and_one_more_forgets_all(found, monkeypatch):
+    monkeypatch.setattr(cache, "MAX_KEPT", 4)
+    for length in (1, 2, 3, 4):
+        attend(length)
+    assert len(cache._known) == 4
+    for length in (1, 2, 3, 4):
+        attend(length)
+    assert [x is not None for x in found] == [False] * 4 + [True] * 4
+    attend(5)
+    assert len(cache._known) == 1 and len(cache._recent) == 1
+    attend(5), attend(1)
+    assert [x is not None for x in found[8:]] == [False, True, False] and len(cache._known) == 2
+
+
+def test_signatures_that_are_met_once_are_as_many_at_most(monkeypatch, device):
+    monkeypatch.setattr(cache, "MAX_KEPT", 3)
+    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    for length in (1, 2, 3):
+        attend(length, "triton")
+    assert len(cache._met) == 3 and not cache._known
+    attend(4, "triton")
+    assert len(cache._met) == 1
+    attend(4, "triton")
+    assert len(cache._known) == 1 and not cache._met
+
+
+def test_the_oldest_guard_makes_room_and_its_call_is_still_known(found):
+    for length in range(1, cache.RECENT + 2):
+        attend(length)
+    ((_, kept),) = cache._recent.items()
+    assert len(kept) == cache.RECENT and len(cache._known) == cache.RECENT + 1
+    attend(1)  # by its signature, and its guard comes back
+    assert found[-1] is not None and len(cache._known) == cache.RECENT + 1
+    ((_, kept),) = cache._recent.items()
+    assert len(kept) == cache.RECENT and kept[0][1] is found[-1]
+
+
+def test_what_is_checked_of_packed_sequences_is_as_much_at_most(monkeypatch):
+    monkeypatch.setattr(cache, "MAX_KEPT", 3)
+    x, offsets = torch.randn(5, 1, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    for number in range(1, 9):
+        fa.attention_varlen(x, x, x, offsets, offsets, max_seqlen_q=5, max_seqlen_k=5, scale=number / 10)
+        assert len(cache._recent) == (number - 1) % 3 + 1
+
+
+def test_facts_that_were_checked_are_forgotten_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(namespace, "MOST", 2)
+    checked = []
+    check = namespace._once(checked.append)
+    for x in (1, 2, 1, 2, 3, 3, 1):
+        check(x)
+    assert checked == [1, 2, 3, 1]
+
+
+def test_shares_of_keys_are_not_remembered_for_ever():
+    assert tiles.splits.cache_info().maxsize == 1024
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_threads_that_forget_at_once(backend, monkeypatch, one_thread):
+    """Each call of another length than the one before, with room for two: all of them forget all the time."""
+    monkeypatch.setattr(cache, "MAX_KEPT", 2)
+    interval, wrong, most, threads = sys.getswitchinterval(), [], [], 4
+
+    def work(number):
+        try:
+            for again in range(60):
+                attend(1 + (number + again) % 7, backend, causal=again % 2 == 0)
+                most.append((len(cache._known), len(cache._recent)))
+        except BaseException as error:
+            wrong.append(error)
+
+    working = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in working:
+            thread.start()
+        for thread in working:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong and max(max(each) for each in most) <= 2 + threads

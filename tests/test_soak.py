@@ -1,0 +1,83 @@
+"""A few seconds of `python -m tests.soak`, and that it sees what grows or is wrong."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.replay import cache
+
+from . import soak
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(one_thread):
+    """Of each thread of the soak alone."""
+
+
+def test_a_few_seconds():
+    """Without the compiler, which takes as long to load. What grows slowly is seen by the script."""
+    jobs = {job: share for job, share in soak.JOBS.items() if job is not soak.compiled}
+    found = soak.Soak(threads=3, seed=1, jobs=jobs)
+    grown = found.run(6.0, rounds=4)
+    assert not found.wrong and all(count > 0 for count in found.counts.values()), grown
+
+
+def _grows(job, seconds=0.6):
+    """What a soak of one kind of call says is wrong."""
+    with pytest.raises(soak.Wrong) as raised:
+        soak.Soak(threads=2, seed=1, jobs={job: 1}).run(seconds, rounds=3)
+    return str(raised.value)
+
+
+def test_what_grows_is_seen():
+    kept = []
+
+    def objects(dice):
+        kept.append([[] for _ in range(1000)])
+
+    def memory(dice):
+        kept.append(torch.ones(2**21))
+        time.sleep(0.01)
+
+    def files(dice):
+        kept.append(open(__file__))
+        time.sleep(0.05)
+
+    def threads(dice):
+        kept.append(threading.Event())
+        threading.Thread(target=kept[-1].wait, args=(10.0,), daemon=True).start()
+        time.sleep(0.05)
+
+    for job, what in ((objects, "objects"), (memory, "mib"), (files, "files"), (threads, "threads")):
+        said = _grows(job)
+        assert f"'{what}'" in said.partition("more than")[0], said
+        for x in kept:
+            (getattr(x, "set", None) or getattr(x, "close", None) or (lambda: None))()
+        kept.clear()
+
+
+def test_a_result_that_is_far_off_is_seen(monkeypatch):
+    attention = fa.attention
+
+    def sometimes_anothers(query, *rest, **more):
+        found = attention(query, *rest, **more)
+        return tuple(x.flip(1) for x in found) if query.shape[1] > 1 else found
+
+    monkeypatch.setattr(fa, "attention", sometimes_anothers)
+    assert "numbers are far off" in _grows(soak.dense, 10.0)
+
+
+def test_more_recordings_than_there_may_be_are_seen(monkeypatch):
+    monkeypatch.setattr(cache, "forget", lambda: None)
+
+    def piles_up(dice):
+        cache._known[len(cache._known)] = None
+
+    monkeypatch.setattr(cache, "_known", {})
+    monkeypatch.setattr(cache, "MAX_KEPT", 3)
+    assert "recordings, of at most 3" in _grows(piles_up)
