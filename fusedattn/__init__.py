@@ -25,4 +25,4 @@ __all__ = [
     "tuning",
     "use_backend",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -271,6 +271,8 @@ def explain(
     Raises: what it raises for wrong arguments.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
+    for name in options.keys() - set(Arguments._fields):
+        raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
     call = checked(Arguments(query, key, value, **options))
     check_name(backend)
     chosen = named(backend)

@@ -187,7 +187,14 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        """Sizes, and what is not the default."""
+        sizes = dict(embed_dim=self.embed_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        options: dict[str, Any] = dict(
+            dropout=self.dropout or None, causal=self.causal or None, window=self.window, scale=self.scale
+        )
+        options |= dict(softcap=self.softcap, backend=self.backend, context_parallel=self.context_parallel)
+        shown = sizes | {name: x for name, x in options.items() if x is not None}
+        return ", ".join(f"{name}={x!r}" for name, x in shown.items())
 
 
 class SelfAttention(nn.Module):

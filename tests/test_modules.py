@@ -175,3 +175,9 @@ def test_self_attention_is_one_head_without_output_projection():
 def test_a_wrong_argument_is_named(name, error, make):
     with pytest.raises(error, match=f"^{name}: "):
         make()
+
+
+def test_it_is_printed_with_its_options():
+    layer = fa.MultiHeadAttention(8, 2, causal=True, window=(3, 0), scale=0.0, backend="naive")
+    assert "num_heads=2, num_kv_heads=2, causal=True, window=(3, 0), scale=0.0, backend='naive'" in repr(layer)
+    assert "dropout" not in repr(fa.MultiHeadAttention(8, 2))

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from fusedattn.kernels.vocabulary import copies
 from triton.runtime.jit import JITFunction
 
 from fusedattn import kernels
-from fusedattn.kernels.vocabulary import copies
 from fusedattn.launch import failures
 
 from ..sample import matrix

@@ -25,6 +25,7 @@ NAMED = {
     ("fusedattn/launch/failures.py", "subprocess"): "knows the error of a C compiler that Triton calls",
     ("fusedattn/cli/tune/children.py", "subprocess"): "tries tiles in processes of its own, which may hang or die",
     ("bench/rows.py", "subprocess"): "asks git for the commit that a row is of",
+    ("bench/dev/sanitize.py", "subprocess"): "runs compute-sanitizer over the kernels",
     ("bench/cpu.py", "ctypes"): "tells malloc to give memory back, so that peaks can be measured",
 }
 
