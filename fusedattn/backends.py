@@ -32,9 +32,10 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
         absent = isinstance(error, ImportError) and error.name in (None, "triton")  # else it lacks something: NumPy
         why = str(error) if isinstance(error, ImportError) else cause(error)
         return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({why})",)
-    numbers = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    version = getattr(triton, "__version__", "")  # which a folder of that name has not
+    numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
-        return (f"Triton is {triton.__version__}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
+        return (f"Triton is {version or 'without a version'}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         developers = "for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them"
         return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU ({developers})",)

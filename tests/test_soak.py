@@ -39,10 +39,11 @@ def test_what_grows_is_seen():
 
     def objects(dice):
         kept.append([[] for _ in range(1000)])
+        time.sleep(0.01)
 
     def memory(dice):
         kept.append(torch.ones(2**21))
-        time.sleep(0.01)
+        time.sleep(0.03)
 
     def files(dice):
         kept.append(open(__file__))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..private import longest, ragged_dim
 from .form import Arguments
-from .rules import BOOL, fail, kind
+from .rules import boolean, fail, kind
 
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 
@@ -32,7 +32,7 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail(TypeError, name, BOOL, kind(mask))
+        fail(TypeError, name, boolean(mask), kind(mask))
     jagged = mask.layout == torch.jagged
     if not jagged or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
         got = tuple(mask.shape) if jagged or not mask.is_nested else "one that is not of torch.jagged"

@@ -11,7 +11,6 @@ from .layout import broadcasts, divides, irregular
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 ALIGNMENTS = ("bottom_right", "top_left")
-BOOL = "a bool tensor, True = may attend (a float one that is added to scores is a bias)"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -72,6 +71,14 @@ def kind(x: Any) -> Any:
     return x.dtype if isinstance(x, Tensor) else type(x).__name__
 
 
+def boolean(x: Any, _: Any = None) -> str:
+    """What is expected of a mask, by what it is instead."""
+    if not isinstance(x, Tensor):
+        return "a bool tensor, True = may attend"
+    floating = x.dtype.is_floating_point
+    return f"a bool tensor, True = may attend ({'added to scores, it is a bias' if floating else 'say .bool()'})"
+
+
 def value(x: Any) -> str:
     """The value in one line; that of a tensor would take many."""
     return "a tensor" if isinstance(x, Tensor) else repr(x)
@@ -97,7 +104,7 @@ def is_strided(name: str) -> Rule:
 
 
 def is_bool(name: str) -> Rule:
-    return Rule(name, TypeError, BOOL, lambda x, _: not isinstance(x, Tensor) or x.dtype != torch.bool, kind)
+    return Rule(name, TypeError, boolean, lambda x, _: not isinstance(x, Tensor) or x.dtype != torch.bool, kind)
 
 
 def is_floating(name: str) -> Rule:

@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
         "fusedattn": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__ if triton else None,
+        "triton": getattr(triton, "__version__", None),
         "cuda": torch.version.cuda,
         "driver": _driver(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..call.form import is_known
 from ..call.packing import longest
-from ..call.rules import FLOATING, check_strided, fail
+from ..call.rules import FLOATING, check_strided, fail, is_int
 from ..modules import check_sizes
 
 
@@ -62,7 +62,9 @@ def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the others."""
     check_strided(hidden_states=hidden_states, indices=indices)
-    check_sizes(batch=batch, seqlen=seqlen)
+    for name, size in dict(batch=batch, seqlen=seqlen).items():
+        if not (is_int(size) and size == 0):
+            check_sizes(**{name: size})
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
     if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:

@@ -52,25 +52,24 @@ def with_centre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(output, what a backward takes of it, the centre) of an output that was computed less the centre.
 
-    Of a head whose outputs are too small for its centre this is 0, and the others are what again() gives: the output of
-    values that are not centred.
+    Rounded less the centre, values spoil outputs that are much smaller than it, as where a row sees few of the keys,
+    whose values are small. Such a row is of what again() gives: the output of values that are not centred. And where
+    most rows of a head are such, its centre is 0.
     """
-    out = (kept + to_heads(common, kept.shape[1])).masked_fill_((lse == -INFINITE)[..., None], 0.0)
-    small = _too_small(out, lse, common)
-    if bool(small.any()):
-        of_heads, plain = to_heads(small, kept.shape[1]), again()
-        out, kept = (torch.where(of_heads, plain, x) for x in (out, kept))
+    heads = kept.shape[1]
+    of_heads, seen = to_heads(common, heads), lse > -INFINITE
+    out = (kept + of_heads).masked_fill_(~seen[..., None], 0.0)
+    rows = (out.abs().amax(3) < of_heads.abs().amax(3) / 2) & seen
+    if bool(rows.any()):
+        small, plain = _mostly_small(out, seen, common), again()
+        here = to_heads(small, heads)
+        out, kept = torch.where(rows[..., None] | here, plain, out), torch.where(here, plain, kept)
         common = common.masked_fill(small, 0.0)
     return out, kept, common
 
 
-def _too_small(out: Tensor, lse: Tensor, common: Tensor) -> Tensor:
-    """(B, Hkv, 1, 1): whether a head's outputs are much smaller than what its values have in common.
-
-    As where rows see few of the keys, whose values are small: rounded less the centre, these would spoil the outputs.
-    """
-    out, lse = (in_groups(x, common.shape[1]) for x in (out, lse[..., None]))
-    rows = (lse > -INFINITE).sum((2, 3)).clamp_min(1)
-    found = out.abs().amax((2, 3)), out.abs().sum((2, 3), dtype=torch.float32) / (rows * out.shape[3])
-    asked = common.abs().amax((2, 3)), common.abs().mean((2, 3), dtype=torch.float32)
-    return torch.stack([x < y / 2 for x, y in zip(found, asked, strict=True)]).any(0)[..., None, None]
+def _mostly_small(out: Tensor, seen: Tensor, common: Tensor) -> Tensor:
+    """(B, Hkv, 1, 1): whether a head's outputs are on average much smaller than what its values have in common."""
+    out, seen = (in_groups(x, common.shape[1]) for x in (out, seen[..., None]))
+    mean = out.abs().sum((2, 3), dtype=torch.float32) / (seen.sum((2, 3)).clamp_min(1) * out.shape[3])
+    return (mean < common.abs().mean((2, 3), dtype=torch.float32) / 2)[..., None, None]

@@ -165,6 +165,9 @@ def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tenso
         out, lse = _of_all_rows(part, (query, key, value), save, less)
         return out, lse, out, None
     kept, lse = _of_all_rows(part, (query, key, value - common), save, less)
+    if call.query_mask is not None:  # what hidden rows have says nothing of the others
+        hidden = _hidden(call.query_mask)
+        kept, lse = kept.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
     out, kept, common = with_centre(
         kept, lse, common[..., :columns], lambda: _of_all_rows(part, (query, key, value), save, less)[0]
     )

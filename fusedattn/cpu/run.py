@@ -51,7 +51,10 @@ def reasons(call: Call, need_weights: bool) -> list[str]:
     """Why a call cannot be taken; empty if it can."""
     lacks = limits(call)
     if call.query.device.type == "cpu" and _is_too_coarse(call):
-        lacks.append(f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {FEW} keys")
+        asked = ", and a graph cannot ask how many there are" if is_compiling() else ""
+        lacks.append(
+            f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {FEW} keys{asked}"
+        )
     if _differentiated((call.bias, call.alibi_slopes)):
         lacks.append("it has no gradients of bias and alibi_slopes")
     if need_weights and _differentiated(call[:DIFFERENTIABLE]):

@@ -57,7 +57,9 @@ def by_threads(tensor: Tensor) -> bool:
     It knows an address by whether it is a multiple of 16 bytes, and a stride by whether it is one of 16 elements.
     """
     *strides, last = of(tensor).strides
-    return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or not aligned(tensor)
+    known = not torch.compiler.is_compiling() and has_storage(tensor)
+    astray = known and tensor.data_ptr() % COPIED_BYTES != 0
+    return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or astray
 
 
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:

@@ -158,6 +158,7 @@ class _AtOnce(torch.autograd.Function):
         centre, kept = more or (None, out)
         known, need = ctx.known, ctx.needs_input_grad[2:]
         long_way = not known.may_differentiate(saved) or torch.is_grad_enabled() or watched()
+        long_way = long_way or torch.is_autocast_enabled("cpu")  # which would round the formula's products
         if long_way or not known.few and cpu.too_large(lse):
             grads = known.differentiate((query, key, value, out, lse, kept), grad_out, need)
         elif known.few:

@@ -248,6 +248,22 @@ def test_most_rows_may_see_small_values_alone():
     assert verdict(got[..., 4:, :], fa.reference.eager(query, key, value, mask=mask)[..., 4:, :], exact[..., 4:, :]).ok
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_each_row_that_sees_small_values_alone_is_exact(share):
+    """Whatever the others of its head see, and what rows hold that query_mask hides."""
+    query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
+    value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
+    small = torch.arange(120) >= 120 * (1 - share)
+    mask = (torch.arange(120) >= 117) | ~small[:, None]
+    exact = fa.reference.attention(query.double(), key.double(), value.double(), mask=mask)[..., small, :]
+    eager = fa.reference.eager(query, key, value, mask=mask)[..., small, :]
+    query.requires_grad_()
+    got = fa.attention(query, key, value, mask=mask, backend="cpu")
+    assert verdict(got[..., small, :], eager, exact).ok
+    got = fa.attention(query, key, value, mask=mask, query_mask=small, backend="cpu")
+    assert verdict(got[..., small, :], eager, exact).ok
+
+
 def test_a_weight_of_nearly_1_may_be_that_of_a_small_value():
     query, key = torch.full((2, 1, 1, 120, 16), 4.0, dtype=torch.bfloat16).unbind()
     value = torch.full((1, 1, 120, 16), 10.0, dtype=torch.bfloat16)

@@ -295,6 +295,16 @@ def test_autocast(packed):
     assert all(x.dtype == torch.float32 for x in grads)
 
 
+@pytest.mark.parametrize("keys", [64, 65])
+def test_autocast_around_a_backward_rounds_nothing(keys):
+    for _ in range(3):  # the last is a repeated call
+        inputs = [x.requires_grad_() for x in draw(1, 2, keys, 16)]
+        grad, out = torch.randn(1, 2, keys, 16), fa.attention(*inputs, backend="cpu")
+        want = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            same(torch.autograd.grad(out, inputs, grad), want, atol=1e-6)
+
+
 def test_inference_mode():
     with torch.inference_mode():
         inputs = draw(1, 2, 90, 16)

@@ -47,7 +47,7 @@ def test_as_many_programs_as_a_grid_has_and_one_more(device):
     for backend in ("triton", "hopper"):
         assert reasons(call_of(B=2**27, Hq=16), backend) == ["the grid would pass 2**31 programs"]
     with pytest.raises(
-        NotImplementedError, match="'triton' cannot take this call: the grid would pass 2\\*\\*31 programs"
+        NotImplementedError, match="'triton' cannot take this call: .*the grid would pass 2\\*\\*31 programs"
     ):
         fa.attention(huge(2**27, 16, 16, 8), huge(2**27, 1, 16, 8), huge(2**27, 1, 16, 8), backend="triton")
 

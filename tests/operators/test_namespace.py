@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     def run(fa, backend, compiled=False):
         softcap = None if backend == "cpu" else 2.0
         torch.manual_seed(0)
-        query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+        query, key, value = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
         mask = torch.ones(5, 5, dtype=torch.bool).tril(1)
 
         def attend(query, key, value):

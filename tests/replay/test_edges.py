@@ -41,6 +41,8 @@ def test_the_last_signature_that_fits_stays_and_one_more_forgets_all(found, monk
 
 
 def test_signatures_that_are_met_once_are_as_many_at_most(monkeypatch, device):
+    if device == "cuda":
+        pytest.skip("these calls are of CPU tensors")
     monkeypatch.setattr(cache, "MAX_KEPT", 3)
     monkeypatch.setattr(cache, "RECORD_AFTER", 2)
     for length in (1, 2, 3):
