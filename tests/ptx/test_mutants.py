@@ -16,7 +16,6 @@ FIRST, *REST = (
     pytest.param(*each, id="-".join(map(str, each)).replace(" ", "_"))
     for each in (
         ("forward", 80, "barrier left out"),
-        ("dq", 80, "halves swapped"),
         ("decode", 80, "negated branch"),
         ("forward", 90, "proxy fence left out"),
         ("hopper", 90, "product not waited for"),
