@@ -9,7 +9,7 @@ import fusedattn as fa
 from fusedattn import distributed, layers, plot
 from fusedattn.compat import _bert_padding, flash_attn, torch as for_torch
 
-from .call.test_hostile import FLAG, FLOATING, MASK, RIGHT, SEEDS
+from .call.test_hostile import FLAG, FLOATING, MASK, RIGHT, SEEDS, bools, floats
 from .hostile import taken
 
 B, H, S, E, D = 2, 2, 4, 8, 4
@@ -17,14 +17,6 @@ SIZE, SHARE, X = {"1"}, {"0", "-0.0", "1", "tiny"}, {"no rows", "twice the rows"
 NUMBERS = RIGHT["scale"] - {"None"}
 TOO_LARGE = ("2**31",)  # a size for which torch finds no memory, and says so
 ANYTHING = None
-
-
-def floats(*shape):
-    return torch.randn(shape)
-
-
-def bools(*shape):
-    return torch.ones(shape, dtype=torch.bool)
 
 
 def ones(*shape):
