@@ -56,12 +56,15 @@ def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     weight = _weight(layer)
     if weight is not None and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
         fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
-    check_beside(name, tensor, layer)
+    _check_beside(name, tensor, weight)
 
 
-def check_beside(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
+def check_beside(name: str, tensor: Tensor, layer: nn.Module) -> None:
     """Raise unless a tensor is on the device of a layer's weight."""
-    weight = _weight(layer)
+    _check_beside(name, tensor, _weight(layer))
+
+
+def _check_beside(name: str, tensor: Tensor, weight: Tensor | None) -> None:
     if weight is not None and tensor.device != weight.device:
         fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
 

@@ -84,19 +84,15 @@ def storage(tensor: Tensor) -> int:
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 
 
-def are_alike(guards: Any, tensors: Iterable[Any]) -> bool:
-    """Whether guards find tensors like those that they were made of. Anything may be asked about.
+def can_guard(tensors: Iterable[Any]) -> bool:
+    """Whether `check` of TensorGuards may be asked about these, whatever they are.
 
-    Guards themselves end the process where they meet a nested tensor that is not of torch.jagged.
+    It ends the process where it meets a nested tensor that is not of torch.jagged.
     """
     try:
-        for x in tensors:
-            if x.is_nested:
-                return False
+        return not any(x.is_nested for x in tensors)
     except AttributeError:
         return False  # no tensor
-    alike: bool = guards.check(*tensors)
-    return alike
 
 
 # Whether a tensor wants a gradient; the current GPU. Without them the public functions are called.

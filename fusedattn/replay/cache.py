@@ -29,7 +29,7 @@ from ..call.rules import check_flags, checked
 from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention, backward, dtensors, schema
-from ..private import TensorGuards, any_autocast, are_alike, can_replay, dispatch_modes, forward_level, has_storage
+from ..private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
 from .on_cpu import OnCpu, call_of
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
@@ -196,8 +196,8 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     if split is None:
         return None
     present, most = split
-    for guards, replay in _recent.get(most, ()):
-        if are_alike(guards, present):
+    for guards, replay in _recent.get(most, ()) if can_guard(present) else ():
+        if guards.check(*present):
             return replay if replay.backend == "cpu" or _aligned(present) else None
     signature = None if watched() else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
@@ -265,8 +265,8 @@ def recall(tensors: tuple, numbers: tuple) -> Any:
         return None
     facts = _facts_of_any(tensors, numbers)
     if facts is not None:
-        for guards, known in _recent.get(facts[1], ()):
-            if are_alike(guards, facts[0]):
+        for guards, known in _recent.get(facts[1], ()) if can_guard(facts[0]) else ():
+            if guards.check(*facts[0]):
                 return known
     return None
 
