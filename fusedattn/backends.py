@@ -278,13 +278,16 @@ def explain(
     check_name(backend)
     chosen = named(backend)
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
+    on_gpu = _on_gpu(call)
     for name, known in BACKENDS.items():
-        if name != chosen and (why := known.waits(call)) is not None:
+        if name != chosen and (on_gpu or not reasons[name]) and (why := known.waits(call)) is not None:
             reasons[name].append(why)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
-    elif not _on_gpu(call):
+    elif not on_gpu:
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
+        if taken == "cpu":
+            reasons["naive"].append("'cpu' comes before it and takes the call")
     else:
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} comes before it and takes the call"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, is_number
+from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, is_number, type_name
 from .modules import MultiHeadAttention, check_beside, check_fits, check_input, check_shares, check_sizes
 
 
@@ -23,7 +23,7 @@ def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embeddi
 
 def _check_eps(eps: Any) -> None:
     if not is_number(eps):
-        fail(TypeError, "layer_norm_eps", "a number", type(eps).__name__)
+        fail(TypeError, "layer_norm_eps", "a number", type_name(eps))
     if not 0 <= eps <= LARGEST:
         fail(ValueError, "layer_norm_eps", "a finite number of 0 or more", eps)
 

@@ -10,14 +10,14 @@ from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
 from .call.layout import irregular
-from .call.rules import check_flags, check_options, check_strided, check_tensors, fail, is_int, is_number
+from .call.rules import check_flags, check_options, check_strided, check_tensors, fail, is_int, is_number, type_name
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
 
 
 def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if not is_int(size):
-            fail(TypeError, name, "an int", type(size).__name__)
+            fail(TypeError, name, "an int", type_name(size))
         if size < 1:
             fail(ValueError, name, "1 or more", size)
         if size >= 2**63:
@@ -27,7 +27,7 @@ def check_sizes(**sizes: Any) -> None:
 def check_shares(**shares: Any) -> None:
     for name, share in shares.items():
         if not is_number(share):
-            fail(TypeError, name, "a number", type(share).__name__)
+            fail(TypeError, name, "a number", type_name(share))
         if not 0 <= share <= 1:
             fail(ValueError, name, "a number from 0 to 1", share)
 

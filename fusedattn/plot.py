@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import check_strided, fail, is_number, kind
+from .call.rules import check_strided, fail, is_number, kind, type_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def attention_map(
     if top is None:
         top = maps.nan_to_num(0.0).max().item() or 1.0
     if not is_number(top):
-        fail(TypeError, "top", "a number", type(top).__name__)
+        fail(TypeError, "top", "a number", type_name(top))
     if not 0 < top <= sys.float_info.max:
         fail(ValueError, "top", "a finite number above 0", top)
     matplotlib = _matplotlib(figure)

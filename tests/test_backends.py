@@ -25,7 +25,7 @@ def test_a_call_on_the_cpu_takes_cpu():
     said = fa.explain(*draw())
     assert said.backend == "cpu" and said.reasons["triton"] and said.tiles == {}
     assert str(said).startswith("takes cpu\nnot hopper: ") and "\nnot triton: " in str(said)
-    assert said.reasons["naive"] == ["the tensors are not on a GPU and no backend is named"]
+    assert said.reasons["naive"] == ["'cpu' comes before it and takes the call"]
     assert fa.explain(*draw(), backend="cpu").backend == "cpu"
 
 

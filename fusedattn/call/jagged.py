@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..private import longest, ragged_dim
 from .form import Arguments
-from .rules import boolean, fail, kind
+from .rules import boolean, fail, kind, type_name
 
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 
@@ -16,7 +16,7 @@ SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 def _check(query: Any, key: Any, value: Any) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            fail(TypeError, name, "a tensor", type(tensor).__name__)
+            fail(TypeError, name, "a tensor", type_name(tensor))
         if not tensor.is_nested or tensor.layout != torch.jagged:
             fail(TypeError, name, "a nested tensor of torch.jagged, as query is", tensor.layout)
         if tensor.dim() != 4 or ragged_dim(tensor) != 2:

@@ -72,7 +72,7 @@ def _values(name: str, tensor: str) -> tuple[Rule, ...]:
 def _longest(name: str) -> tuple[Rule, ...]:
     """The rules of max_seqlen, without the offsets."""
     return (
-        Rule(name, TypeError, "an int or None", lambda x, _: not rules.is_int(x), lambda x: type(x).__name__),
+        Rule(name, TypeError, "an int or None", lambda x, _: not rules.is_int(x), rules.type_name),
         invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),
         invalid(name, "a length below 2**31, as offsets of int32 have", lambda x, _: x >= 2**31, lambda x: x),
     )

@@ -66,9 +66,15 @@ def dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def type_name(x: Any) -> str:
+    """The type of x, with the library of which it is: a bool of NumPy is none of Python."""
+    library, name = type(x).__module__.partition(".")[0], type(x).__name__
+    return name if library in ("builtins", "torch") else f"{library}.{name}"
+
+
 def kind(x: Any) -> Any:
     """The dtype of a tensor, or the type of anything else, an array of NumPy among them."""
-    return x.dtype if isinstance(x, Tensor) else type(x).__name__
+    return x.dtype if isinstance(x, Tensor) else type_name(x)
 
 
 def boolean(x: Any, _: Any = None) -> str:
@@ -96,7 +102,7 @@ def invalid(
 
 # Rules that several arguments have.
 def is_tensor(name: str) -> Rule:
-    return Rule(name, TypeError, "a tensor", lambda x, _: not isinstance(x, Tensor), lambda x: type(x).__name__)
+    return Rule(name, TypeError, "a tensor", lambda x, _: not isinstance(x, Tensor), type_name)
 
 
 def is_strided(name: str) -> Rule:
@@ -179,7 +185,7 @@ def is_int(x: Any) -> bool:
 
 
 def _is_number(name: str) -> Rule:
-    return Rule(name, TypeError, "a number", lambda x, _: not is_number(x), lambda x: type(x).__name__)
+    return Rule(name, TypeError, "a number", lambda x, _: not is_number(x), type_name)
 
 
 def _fits_float32(name: str) -> Rule:
@@ -356,14 +362,14 @@ def check_flags(**flags: Any) -> None:
     """Raise for a flag, such as return_lse, that is not a bool."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            fail(TypeError, name, "a bool", type(flag).__name__)
+            fail(TypeError, name, "a bool", type_name(flag))
 
 
 def check_tensors(**tensors: Any) -> None:
     """Raise for what is no tensor, among what is no field of Arguments."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            fail(TypeError, name, "a tensor", type(tensor).__name__)
+            fail(TypeError, name, "a tensor", type_name(tensor))
 
 
 def check_strided(**tensors: Any) -> None:

@@ -12,8 +12,9 @@ from ..api import attention, attention_varlen
 from ..call import cached
 from ..call.cached import CacheArguments
 from ..call.form import Arguments, asking, autocast_dtype, autocasting, is_known
-from ..call.rules import check_flags, check_strided, fail, is_int, is_number
+from ..call.rules import check_flags, check_strided, fail, is_int, is_number, type_name
 from ..naive.cached import rotated
+from ._numbers import as_python
 
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for) )(\w+)")  # where an error names an argument
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
@@ -51,12 +52,16 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
     """The options of the scores, as `attention` takes them."""
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2 or not all(map(is_int, window_size)):
+    if isinstance(window_size, tuple | list):
+        window_size = tuple(map(as_python, window_size))
+    if not isinstance(window_size, tuple) or len(window_size) != 2 or not all(map(is_int, window_size)):
         fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))
     if any(side < -1 for side in window_size):
         fail(ValueError, "window_size", "no side below -1, which is unbounded", window_size)
     window = tuple(None if side == -1 else side for side in window_size)
+    softcap = as_python(softcap)
     softcap = None if is_number(softcap) and softcap == 0 else softcap
+    softmax_scale = as_python(softmax_scale)
     return dict(scale=softmax_scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
 
 
@@ -72,7 +77,7 @@ def _run(
     """(output,), or with return_attn_probs (output, log-sum-exp, an empty tensor); options are the caller's."""
     dropout_p, *of_scores, repeatable, return_attn_probs = options
     check_flags(deterministic=repeatable, return_attn_probs=return_attn_probs)
-    more |= dict(scores(*of_scores), dropout_p=dropout_p, return_lse=return_attn_probs)
+    more |= dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
     with asking(deterministic=repeatable), half_kept(tensors[0]):
         results = ask(names, function, *tensors, **more)
     return (*results, tensors[0].new_empty(0)) if return_attn_probs else (results,)
@@ -93,7 +98,9 @@ def attend_packed(
 ) -> Tensor | Any:
     """`attention_varlen` of its first five arguments; names are {its name: the caller's}."""
     longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # some callers leave them a tensor
-    longest = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in longest.items()}
+    longest = {
+        name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else as_python(x) for name, x in longest.items()
+    }
     out, *more = _run(names, attention_varlen, tensors, options, **longest)
     return (out.contiguous(), *more) if more else out.contiguous()
 
@@ -119,8 +126,9 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Te
         if k is not None:
             fail(ValueError, "cache_seqlens", "an int or a tensor beside k", None)
         cache_seqlens = room
+    cache_seqlens = as_python(cache_seqlens)
     if not is_int(cache_seqlens):
-        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type(cache_seqlens).__name__)
+        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(cache_seqlens))
     if not 0 <= cache_seqlens <= room:
         fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {room}", cache_seqlens)
     if k is not None and cache_seqlens + k.shape[1] > room:

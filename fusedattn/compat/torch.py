@@ -10,6 +10,7 @@ from torch.types import Device
 
 from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, kind
 from ..modules import attend, check_fits, check_shares, check_sizes
+from ._numbers import as_python
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
@@ -101,6 +102,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None,
         batch_first: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        embed_dim, num_heads, dropout, kdim, vdim = map(as_python, (embed_dim, num_heads, dropout, kdim, vdim))
         widths = dict(kdim=kdim, vdim=vdim)
         check_sizes(
             embed_dim=embed_dim, num_heads=num_heads, **{name: x for name, x in widths.items() if x is not None}

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from ..call.rules import check_strided, fail, is_int
+from ..call.rules import check_strided, fail, is_int, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 
@@ -89,7 +89,7 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
     Raises: TypeError, ValueError for wrong arguments.
     """
     if not is_int(length):
-        fail(TypeError, "length", "an int", type(length).__name__)
+        fail(TypeError, "length", "an int", type_name(length))
     if length < 0:
         fail(ValueError, "length", "0 or more", length)
     if length >= 2**63:
@@ -101,7 +101,7 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
 
 def _checked_dim(x: Tensor, dim: Any) -> int:
     if not is_int(dim):
-        fail(TypeError, "dim", "an int", type(dim).__name__)
+        fail(TypeError, "dim", "an int", type_name(dim))
     if not -x.dim() <= dim < x.dim():
         fail(ValueError, "dim", f"a dimension of x, which has {x.dim()}", dim)
     return dim % x.dim()

@@ -9,6 +9,7 @@ imports this.
 """
 
 import contextlib
+import os
 import threading
 
 import numpy
@@ -40,7 +41,9 @@ def repair():
     """
     builder = upstream.InterpreterBuilder
     if not hasattr(builder, "turn"):
-        builder.turn = threading.RLock()
+        builder.turn = turn = threading.RLock()
+        # A process that is forked in another thread's turn would wait for it for ever.
+        os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=turn.release)
     if getattr(builder, "knows_bfloat16", False):
         return
     cast = builder.cast_impl

@@ -1,7 +1,9 @@
 """Triton's interpreter, as launches repair it: threads that compute at once do not mix up their programs."""
 
+import multiprocessing
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -62,3 +64,26 @@ def test_a_turn_is_of_the_thread_that_has_it():
         assert not taken.wait(0.05)
     thread.join()
     assert taken.is_set()
+
+
+def _interpret():
+    with run.surroundings(torch.device("cpu")):
+        pass
+
+
+def test_a_process_is_forked_between_turns():
+    taken = threading.Event()
+
+    def other():
+        with run.surroundings(torch.device("cpu")):
+            taken.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    taken.wait()
+    process = multiprocessing.get_context("fork").Process(target=_interpret, daemon=True)
+    process.start()
+    process.join(20)
+    thread.join()
+    assert process.exitcode == 0

@@ -67,7 +67,8 @@ def choose(arguments, on_gpu: bool) -> Preset:
         if arguments.dtype:
             chosen = [case._replace(dtype=dtype) for dtype in arguments.dtype for case in chosen]
     backends = (f"fusedattn:{name}" for name in BACKENDS)
-    asked = _list("providers", arguments.providers, [*providers.PROVIDERS, *providers.ASIDE, *backends, MODULES])
+    known = dict.fromkeys((*providers.PROVIDERS, *providers.ASIDE, *backends, MODULES))
+    asked = _list("providers", arguments.providers, [*known])
     modules = [] if asked else preset.modules
     if MODULES in asked:
         squares = [case._replace(options="module") for case in chosen if case.Hq == case.Hkv and case.Sq == case.Sk]
