@@ -274,9 +274,9 @@ def explain(
     check_flags(return_lse=return_lse, return_weights=return_weights)
     for name in options.keys() - set(Arguments._fields):
         raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-    call = checked(Arguments(query, key, value, **options))
     check_name(backend)
     chosen = named(backend)
+    call = checked(Arguments(query, key, value, **options), named=chosen is not None)
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     on_gpu = _on_gpu(call)
     for name, known in BACKENDS.items():

@@ -68,7 +68,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
             if what == "backward":
                 need = [x is not None for x in call[:DIFFERENTIABLE]]
                 grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
-                fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call)
+                fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton")
             else:
                 width = tuned.row_width(run.widest(call))
                 faster = tuned.is_faster_on_hopper(device, call.query.dtype, width, case.causal)

@@ -6,4 +6,6 @@ from typing import Any
 
 def as_python(x: Any) -> Any:
     """A number of NumPy as Python's, anything else as it is."""
-    return x.item() if type(x).__module__ == "numpy" and isinstance(x, numbers.Real) else x
+    if type(x).__module__ != "numpy" or not isinstance(x, numbers.Real):
+        return x
+    return int(x) if isinstance(x, numbers.Integral) else float(x)

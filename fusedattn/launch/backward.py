@@ -8,7 +8,7 @@ from triton import cdiv
 from ..call.form import Call
 from ..call.packing import packing
 from ..kernels.vocabulary.gradient import Grads
-from . import arguments, blocks, run, tiles
+from . import arguments, blocks, hopper, run, tiles
 
 
 class _Pass(NamedTuple):
@@ -49,8 +49,10 @@ def _bias_sum(call):
     return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
 
 
-def passes(call: Call, need) -> tuple[str, ...]:
+def passes(call: Call, need, on_hopper: bool = False) -> tuple[str, ...]:
     """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
+
+    on_hopper: by the kernel for Hopper, if it knows them. It has the place of one pass.
 
     One pass over the pairs where dq may be summed in any order, and nothing else is summed over whole rows. Otherwise
     one by rows and one by keys, whichever is needed: they give the same bits each time, as the call or torch may want.
@@ -59,8 +61,10 @@ def passes(call: Call, need) -> tuple[str, ...]:
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    in_any_order = run.widest(call) <= tiles.ONE_PASS and not deterministic and not run.prefers_two_passes(call)
-    if query and by_keys and not by_rows and in_any_order:
+    in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
+    if in_one and on_hopper and key and value and not bias and not hopper.backward_limits(call):
+        names = ["preprocess", "hopper_bwd", "postprocess"]
+    elif in_one and not run.prefers_two_passes(call):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
         by_rows = query or by_rows or (where == "pairs" and not by_keys)
@@ -132,6 +136,18 @@ def _dkdv(name, p, query_sums, grads):
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
+def _on_hopper(p, query_sums, grads):
+    """The gradients of keys and values, and what dq is the sum of, by the kernel for Hopper."""
+    call, device = p.call, run.device_of(p.call.query)
+    taken = run.hopper_backward(call)
+    rows = p.launched["Rows"]
+    launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, grads[1:3], taken)
+    registers, *_ = tiles.REGISTERS[2]
+    with run.surroundings(device):
+        programs = cdiv(p.keys, 2 * tiles.WARPGROUP_ROWS) * p.batch * call.key.shape[1]
+        run.run_kernel("hopper_bwd", programs, launched, device, num_warps=4, maxnreg=registers)
+
+
 def _postprocess(p, query_sums, grad_query):
     """The gradient of queries, from what was summed in one pass."""
     launched = {name: p.launched[name] for name in ("heads", "q_len", "score", "D")}
@@ -175,13 +191,15 @@ def _add_up(p, grads, grad_bias, grad_slopes, grad_sinks):
             grad.copy_(_totals(sums.double(), p.call.cu_seqlens_q, grad.shape[0]).sum_to_size(grad.shape))
 
 
-def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call):
+def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Fill grads, of the first fields of a Call; None for what is not needed.
 
     grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
     """
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
-    names = passes(call, [x is not None for x in grads])
+    there = [call.query, call.key, call.value, grad_out, *(x for x in grads[:3] if x is not None)]
+    on_hopper = grad_weights is None and run.backward_on_hopper(call, backend) and hopper.reachable(*there)
+    names = passes(call, [x is not None for x in grads], on_hopper)
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
@@ -193,9 +211,10 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
-    if "one_pass" in names:
+    if "postprocess" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
-        width, bulk = call.query.shape[3], any(tile.bulk for tile in run.candidates("one_pass", call))
+        width = call.query.shape[3]
+        bulk = "hopper_bwd" in names or any(tile.bulk for tile in run.candidates("one_pass", call))
         alike = grad_query.dtype == stats.dtype and not bulk
         query_sums = grad_query if alike else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
@@ -208,7 +227,9 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None, partial)
     if "dq" in names:
         _dq(p, grad_query, of_rows)
-    if "dkdv" in names or "one_pass" in names:
+    if "hopper_bwd" in names:
+        _on_hopper(p, query_sums, grads)
+    elif "dkdv" in names or "one_pass" in names:
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
     if query_sums is not None:
         _postprocess(p, query_sums, grad_query)

@@ -1,5 +1,6 @@
 """Says which calls the kernel for Hopper takes, and makes its arguments: descriptors for the copy engine."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -7,13 +8,15 @@ from torch import Tensor
 from triton import cdiv
 
 from ..call.form import Call
+from ..kernels.vocabulary.tiles import width
 from . import arguments as kernel_arguments, tiles
-from .tiles import Pipeline
+from .tiles import Backward, Pipeline
 
 try:
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
     from ..kernels.hopper.forward import forward as kernel
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
@@ -23,7 +26,7 @@ _LACKS = ("mask", "key_mask", "query_mask", "block_mask", "bias", "alibi_slopes"
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
 )
-_LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16}
+_LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
 
 
 def limits(call: Call) -> list[str]:
@@ -63,7 +66,7 @@ def reasons(call: Call) -> list[str]:
 
 def readable(tensor: Tensor) -> Tensor:
     """A tensor, or a copy of it that the copy engine can read."""
-    if kernel_arguments.strided(tensor) and kernel_arguments.aligned(tensor):
+    if reachable(tensor):
         return tensor
     *shape, columns = tensor.shape
     return tensor.new_empty(*shape, cdiv(columns, 8) * 8)[..., :columns].copy_(tensor)
@@ -74,9 +77,13 @@ def _layout(rows, columns, dtype):
     return NVMMASharedLayout.get_default_for([1, 1, rows, columns], _LAYOUTS[dtype])
 
 
-def descriptor(tensor: Tensor, rows: int) -> "TensorDescriptor":
-    """A (B, H, S, D) tensor, copied by so many rows of one head, zero past the last row and column."""
+def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
+    """A (B, H, S, D) tensor, copied by so many rows of one head, zero past the last row and column.
+
+    columns: of a tile, a power of two; by default those that a product needs.
+    """
     shape, strides, block = kernel_arguments.block(tensor, rows)
+    block[3] = block[3] if columns is None else columns
     return TensorDescriptor(tensor, shape, strides, block, _layout(*block[2:], tensor.dtype))
 
 
@@ -116,5 +123,46 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         PING_PONG=taken.ping_pong,
         REGISTERS=registers,
         PRODUCER_REGISTERS=fewer,
+        **kernel_arguments.band(call),
+    )
+
+
+def backward_limits(call: Call) -> list[str]:
+    """What the kernel's backward does not know of a call, wherever its tensors lie."""
+    lacks = limits(call)
+    if call.partial:
+        lacks.append("it knows no keys of which there are more elsewhere")
+    if call.query.shape[3] % 8:
+        lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
+    return lacks
+
+
+def reachable(*tensors: Tensor) -> bool:
+    """Whether the copy engine can read and write (B, H, S, D) tensors where they lie."""
+    return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
+
+
+def backward_arguments(
+    call: Call, grad_out: Tensor, rows: Tensor, sums: Tensor, grads: Sequence[Tensor], taken: Backward
+) -> dict:
+    """The arguments of the kernel's backward; rows are those of `preprocess`, sums of dq, grads of key and value."""
+    each = tiles.WARPGROUP_ROWS
+    _, registers, fewer = tiles.REGISTERS[2]
+    return dict(
+        Q=descriptor(call.query, taken.rows),
+        K=descriptor(call.key, each),
+        V=descriptor(call.value, each),
+        GradOut=descriptor(grad_out, taken.rows),
+        # Of 4 columns: a tile of 16 bytes a row Triton 3.7 takes for one that lies the other way round.
+        Rows=descriptor(rows, taken.rows, 8),
+        Sums=descriptor(sums, taken.rows, min(width.fn(call.query.shape[3]), 64)),
+        GradK=descriptor(grads[0], each),
+        GradV=descriptor(grads[1], each),
+        scale=kernel_arguments.scored(call).softmax_scale,
+        heads=call.key.shape[1],
+        GROUP=call.query.shape[1] // call.key.shape[1],
+        STAGES=taken.stages,
+        REGISTERS=registers,
+        COPYING_REGISTERS=fewer,
         **kernel_arguments.band(call),
     )

@@ -137,7 +137,7 @@ KERNELS = {
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
-    KERNELS["hopper"] = hopper.kernel
+    KERNELS |= dict(hopper=hopper.kernel, hopper_bwd=hopper.backward_kernel)
 
 
 def widest(call):
@@ -179,6 +179,25 @@ def pipeline(call):
     """How the kernel for Hopper works on a call; None if every way is known to be wrong."""
     _, dtype, width, _ = tuned.place("hopper", call.query.dtype, widest(call))
     return tuned.of(device_of(call.query)).pipeline(dtype, width)
+
+
+def hopper_backward(call):
+    """How the backward for Hopper works on a call."""
+    return tile_table.HOPPER_BACKWARD[max(64, widest(call))][0]
+
+
+def backward_on_hopper(call, backend):
+    """Whether the backward of a call is to be Hopper's, if that knows it."""
+    return backend == "hopper" and call.named and has_hopper(call.query)
+
+
+def form_of(name, call):
+    """How a kernel works on a call, as `explain` gives it; None if every way is known to be wrong."""
+    if name == "hopper":
+        return pipeline(call)
+    if name == "hopper_bwd":
+        return hopper_backward(call)
+    return next(iter(candidates(name, call)), None)
 
 
 def none_is_right(name, device):
@@ -233,9 +252,9 @@ def failed(call: Call, names) -> "failures.Unusable | None":
     """Why one of these kernels, or of those that go before them, is known not to run for a call; None if none is."""
     device = device_of(call.query)
     for name in names:
-        if not (pipeline(call) if name == "hopper" else candidates(name, call)):
+        if form_of(name, call) is None:
             return none_is_right(name, device)
-    kinds = [(name, device) if name == "hopper" else kind_of(name, call) for name in names]
+    kinds = [(name, device) if name in ("hopper", "hopper_bwd") else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.block_mask is not None or any(x is not None for x in call.hiding)):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]
@@ -246,6 +265,5 @@ def failed(call: Call, names) -> "failures.Unusable | None":
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
     """{kernel: Tile or Pipeline} of what a call would launch, with the kernels of its backward."""
-    names = [*([] if on_hopper else ["forward"]), *(["weights"] if need_weights else []), *backward]
-    of_hopper = {"hopper": pipeline(call)} if on_hopper else {}
-    return of_hopper | {name: candidates(name, call)[0] for name in names}
+    names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
+    return {name: form_of(name, call) for name in names}

@@ -44,8 +44,26 @@ class Pipeline(NamedTuple):
         return self.warpgroups * WARPGROUP_ROWS
 
 
+class Backward(NamedTuple):
+    """How the backward for Hopper works on a block of keys, WARPGROUP_ROWS for each of two warpgroups.
+
+    rows: of the blocks that it walks, of which `stages` are there at once.
+    """
+
+    rows: int
+    stages: int
+
+    @property
+    def warpgroups(self):
+        return 2
+
+    @property
+    def keys(self):
+        return self.warpgroups * WARPGROUP_ROWS
+
+
 def same(form):
-    """A Tile without what it may spill, which says nothing of what it computes; a Pipeline as it is."""
+    """A Tile without what it may spill, which says nothing of what it computes; another form as it is."""
     return form._replace(spills=0) if isinstance(form, Tile) else form
 
 
@@ -72,6 +90,9 @@ HOPPER = {
     ),
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
+
+# By width, as HOPPER.
+HOPPER_BACKWARD = {64: (Backward(64, 3),), 128: (Backward(64, 2),)}
 
 # The widest heads whose backward may be one pass: dk and dv of wider ones leave no registers for a tile of dq.
 ONE_PASS = 128

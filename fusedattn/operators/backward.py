@@ -65,7 +65,7 @@ def _backward(*arguments):
         names = ["forward", *["weights"] * (weights.dim() == 4)]
         if any_failed(call) and (why := launch.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call)
+        fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
     except Unusable as why:
         fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
     return grads

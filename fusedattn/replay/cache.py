@@ -283,13 +283,12 @@ def remember(tensors: tuple, numbers: tuple, known: Any) -> None:
 class Replay:
     """Replays one call signature: one recording of the forward, and one of the backward for each set of gradients."""
 
-    backend = "triton"
-
     def __init__(self, tensors: tuple, call, numbers: tuple, on_hopper: bool):
         from ..launch import blocks, forward
         from .recording import Recorder
 
         self.device, self.numbers = call.query.device, call[TENSORS:]
+        self.backend = "hopper" if on_hopper else "triton"
         self.drops = call.seed is not None
         pairs = zip(tensors, call[:_SEED], strict=False)
         self.ranks_differ = any(x is not None and x.dim() != of_call.dim() for x, of_call in pairs)
@@ -377,7 +376,7 @@ class Replay:
         with Recorder(self.device, bare) as recorder:
             grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
-            fill(made, *incoming, out, weights, stats, call)
+            fill(made, *incoming, out, weights, stats, call, self.backend)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recording(), places
 

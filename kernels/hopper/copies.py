@@ -3,9 +3,18 @@
 Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
 """
 
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
 else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+
+@builtin
+def async_add(tensor_desc, coord, src, _semantic=None):
+    """Begin to add a tile of shared memory to one of global memory; `store_wait` waits for it too."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

@@ -33,13 +33,40 @@ def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def fill(ring, step, desc, plane, row):
-    """Begin to copy the rows from `row` on of one head of one batch, once their tile is free."""
+def claim(ring, step):
+    """Wait until the tile of a step is free."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.free.index(step % TILES), step // TILES & 1 ^ 1)
-    mbarrier.expect(ring.ready.index(step % TILES), desc.block_type.nbytes)
+
+
+@gluon.jit
+def publish(ring, step):
+    """A tile that threads have filled is there."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
+
+
+@gluon.jit
+def reserve(ring, step, nbytes: gl.constexpr):
+    """`claim` a tile, and expect so many bytes: its own, and of tiles that come with it."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    claim(ring, step)
+    mbarrier.expect(ring.ready.index(step % TILES), nbytes)
+
+
+@gluon.jit
+def copy(ring, tiles, step, desc, plane, row):
+    """Begin to copy the rows from `row` on of one head of one batch into tiles of the ring, or that come with it."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
     place = [plane.batch, plane.head, row, 0]
-    async_load(desc, place, ring.ready.index(step % TILES), ring.tiles.index(step % TILES))
+    async_load(desc, place, ring.ready.index(step % TILES), tiles.index(step % TILES))
+
+
+@gluon.jit
+def fill(ring, step, desc, plane, row):
+    """Begin to copy the rows from `row` on of one head of one batch, once their tile is free."""
+    reserve(ring, step, desc.block_type.nbytes)
+    copy(ring, ring.tiles, step, desc, plane, row)
 
 
 @gluon.jit
@@ -50,10 +77,15 @@ def wait(ring, step, pred=True):
 
 
 @gluon.jit
+def at(tiles, step):
+    """The tile of a step, among those of a ring or that come with them, as a matrix in shared memory."""
+    return tiles.index(step % tiles.shape[0]).reshape([tiles.shape[3], tiles.shape[4]])
+
+
+@gluon.jit
 def tile(ring, step):
     """The tile of a step, as a matrix in shared memory."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
-    return ring.tiles.index(step % TILES).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
+    return at(ring.tiles, step)
 
 
 @gluon.jit

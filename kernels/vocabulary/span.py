@@ -156,6 +156,12 @@ def inside(b, r, c):
 
 
 @triton.jit
+def first_to_see(b, c):
+    """The first row that sees a key, as the next high - low do; of a key that is not there it is after all rows."""
+    return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
+
+
+@triton.jit
 def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Key blocks met by rows first .. first + ROWS - 1: [begin, full), [full, full_end), [full_end, end).
 

@@ -42,6 +42,7 @@ class Machine:
 
     def __init__(self, random):
         self.random = random
+        self.unfenced = []  # (partition, what it has written to shared memory)
         self.baton = threading.Condition()
         self.under_way = []  # copies: functions that end them
 
@@ -64,7 +65,7 @@ class Machine:
             self.baton.wait_for(lambda: self.turn == number or self.error)
             try:
                 if not self.error:
-                    _local.number, _local.products, _local.stores, _local.dirty = number, [], [], False
+                    _local.number, _local.products, _local.stores = number, [], []
                     function()
                     assert not _local.products, "a partition ended before its products"
                     assert not _local.stores, "a partition ended before its stores"
@@ -107,6 +108,10 @@ class Machine:
         """End something that is under way, whichever."""
         self.under_way.pop(self.random.randrange(len(self.under_way)))()
 
+    def check_seen(self, array):
+        """What threads have written an asynchronous reader sees once they have fenced it."""
+        assert not any(numpy.shares_memory(x, array) for _, x in self.unfenced), "read before a fence made it visible"
+
     def settle(self):
         while self.under_way:
             self.arrive()
@@ -119,8 +124,8 @@ tl.block_type.layout = None  # a kernel may ask for it, to make another of it
 class Memory:
     """A shared memory descriptor: a view of an array, of numbers of a dtype, or of Barriers."""
 
-    def __init__(self, array, dtype):
-        self.array, self.dtype = array, dtype
+    def __init__(self, array, dtype, machine=None):
+        self.array, self.dtype, self.machine = array, dtype, machine
 
     @property
     def shape(self):
@@ -131,7 +136,7 @@ class Memory:
         return self
 
     def _view(self, array):
-        return Memory(array, self.dtype)
+        return Memory(array, self.dtype, self.machine)
 
     def index(self, i):
         return self._view(self.array[int(i)])
@@ -144,10 +149,18 @@ class Memory:
     def permute(self, order):
         return self._view(self.array.transpose([int(x) for x in order]))
 
+    def slice(self, start, length, dim):
+        places = [slice(None)] * self.array.ndim
+        places[int(dim)] = slice(int(start), int(start) + int(length))
+        return self._view(self.array[tuple(places)])
+
+    def load(self, layout):
+        return tensor(self.array, self.dtype)
+
     def store(self, value):
         assert value.dtype == self.dtype
         self.array[...] = values(value)
-        _local.dirty = True
+        self.machine().unfenced.append((_local.number, self.array))
 
 
 class Barrier:
@@ -170,13 +183,16 @@ class Barrier:
         self._step()
 
 
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
 class Descriptor:
     """What a kernel sees of a host's TensorDescriptor of rank 4."""
 
     def __init__(self, host):
         self.host, self.layout = host, host.layout
-        self.dtype = tl.bfloat16 if host.base.dtype == torch.bfloat16 else tl.float16
-        size = 2 * math.prod(host.block_shape)
+        self.dtype = DTYPES[host.base.dtype]
+        size = host.base.element_size() * math.prod(host.block_shape)
         self.block_type = types.SimpleNamespace(shape=list(host.block_shape), nbytes=size)
 
     def _box(self, place):
@@ -200,9 +216,15 @@ class Descriptor:
         part, inner = self._box(place)
         part.copy_(torch.from_numpy(numpy.ascontiguousarray(block[inner])))
 
+    def add(self, place, block):
+        part, inner = self._box(place)
+        part.add_(torch.from_numpy(numpy.ascontiguousarray(block[inner])))
+
 
 class Product:
     """What warpgroup_mma returns: a product that may not have been computed yet."""
+
+    dtype = tl.float32
 
     def __init__(self, a, b, acc, use_acc):
         self.a, self.b, self.acc, self.use_acc, self.value = a, b, acc, use_acc, None
@@ -217,7 +239,7 @@ class Product:
         a = self.a.array if isinstance(self.a, Memory) else values(self.a)
         product = a.astype(numpy.float64) @ self.b.array.astype(numpy.float64)
         if self.use_acc:
-            product = product + values(self.acc)
+            product = product + values(self.acc.value if isinstance(self.acc, Product) else self.acc)
         self.value = tensor(product.astype(numpy.float32), tl.float32)
 
 
@@ -268,7 +290,7 @@ class Emulator:
                 array = numpy.empty([int(x) for x in shape], object)
             else:
                 array = numpy.full([int(x) for x in shape], numpy.nan, numpy.float32)
-            return Memory(array, dtype)
+            return Memory(array, dtype, lambda: self.machine)
 
         def warp_specialize(partitions, warps, registers):
             assert len(partitions) == len(warps) + 1 == len(registers) + 1
@@ -304,11 +326,22 @@ class Emulator:
             self.machine.under_way.append(end)
             self.machine.wait()
 
-        def store(desc, place, source):
-            assert not _local.dirty, "a store of what no fence has made visible"
-            place = [int(x) for x in place]
-            _local.stores.append(lambda: desc.write(place, source.array))
+        def out(write, place, source):
+            self.machine.check_seen(source.array)
+            place, began_with = [int(x) for x in place], source.array.copy()
+
+            def end():
+                assert numpy.array_equal(began_with, source.array, equal_nan=True), "a tile changed while it was stored"
+                write(place, source.array)
+
+            _local.stores.append(end)
             self.machine.wait()
+
+        def store(desc, place, source):
+            out(desc.write, place, source)
+
+        def add(desc, place, source):
+            out(desc.add, place, source)
 
         def store_wait(pendings):
             while len(_local.stores) > pendings:
@@ -316,10 +349,14 @@ class Emulator:
                 _local.stores.pop(0)()
 
         def fence():
-            _local.dirty = False
+            if hasattr(self, "machine"):
+                self.machine.unfenced = [x for x in self.machine.unfenced if x[0] != _local.number]
 
         def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
             assert is_async and a.dtype == b.dtype and acc.dtype == tl.float32
+            for operand in (a, b):
+                if isinstance(operand, Memory):
+                    self.machine.check_seen(operand.array)
             _local.products.append(Product(a, b, acc, use_acc))
             self.machine.wait()
             return _local.products[-1]
@@ -340,12 +377,14 @@ class Emulator:
         gl = types.SimpleNamespace(
             constexpr=tl.constexpr,
             float32=tl.float32,
+            int32=tl.int32,
             int64=tl.int64,
             static_range=range,
             static_assert=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
             DotOperandLayout=lambda **_: None,
             SliceLayout=lambda *_: None,
+            NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
             arange=without_layout(lambda *x: tl.arange(*x)),
             zeros=lambda shape, dtype, layout: tl.zeros(shape, dtype),
             full=lambda shape, value, dtype, layout: tl.full(shape, value, dtype),
@@ -365,6 +404,7 @@ class Emulator:
             ),
             async_load=load,
             async_store=store,
+            async_add=add,
             store_wait=store_wait,
             fence_async_shared=fence,
             warpgroup_mma=warpgroup_mma,

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedattn as fa
 from fusedattn import backends
 from fusedattn.launch import hopper, run, tiles
-from fusedattn.launch.tiles import Pipeline
+from fusedattn.launch.tiles import Backward, Pipeline
 from fusedattn.replay import cache
 from fusedattn.testing.compare import with_gradients
 
@@ -30,11 +30,11 @@ from ..inside import draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import forward as written, ring
+from fusedattn.kernels.hopper import backward, forward as written, ring
 
 from . import gluon
 
-SMALL = Pipeline(2, 16, 2)
+SMALL, WAY_BACK = Pipeline(2, 16, 2), Backward(16, 2)
 PIPELINES = (
     Pipeline(2, 16, 2, persistent=False),
     Pipeline(2, 32, 3, ping_pong=True),
@@ -43,13 +43,18 @@ PIPELINES = (
 )
 
 
-def emulate(monkeypatch, module=written, taken=SMALL, multiprocessors=3):
-    """Calls of backend="hopper" on CPU tensors run a module's kernel in tiny blocks; backwards are interpreted."""
+def emulate(monkeypatch, module=written, backward=backward, taken=SMALL, way_back=WAY_BACK, multiprocessors=3):
+    """Calls of backend="hopper" on CPU tensors run the kernels of these modules in tiny blocks.
+
+    A backward that the kernel does not take is interpreted.
+    """
     monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
+    monkeypatch.setitem(run.KERNELS, "hopper_bwd", gluon.Emulator(backward.backward, ring, backward))
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
     monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(tiles.HOPPER, (taken,)))
+    monkeypatch.setattr(tiles, "HOPPER_BACKWARD", dict.fromkeys(tiles.HOPPER_BACKWARD, (way_back,)))
     monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 
 
@@ -196,27 +201,36 @@ SLIPS = {
     "the output is not fenced": (
         "            fence_async_shared()\n            place",
         "            place",
-        "no fence",
+        "before a fence",
     ),
-    "q is given back before the output left": ("        if not SHARE:", "        if True:", None),
+    "q is given back before the output left": (
+        "        if not SHARE:",
+        "        if True:",
+        "changed while it was stored",
+    ),
     "the other warpgroup is never let in": ("ping_pong.index(1 - g)", "ping_pong.index(g)", "wait for each other"),
     "the diagonal takes no mask": ("(block >= full_end)", "(block > full_end)", None),
     "a tile is used before it is there": ("        ring.wait(shared.k, step)\n", "", "changed while it was read"),
 }
 
 
-@pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_is_found(slip, tmp_path, monkeypatch):
-    """By what stands in for a GPU here; where it does not say so, by a result that is wrong."""
-    before, after, said = SLIPS[slip]
+def slipped(written, before, after, folder):
+    """A module of the kernel's package in which a line has become another."""
     text = open(written.__file__).read()
     assert text.count(before) == 1
-    path = tmp_path / "forward.py"
+    path = folder / "slip.py"
     path.write_text(text.replace(before, after))
     specification = importlib.util.spec_from_file_location("fusedattn.kernels.hopper.slip", path)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    emulate(monkeypatch, module, SMALL._replace(ping_pong=True))
+    return module
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_found(slip, tmp_path, monkeypatch):
+    """By what stands in for a GPU here; where it does not say so, by a result that is wrong."""
+    before, after, said = SLIPS[slip]
+    emulate(monkeypatch, slipped(written, before, after, tmp_path), taken=SMALL._replace(ping_pong=True))
     with pytest.raises(Exception, match=said or "'out':|wait for each other"):
         check(Case("slip", Sq=90, Sk=100, dtype=torch.bfloat16, window=(60, 0)), "cpu")
 

@@ -23,7 +23,7 @@ import triton
 from fusedattn.launch import run, tiles as tile_table
 
 from . import hazards, kept, report as kernels
-from .compiled import ALL, DTYPES, INSTRUCTIONS, SHARED, SMALLEST, Row, compile_row, pool
+from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "kernels.md"
@@ -92,7 +92,7 @@ def faults(row, report, committed=None, known=None):
     """
     was = (known or {}).get(str(row).rstrip(), Noted(0, ()))
     index, count = row.place
-    on_hopper = isinstance(row.tile, tile_table.Pipeline)
+    on_hopper = row.kernel in ON_HOPPER
     extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_SPILLS
     budget = max(was.spills, 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0))
     if report.spills > budget:
@@ -133,7 +133,8 @@ def _faults_on_hopper(row, report, lengths):
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
-    if missing := sorted({"UTMALDG", "UTMASTG"} - report.copied):
+    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if row.kernel == "hopper_bwd" else set())
+    if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
     if len(report.loops) != groups:
         yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
@@ -156,6 +157,14 @@ def _hopper_table():
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
+    for width, forms in tile_table.HOPPER_BACKWARD.items():
+        first = forms[0], (0, len(forms))
+        for index, form in enumerate(forms):
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):
+                yield Row("hopper_bwd", 90, "bf16", width, variant, form, (index, len(forms)))
+        yield Row("hopper_bwd", 90, "fp16", width, "full", *first)
+        for dim in {64: (32, 16), 128: (80,)}[width]:
+            yield Row("hopper_bwd", 90, "bf16", dim, "full", *first)
 
 
 def _packed_table(capability):
@@ -275,7 +284,7 @@ def table(capabilities=(80, 90)):
 
 def reported(row):
     """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
-    if row.kernel == "hopper":
+    if row.kernel in ON_HOPPER:
         return True
     if row.capability == 86:
         return False

@@ -34,6 +34,8 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",
 }
 
+ON_HOPPER = "hopper", "hopper_bwd"  # kernels in Gluon
+
 BATCH, HEADS, LENGTH = 2, 8, 1024
 
 
@@ -174,6 +176,7 @@ def _everything_but_a_gpu(kernels, row, keep):
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
             mock.patch.object(launch, "pipeline", lambda call: row.tile),
+            mock.patch.object(launch, "hopper_backward", lambda call: row.tile),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
             triton.knobs.cache.scope(),
@@ -201,18 +204,18 @@ def _call(row, heads):
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_p")
     need_weights = row.kernel in ("weights", "tangent_p") or everything
-    out, _, weights, stats = attention._forward(
-        *call, True, need_weights, True, "hopper" if row.kernel == "hopper" else "triton"
-    )
+    backend = "hopper" if row.kernel in ON_HOPPER else "triton"
+    of_forward = "triton" if row.kernel == "hopper_bwd" else backend
+    out, _, weights, stats = attention._forward(*call, True, need_weights, True, of_forward)
     if moves:
         given = [None if x is None else torch.empty_like(x) for x in call[:DIFFERENTIABLE]]
         tangent._tangent(*given, out, stats, *call, need_weights, "triton")
     elif row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
-        if one_pass := row.kernel in ("one_pass", "postprocess"):
+        if one_pass := row.kernel in ("one_pass", "postprocess", "hopper_bwd"):
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: not one_pass):
-            backward._backward(out, None, weights if everything else None, out, weights, stats, *call, "triton", need)
+            backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
 
 
 def _call_on_cache(row):
@@ -268,7 +271,7 @@ def report(row, ptx, cubin, log, shared, seconds, read=False):
     """The Report of a Row, from its PTX, and what ptxas made and said of it."""
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
     read = plain or read or "wgmma.mma_async" in ptx  # to look for what overtakes, in each kernel that has them
-    sass = disassemble(cubin) if read or row.kernel == "hopper" else ""
+    sass = disassemble(cubin) if read or row.kernel in ON_HOPPER else ""
     loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(

@@ -1,0 +1,245 @@
+"""Backward attention for Hopper: warps that copy, one in and two out, and two warpgroups of 64 keys each that multiply.
+
+A program has a block of keys. A warpgroup keeps the gradients of its keys and values in registers, and computes scores
+transposed, [keys, rows], so that weights and gradients of scores go from registers straight into the products that take
+them. What its keys give to dq the copy engine adds in memory, at the word of a warp that waits for it.
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1; FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
+
+from ..vocabulary import softmax, span
+from . import ring
+from .copies import async_add, async_store
+
+WARPS = gl.constexpr(4)  # of a warpgroup
+
+
+class Shared(NamedTuple):
+    """What lies in shared memory: k, a tile a warpgroup, and with it v; q in a ring, and with it `GradOut` and `Rows`.
+
+    ds are gradients of scores, [step and warpgroup, keys, rows], of two steps. dq is what they give to dq, in float32,
+    a tile a warpgroup. Where heads are wide a warpgroup has half of the columns of dq, from the keys of both, who meet
+    at a barrier; else met is None, and each has what its own keys give. out tells that dk and dv lie in k and v.
+    """
+
+    k: ring.Ring
+    v: gl.shared_memory_descriptor
+    q: ring.Ring
+    do: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: ring.Ring
+    met: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+
+
+class Results(NamedTuple):
+    """Descriptors: Sums is of dq's, in float32."""
+
+    Sums: tensor_descriptor
+    GradK: tensor_descriptor
+    GradV: tensor_descriptor
+
+
+@gluon.jit
+def _extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(begin, full, full_end, end) of the blocks of rows that see some of the keys; between the middle two all do."""
+    ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
+    return span.masked_past(ranges, first + KEYS, band.keys)
+
+
+@gluon.jit
+def _following(block, member, begin, end, GROUP: gl.constexpr):
+    """The block of rows and the query head that come next: all blocks of one head, then those of the next."""
+    if GROUP == 1:
+        return block + 1, member
+    else:
+        wrap = block + 1 == end
+        return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
+
+
+@gluon.jit
+def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, rows]: one of the four numbers of each row."""
+    return ring.at(rows, step).slice(column, 1, dim=1).permute((1, 0)).load(LAYOUT)
+
+
+@gluon.jit
+def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
+    """The warp that copies."""
+    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    for g in gl.static_range(GROUPS):
+        ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
+        ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
+        ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
+    begin, full, full_end, end = _extent(band, first, GROUPS * KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    for step in range((end - begin) * GROUP):
+        plane = span.query_head(kv, member, GROUP)
+        ring.reserve(shared.q, step, Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes)
+        ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
+        ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
+        ring.copy(shared.q, shared.rows, step, Rows, plane, block * BLOCK_M)
+        block, member = _following(block, member, begin, end, GROUP)
+
+
+@gluon.jit
+def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
+    """A warp that adds to dq what a warpgroup has for it, and stores the gradients of its keys and values."""
+    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    begin, full, full_end, end = _extent(band, first, GROUPS * KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    column = 0 if shared.met is None else g * shared.dq.tiles.shape[4]
+    for step in range((end - begin) * GROUP):
+        plane = span.query_head(kv, member, GROUP)
+        ring.wait(shared.dq, step * GROUPS + g)
+        async_add(results.Sums, [plane.batch, plane.head, block * BLOCK_M, column], shared.dq.tiles.index(g))
+        store_wait(0)
+        ring.release(shared.dq, step * GROUPS + g)
+        block, member = _following(block, member, begin, end, GROUP)
+    mbarrier.wait(shared.out.index(g), 0)
+    place = [kv.batch, kv.head, first + g * KEYS, 0]
+    async_store(results.GradK, place, shared.k.tiles.index(g))
+    async_store(results.GradV, place, shared.v.index(g))
+    store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    g: gl.constexpr, shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63. BEHIND: whether a row may see a key no more."""
+    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    WIDTH: gl.constexpr = shared.k.tiles.shape[4]
+    V_WIDTH: gl.constexpr = shared.v.shape[4]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
+    PART: gl.constexpr = shared.dq.tiles.shape[4]
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
+    OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
+    OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = span.first_to_see(band, cols[:, None])
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
+    no_dq = gl.zeros([BLOCK_M, PART], gl.float32, Q_LAYOUT)
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
+    dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
+    begin, full, full_end, end = _extent(band, first, GROUPS * KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    for other in gl.static_range(GROUPS):
+        ring.wait(shared.k, other)
+    k, v = ring.tile(shared.k, g), ring.at(shared.v, g)
+    for step in range((end - begin) * GROUP):
+        ring.wait(shared.q, step)
+        q = ring.tile(shared.q, step)
+        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        do = ring.at(shared.do, step)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        row = softmax.Row(_across(shared.rows, step, 0, S_LAYOUT), _across(shared.rows, step, 1, S_LAYOUT))
+        p = softmax.weights(s, row, scale)
+        if (block < full) | (block >= full_end):
+            rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+            seen = rows >= earliest
+            if BEHIND:
+                seen &= rows - earliest <= band.high - band.low
+            p = gl.where(seen, p, 0.0)
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+        ds = (p * (dp - _across(shared.rows, step, 2, S_LAYOUT))).to(dtype)
+        both = step % 2 * GROUPS
+        shared.ds.index(both + g).store(ds)
+        w = gl.convert_layout(p.to(dtype), OF_DV)
+        dv = warpgroup_mma(w, do, dv, is_async=True)
+        fence_async_shared()
+        ds = gl.convert_layout(ds, OF_DK)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        if shared.met is None:
+            dq = warpgroup_mma(shared.ds.index(both + g).permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
+        else:
+            mbarrier.arrive(shared.met, count=1)
+            mbarrier.wait(shared.met, step & 1)
+            dq = no_dq
+            for other in gl.static_range(GROUPS):
+                of_rows = shared.ds.index(both + other).permute((1, 0))
+                columns = ring.tile(shared.k, other).slice(g * PART, PART, dim=1)
+                dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
+        dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))
+        ring.release(shared.q, step)
+        ring.claim(shared.dq, step * GROUPS + g)
+        ring.tile(shared.dq, step * GROUPS + g).store(dq)
+        fence_async_shared()
+        ring.publish(shared.dq, step * GROUPS + g)
+        block, member = _following(block, member, begin, end, GROUP)
+    if shared.met is not None:  # until the other has read these keys
+        mbarrier.arrive(shared.met, count=1)
+        mbarrier.wait(shared.met, (end - begin) * GROUP & 1)
+    k.store((dk * scale).to(dtype))
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(shared.out.index(g), count=1)
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
+def backward(
+    Q, K, V, GradOut, Rows, Sums, GradK, GradV,
+    q_len, k_len, left, right, scale, heads,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv); what dq is, less its scale, is added to Sums.
+
+    All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of keys and values have the 64 of a
+    warpgroup, those of Sums (B, Hq, Sq, D), in float32, no more than 64 columns. Rows is what `preprocess` wrote, in
+    blocks of 8 columns, of which 4 are there. heads is Hkv.
+    """
+    KEYS: gl.constexpr = K.block_type.shape[2]
+    BLOCK_M: gl.constexpr = Q.block_type.shape[2]
+    block, kv = span.place(gl.program_id(0), k_len, heads, 2 * KEYS)
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
+    v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
+    do = gl.allocate_shared_memory(GradOut.dtype, [STAGES] + GradOut.block_type.shape, GradOut.layout)
+    rows = gl.allocate_shared_memory(Rows.dtype, [STAGES] + Rows.block_type.shape, Rows.layout)
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
+    ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
+    dq = ring.ring(Sums, 2, 1)
+    out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for g in gl.static_range(2):
+        mbarrier.init(out.index(g), count=1)
+    met = None
+    if Sums.block_type.shape[3] < K.block_type.shape[3]:
+        met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(met, count=2)
+    fence_async_shared()
+    shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV)
+    first = block * 2 * KEYS
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, first, band, scale, left is not None, GROUP)),
+            (_consume, (1, shared, first, band, scale, left is not None, GROUP)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
+            (_give, (0, shared, results, kv, first, band, GROUP)),
+            (_give, (1, shared, results, kv, first, band, GROUP)),
+        ],
+        [WARPS, 1, 1, 1],
+        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
+    )

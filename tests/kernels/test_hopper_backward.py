@@ -1,0 +1,155 @@
+"""The backward for Hopper, elsewhere as `gluon` has it: its numbers, what a slip would do, and when it is taken."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn.call.form import Arguments
+from fusedattn.call.rules import checked
+from fusedattn.launch import hopper, run
+from fusedattn.launch.backward import passes
+from fusedattn.launch.tiles import Backward
+
+from ..cases import Case
+from ..inside import draw
+
+if hopper.missing is not None:
+    pytest.skip(hopper.missing, allow_module_level=True)
+
+from fusedattn.kernels.hopper import backward
+
+from .test_hopper import check, emulate, slipped
+
+BF16 = dict(dtype=torch.bfloat16)
+# Heads of more than 64 columns are those whose warpgroups share dq.
+CASES = [
+    Case("many blocks", B=2, Hq=4, Hkv=2, Sq=70, Sk=90, **BF16),
+    Case("wide", Sq=40, Sk=70, D=80, **BF16),
+    Case("wide, causal", Hq=2, Hkv=1, Sq=40, Sk=50, D=72, causal=True, **BF16),
+    Case("wide queries alone", Sq=20, Sk=33, D=80, Dv=16, **BF16),
+    Case("wide values alone", Sq=20, Sk=33, D=16, Dv=80, **BF16),
+    Case("wide, a window", Sq=40, Sk=50, D=72, window=(9, 5), dtype=torch.float16),
+    Case("keys that nobody sees", Sq=20, Sk=90, causal=True, align="top_left", **BF16),
+    Case("more queries than keys", Sq=90, Sk=41, causal=True, grads="out and lse", **BF16),
+    Case("one key", Sq=40, Sk=1, **BF16),
+    Case("one row", Sq=1, Sk=70, D=72, **BF16),
+]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case(case, stages, monkeypatch, poison):
+    launched = []
+    emulate(monkeypatch, way_back=Backward(16, stages))
+    run_kernel = run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    check(case, "cpu")
+    assert "hopper_bwd" in launched and "dkdv" not in launched
+
+
+# What a slip in the kernel would do to a GPU: each is a line that becomes another.
+SLIPS = {
+    "q is given back while it is read": (
+        "        dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n"
+        "        ring.release(shared.q, step)\n",
+        "        ring.release(shared.q, step)\n"
+        "        dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n",
+        "changed while it was read",
+    ),
+    "the weights are given up while they are read": (
+        "dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))",
+        "dv, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, ds, dq))",
+        "registers given up too soon",
+    ),
+    "ds is not fenced": (
+        "        dv = warpgroup_mma(w, do, dv, is_async=True)\n        fence_async_shared()\n",
+        "        dv = warpgroup_mma(w, do, dv, is_async=True)\n",
+        "before a fence",
+    ),
+    "ds has one place for two steps": ("step % 2 * GROUPS", "step % 1 * GROUPS", "changed while it was read"),
+    "the ds of the other is not waited for": ("            mbarrier.wait(shared.met, step & 1)\n", "", "changed while it was read|'query':"),
+    "keys are written over while the other reads them": (
+        "        mbarrier.wait(shared.met, (end - begin) * GROUP & 1)\n", "", "changed while it was read",
+    ),
+    "dq is not fenced": (
+        ".store(dq)\n        fence_async_shared()\n", ".store(dq)\n", "before a fence",
+    ),
+    "dq is written over while it is added": (
+        "        ring.claim(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored",
+    ),
+    "dq is added before it is there": (
+        "        ring.wait(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored|'query':",
+    ),
+    "dq is never given back": ("        ring.release(shared.dq, step * GROUPS + g)\n", "", "wait for each other"),
+    "dk is stored before it is there": (
+        "    mbarrier.wait(shared.out.index(g), 0)\n", "", "changed while it was stored|'key':",
+    ),
+    "dk is not fenced": (
+        "    v.store(dv.to(dtype))\n    fence_async_shared()\n", "    v.store(dv.to(dtype))\n", "before a fence",
+    ),
+    "both have the same columns of dq": ("slice(g * PART, PART", "slice(0, PART", "'query':"),
+    "the diagonal takes no mask": ("(block < full)", "(block < begin)", "'query':|'key':"),
+    "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
+}  # fmt: skip
+SOME = "'query':|'key':|'value':|wait for each other|before a fence"
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_found(slip, tmp_path, monkeypatch):
+    before, after, said = SLIPS[slip]
+    emulate(monkeypatch, backward=slipped(backward, before, after, tmp_path))
+    with pytest.raises(Exception, match=said or SOME):
+        # Many steps, so that what may come at any moment does, and scores that are far from 0.
+        check(Case("slip", Sq=80, Sk=70, D=72, window=(60, 0), scale=2.0, **BF16), "cpu")
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_keys_past_the_end_weigh_nothing(hidden, tmp_path, monkeypatch):
+    """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
+    slip = slipped(backward, "span.masked_past(ranges, first + KEYS, band.keys)", "ranges", tmp_path)
+    emulate(monkeypatch, backward=backward if hidden else slip)
+    inputs = [torch.full((1, 1, size, 16), value) for size, value in ((20, 8.0), (35, -8.0), (35, 1.0))]
+    inputs = [(x + torch.randn_like(x) / 8).to(torch.bfloat16).requires_grad_() for x in inputs]
+    incoming = torch.randn(1, 1, 20, 16, dtype=torch.bfloat16)
+    gradients = torch.autograd.grad(fa.attention(*inputs, backend="hopper"), inputs, incoming)
+    assert gradients[0].isfinite().all() == hidden
+
+
+def _taken(names="hopper_bwd", need=(True, True, True), **options):
+    query, key, value = draw("cpu", dtype=torch.bfloat16)
+    call = checked(Arguments(query, key, value, **options), named=True)
+    need = [*need, *(getattr(call, name) is not None for name in ("bias", "alibi_slopes", "sinks"))]
+    return names in passes(call, need, on_hopper=True)
+
+
+def test_what_it_takes(monkeypatch):
+    assert _taken() and _taken(causal=True) and _taken(window=(3, 4)) and _taken(scale=0.3)
+    bias = torch.zeros(9, 11)
+    for other in (dict(bias=bias), dict(softcap=3.0), dict(scale=-1.0), dict(sinks=torch.zeros(2))):
+        assert not _taken(**other), other
+    assert not _taken(need=(True, True, False)) and not _taken(need=(False, True, True))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not _taken()
+
+
+def test_it_is_taken_where_hopper_is_named(monkeypatch):
+    emulate(monkeypatch)
+    inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
+    said = fa.explain(*inputs, causal=True, backend="hopper")
+    assert said.tiles["hopper_bwd"] == Backward(16, 2) and "one_pass" not in said.tiles
+    assert "one_pass" in fa.explain(*inputs, backend="triton").tiles
+
+
+def test_what_the_copy_engine_cannot_read_another_kernel_takes(monkeypatch):
+    """A sum has one gradient for all of its terms."""
+    emulate(monkeypatch)
+    launched, run_kernel = [], run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
+    fa.attention(*inputs, backend="hopper").sum().backward()
+    assert "one_pass" in launched and "hopper_bwd" not in launched
+    want = torch.autograd.grad(fa.attention(*(x.double() for x in inputs)).sum(), inputs)
+    for x, gradient in zip(inputs, want, strict=True):
+        torch.testing.assert_close(x.grad, gradient, atol=0.02, rtol=0.02)
