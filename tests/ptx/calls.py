@@ -209,7 +209,7 @@ class Taken(NamedTuple):
     kernel: str
     itemsize: int
     width: int
-    tile: tiles.Tile | tiles.Pipeline
+    tile: tiles.Tile | tiles.Pipeline | tiles.Backward
 
 
 def taken(entry, capability, tile=0):
@@ -221,10 +221,11 @@ def taken(entry, capability, tile=0):
         return tile
 
     with other_tiles(tile), gpu(capability) as device:
-        candidates, pipeline = run.candidates, run.pipeline
+        candidates, pipeline, way_back = run.candidates, run.pipeline, run.hopper_backward
         with (
             mock.patch.object(run, "candidates", lambda name, call: [note(name, call, candidates(name, call)[0])]),
             mock.patch.object(run, "pipeline", lambda call: note("hopper", call, pipeline(call))),
+            mock.patch.object(run, "hopper_backward", lambda call: note("hopper_bwd", call, way_back(call))),
             mock.patch.object(run, "run_kernel", lambda *given, **options: None),
             mock.patch.object(cache, "learn", lambda *call: None),  # there is no launch to record
         ):

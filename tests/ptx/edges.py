@@ -11,11 +11,13 @@ import fusedattn as fa
 from fusedattn.launch import run
 
 
-def _dense(rows, keys, window, backend="triton", two_passes=False, spread=1, multiprocessors=132):
+def _dense(rows, keys, window, backend="triton", two_passes=False, spread=1, multiprocessors=132, below=False):
     torch.manual_seed(0)
     sizes = (2, rows), (1, keys), (1, keys)
     query, key, value = (torch.randn(1, h, n, 64).bfloat16() for h, n in sizes)
     query *= spread
+    if below:  # every score is far below 0
+        query, key = query.abs(), -key.abs()
     for x in (query, key, value):
         x.requires_grad_()
     torch.use_deterministic_algorithms(two_passes)
@@ -95,6 +97,12 @@ CALLS: dict[str, list[Callable]] = {
     # More blocks of rows than programs, and of keys than stages: each mbarrier has many phases.
     "hopper": [
         functools.partial(_dense, 700, 600, (700, 600), backend="hopper", multiprocessors=2),
+        *_attended(backend="hopper"),
+    ],
+    # Keys past the end weigh nothing, though a score of 0 would weigh more there than float32 can hold.
+    "hopper_bwd": [
+        functools.partial(_dense, 700, 300, (700, 600), backend="hopper"),
+        functools.partial(_dense, 70, 105, (100, 100), backend="hopper", spread=8, below=True),
         *_attended(backend="hopper"),
     ],
 }

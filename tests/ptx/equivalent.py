@@ -28,7 +28,7 @@ class Equivalent(NamedTuple):
     mutation: str
     source: str
     reason: str
-    kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper")
+    kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper", "hopper_bwd")
     parts: tuple = ()
     text: str = ""  # in the line of PTX
 

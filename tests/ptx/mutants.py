@@ -38,7 +38,7 @@ class Judge:
 
     def _replays(self, number):
         if number not in self.replays:
-            name = "forward" if self.kernel == "hopper" else self.kernel
+            name = {"hopper": "forward", "hopper_bwd": "backward"}.get(self.kernel, self.kernel)
             self.replays[number] = recorded(CALLS[self.kernel][number], self.capability, name)
         return self.replays[number]
 
@@ -91,7 +91,7 @@ def main(arguments=None):
     parser.add_argument("--report", action="store_true", help=f"write {tally.REPORT.name}")
     chosen = parser.parse_args(arguments)
     began = time.monotonic()
-    work = [(kernel, on) for on in chosen.capabilities for kernel in chosen.kernels if kernel != "hopper" or on == 90]
+    work = [(kernel, on) for on in chosen.capabilities for kernel in chosen.kernels if "hopper" not in kernel or on == 90]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         parts = pool.map(functools.partial(verdicts, each=chosen.each, kind=chosen.kind), *zip(*work, strict=True))
         found = list(itertools.chain.from_iterable(parts))

@@ -38,6 +38,8 @@ def _first(capability):
     if capability == HOPPER:
         for width, pipelines in tiles.HOPPER.items():
             yield calls.Taken("hopper", 2, width, pipelines[0])
+        for width, forms in tiles.HOPPER_BACKWARD.items():
+            yield calls.Taken("hopper_bwd", 2, width, forms[0])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
