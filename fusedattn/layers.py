@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, is_number, type_name
+from .call.numbers import as_python, is_number
+from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name
 from .modules import MultiHeadAttention, check_beside, check_fits, check_input, check_shares, check_sizes
 
 
@@ -306,6 +307,7 @@ class AttentionDecoder(nn.Module):
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
+        embed_size, hidden_size, encoder_size = map(as_python, (embed_size, hidden_size, encoder_size))
         self.hidden_size, self.encoder_size = hidden_size, encoder_size
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
         attentions = (MultiHeadAttention(hidden_size, num_heads, **options) for _ in range(num_attentions))

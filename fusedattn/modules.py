@@ -10,7 +10,8 @@ from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
 from .call.layout import irregular
-from .call.rules import check_flags, check_options, check_strided, check_tensors, fail, is_int, is_number, type_name
+from .call.numbers import as_python, is_int, is_number
+from .call.rules import check_flags, check_options, check_strided, check_tensors, fail, type_name
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
 
 
@@ -146,11 +147,11 @@ class MultiHeadAttention(nn.Module):
         check_name(backend)
         check_parallel(context_parallel)
         self.context_parallel = context_parallel
-        self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim, self.value_head_dim = head_dim, value_head_dim
-        self.causal, self.window, self.scale, self.softcap = causal, window, scale, softcap
-        self.dropout, self.backend = dropout, backend
+        self.embed_dim, self.kdim, self.vdim = map(as_python, (embed_dim, kdim, vdim))
+        self.num_heads, self.num_kv_heads = as_python(num_heads), as_python(num_kv_heads)
+        self.head_dim, self.value_head_dim = as_python(head_dim), as_python(value_head_dim)
+        self.causal, self.window, self.scale, self.softcap = causal, window, as_python(scale), as_python(softcap)
+        self.dropout, self.backend = as_python(dropout), backend
         self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, device=device, dtype=dtype)
         self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, device=device, dtype=dtype)
         self.v_proj = _linear(vdim, num_kv_heads * value_head_dim, bias, device=device, dtype=dtype)

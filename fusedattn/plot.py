@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import check_strided, fail, is_number, kind, type_name
+from .call.numbers import is_number
+from .call.rules import check_strided, fail, kind, type_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

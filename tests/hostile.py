@@ -87,6 +87,11 @@ def wrong(value, but=()):
     return {kind: x for kind, x in every.items() if kind not in but}
 
 
+def with_numpys(right):
+    """The kinds of value that are right: a number of NumPy is wherever one of Python is."""
+    return right | {"numpy int"} if "1" in right and "True" not in right else right
+
+
 def taken(function, arguments, name, value, beside=(), but=()):
     """{kind: result} of each kind of value that a function takes in the place of an argument.
 

@@ -10,7 +10,7 @@ from fusedattn import distributed, layers, plot
 from fusedattn.compat import _bert_padding, flash_attn, torch as for_torch
 
 from .call.test_hostile import FLAG, FLOATING, MASK, RIGHT, SEEDS, bools, floats
-from .hostile import taken
+from .hostile import taken, with_numpys
 
 B, H, S, E, D = 2, 2, 4, 8, 4
 SIZE, SHARE, X = {"1"}, {"0", "-0.0", "1", "tiny"}, {"no rows", "twice the rows"}
@@ -104,13 +104,9 @@ TOGETHER = dict(
 
 
 def hold(function, arguments, values, but=()):
-    """Whatever else is put in the place of an argument is refused. values: {argument: (one, kinds that are right)}.
-
-    Drop-ins take a number of NumPy wherever they take one, as what they replace does.
-    """
-    drop_in = function.__module__.startswith("fusedattn.compat.")
+    """Whatever else is put in the place of an argument is refused. values: {argument: (one, kinds that are right)}."""
     for name, (value, right) in values.items():
-        right = right | {"numpy int"} if drop_in and "1" in right and "True" not in right else right
+        right = with_numpys(right)
         results = taken(function, lambda: dict(arguments), name, value, TOGETHER.get(name, ()), but)
         assert results.keys() - {"numpy bool"} <= right, (name, sorted(results.keys() - right))
 

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
+from .numbers import as_python
 
 DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
 TENSORS = 13  # how many are tensors, or None
@@ -283,7 +284,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
     """The Call of arguments that have passed every check; more are fields that do not follow from these."""
     a = arguments
     query, key, value = a.query, a.key, a.value
-    left, right = (None, None) if a.window is None else a.window
+    left, right = (None, None) if a.window is None else map(as_python, a.window)
     if query.dim() == 3:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     elif query.dim() == 2:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import rules
 from .form import Arguments, Call, Plan, autocast, is_known, normalise
+from .numbers import as_python, is_int
 from .packing import longest
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
@@ -72,7 +73,7 @@ def _values(name: str, tensor: str) -> tuple[Rule, ...]:
 def _longest(name: str) -> tuple[Rule, ...]:
     """The rules of max_seqlen, without the offsets."""
     return (
-        Rule(name, TypeError, "an int or None", lambda x, _: not rules.is_int(x), rules.type_name),
+        Rule(name, TypeError, "an int or None", lambda x, _: not is_int(x), rules.type_name),
         invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),
         invalid(name, "a length below 2**31, as offsets of int32 have", lambda x, _: x >= 2**31, lambda x: x),
     )
@@ -145,7 +146,7 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
     for name, table in OPTIONS.items():
         if getattr(packed, name) is not None:
             apply(table, packed, packed)
-    max_seqlen_q, max_seqlen_k = packed.max_seqlen_q, packed.max_seqlen_k
+    max_seqlen_q, max_seqlen_k = as_python(packed.max_seqlen_q), as_python(packed.max_seqlen_k)
     if need_weights or any(x is not None for x in (arguments.mask, arguments.bias, packed.key_mask)):
         max_seqlen_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if max_seqlen_k is None else max_seqlen_k

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .form import Arguments, Call, Plan, autocast, normalise
 from .layout import broadcasts, divides, irregular
+from .numbers import is_int, is_number
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -174,14 +175,6 @@ def _on_device(name: str) -> Rule:
 def place(name: str) -> tuple[Rule, ...]:
     """How and where every tensor is stored."""
     return (is_strided(name), _on_device(name))
-
-
-def is_number(x: Any) -> bool:
-    return isinstance(x, int | float | torch.SymFloat | torch.SymInt) and not isinstance(x, bool)
-
-
-def is_int(x: Any) -> bool:
-    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
 
 
 def _is_number(name: str) -> Rule:

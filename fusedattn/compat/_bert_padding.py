@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from ..call.form import is_known
+from ..call.numbers import is_int
 from ..call.packing import longest
-from ..call.rules import FLOATING, check_strided, fail, is_int
+from ..call.rules import FLOATING, check_strided, fail
 from ..modules import check_sizes
 
 

@@ -12,9 +12,9 @@ from ..api import attention, attention_varlen
 from ..call import cached
 from ..call.cached import CacheArguments
 from ..call.form import Arguments, asking, autocast_dtype, autocasting, is_known
-from ..call.rules import check_flags, check_strided, fail, is_int, is_number, type_name
+from ..call.numbers import as_python, is_int, is_number
+from ..call.rules import check_flags, check_strided, fail, type_name
 from ..naive.cached import rotated
-from ._numbers import as_python
 
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for) )(\w+)")  # where an error names an argument
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")

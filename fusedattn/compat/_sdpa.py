@@ -11,8 +11,8 @@ from torch import Tensor
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
 from ..call.layout import broadcasts, divides, irregular
+from ..call.numbers import as_python
 from ..call.rules import check_flags, check_strided, check_tensors, fail
-from ._numbers import as_python
 
 
 def scaled_dot_product_attention(

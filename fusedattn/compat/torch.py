@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.types import Device
 
+from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, kind
 from ..modules import attend, check_fits, check_shares, check_sizes
-from ._numbers import as_python
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from ..call.rules import check_strided, fail, is_int, type_name
+from ..call.numbers import is_int
+from ..call.rules import check_strided, fail, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 

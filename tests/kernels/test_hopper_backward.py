@@ -69,7 +69,9 @@ SLIPS = {
         "before a fence",
     ),
     "ds has one place for two steps": ("step % 2 * GROUPS", "step % 1 * GROUPS", "changed while it was read"),
-    "the ds of the other is not waited for": ("            mbarrier.wait(shared.met, step & 1)\n", "", "changed while it was read|'query':"),
+    "the ds of the other is not waited for": (
+        "            mbarrier.wait(shared.met, step & 1)\n", "", "changed while it was read|'query':",
+    ),
     "keys are written over while the other reads them": (
         "        mbarrier.wait(shared.met, (end - begin) * GROUP & 1)\n", "", "changed while it was read",
     ),

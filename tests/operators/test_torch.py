@@ -1,6 +1,7 @@
 """Inside PyTorch: compile, export, opcheck, checkpointing, autocast, fake tensors."""
 
 import io
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
+from fusedattn.naive import dropout
 from fusedattn.operators import attention, cached
 
 from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, fields, learned, loss, same
@@ -290,3 +292,21 @@ def test_an_operator_is_computed_at_once_unless_something_must_see_it(device, mo
     for module in (attention, cached):
         monkeypatch.setattr(module, "OPERATORS", None)
     same(both(inputs), want)
+
+
+@pytest.mark.matrix
+def test_compiled_words_of_dropout_are_the_same(device):
+    """By the compiler's default backend, for a CPU C++: it takes it that no product of integers overflows."""
+    if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("needs a C++ compiler")
+    words = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1], device=device)[:, None].expand(5, 24)
+    other = torch.arange(24, device=device)
+
+    def product(words, other):
+        high, low = dropout._product(words, dropout.MULTIPLIERS[1])
+        return [x ^ other for x in dropout._product(low, dropout.MULTIPLIERS[0])], high
+
+    (got, high), (want, same_high) = torch.compile(product)(words, other), product(words, other)
+    assert all(map(torch.equal, (*got, high), (*want, same_high)))
+    whole = [int(word) * dropout.MULTIPLIERS[1] for word in words[:, 0]]
+    assert high[:, 0].tolist() == [x >> 32 for x in whole]

@@ -91,7 +91,8 @@ def main(arguments=None):
     parser.add_argument("--report", action="store_true", help=f"write {tally.REPORT.name}")
     chosen = parser.parse_args(arguments)
     began = time.monotonic()
-    work = [(kernel, on) for on in chosen.capabilities for kernel in chosen.kernels if "hopper" not in kernel or on == 90]
+    work = [(kernel, on) for on in chosen.capabilities for kernel in chosen.kernels]
+    work = [(kernel, on) for kernel, on in work if on == 90 or not kernel.startswith("hopper")]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         parts = pool.map(functools.partial(verdicts, each=chosen.each, kind=chosen.kind), *zip(*work, strict=True))
         found = list(itertools.chain.from_iterable(parts))

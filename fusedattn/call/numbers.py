@@ -1,0 +1,26 @@
+"""Numbers of NumPy, which torch takes where it takes Python's."""
+
+import numbers
+from typing import Any
+
+import torch
+
+
+def is_number(x: Any) -> bool:
+    return (isinstance(x, _NUMBERS) or isinstance(x, numbers.Real)) and not isinstance(x, bool)
+
+
+def is_int(x: Any) -> bool:
+    return (isinstance(x, _INTS) or isinstance(x, numbers.Integral)) and not isinstance(x, bool)
+
+
+def as_python(x: Any) -> Any:
+    """A number of NumPy as Python's, anything else as it is."""
+    if type(x).__module__ != "numpy" or not isinstance(x, numbers.Real):
+        return x
+    return int(x) if isinstance(x, numbers.Integral) else float(x)
+
+
+# Asked first: a compiler knows them.
+_INTS = int | torch.SymInt
+_NUMBERS = _INTS | float | torch.SymFloat
