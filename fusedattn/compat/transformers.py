@@ -36,7 +36,7 @@ def register(name: str = "fusedattn") -> None:
     `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
     name. After replacing attention in a model, call `set_attn_implementation` again. A model whose code is mixed, or
     right only for eager's floating masks, gets these, as large as the scores; so does a name that was written into a
-    config by hand, or pickled with it. generate_batch() takes no registered name, and output_attentions=True gets no weights.
+    config by hand, or pickled with it. generate_batch() takes no registered name; output_attentions=True gets nothing.
 
     Registering twice, or under two names, does no harm.
     Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
