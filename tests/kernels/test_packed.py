@@ -340,6 +340,6 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     incoming = grad.transpose(0, 1)[None], lse.clone(), None if weights is None else weights.clone()
     grads = iter(grads)
     wanted = [None if x is None else next(grads) for x in call[:6]]
-    backward.fill(wanted, *incoming, out, weights, stats, call)
+    backward.fill(wanted, *incoming, out, weights, stats, call, "triton")
     for whole, _ in made:
         assert (whole[0] == 7).all() and (whole[2] == 7).all()
