@@ -60,6 +60,7 @@ CALLS = {
     "cache, 64 rows": Call("cache", rows=24, options=dict(causal=True)),
     "tangent": Call("tangent", weights=True),
     "hopper": Call(backend="hopper", dim=128, options=dict(causal=True)),
+    "hopper, one pass": Call(backend="hopper", dim=128, two_passes=False, options=dict(causal=True)),
 }
 
 

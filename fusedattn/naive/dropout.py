@@ -13,15 +13,16 @@ ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 SLAB = 2**16  # counters drawn at a time: their words fit a cache
-WORD = 0xFFFFFFFF  # words are kept in int64
+WORD = 0xFFFFFFFF  # words are kept in int64, whose products wrap: their lower 64 bits are right
 
 
-def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower word of a product."""
-    # By multiplier - 2**32, which is small: a compiler takes it that no product of int64 overflows, and would leave out
-    # a mask that mends one that does.
-    less = word * (multiplier - 2**32)
-    return (less >> 32) + word, less & WORD
+def _upper(word: Tensor, multiplier: int, product: Tensor) -> Tensor:
+    """The upper word of a product."""
+    if torch.compiler.is_compiling():
+        # By multiplier - 2**32, which is small: a C++ compiler takes it that no product of int64 overflows, and leaves
+        # out the mask that mends one that does.
+        return (word * (multiplier - 2**32) >> 32) + word
+    return (product >> 32) & WORD
 
 
 def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -29,8 +30,9 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        (high_a, low_a), (high_b, low_b) = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        first, second = _upper(c2, MULTIPLIERS[1], b) ^ c1 ^ k0, _upper(c0, MULTIPLIERS[0], a) ^ c3 ^ k1
+        c0, c1, c2, c3 = first, b & WORD, second, a & WORD
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return [c0, c1, c2, c3]
 

@@ -38,8 +38,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case, stages",
+    [pytest.param(case, 2, id=case.name) for case in CASES] + [pytest.param(CASES[0], 3, id="three stages")],
+)
 def test_a_case(case, stages, monkeypatch, poison):
     launched = []
     emulate(monkeypatch, way_back=Backward(16, stages))

@@ -299,12 +299,16 @@ def test_compiled_words_of_dropout_are_the_same(device):
     """By the compiler's default backend, for a CPU C++: it takes it that no product of integers overflows."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
+
+    def upper(x, by):
+        return dropout._upper(x, by, x * by)
+
     words = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1], device=device)[:, None].expand(5, 24)
     other = torch.arange(24, device=device)
 
     def product(words, other):
-        high, low = dropout._product(words, dropout.MULTIPLIERS[1])
-        return [x ^ other for x in dropout._product(low, dropout.MULTIPLIERS[0])], high
+        high, low = (f(words, dropout.MULTIPLIERS[1]) for f in (upper, lambda x, by: x * by & dropout.WORD))
+        return [upper(low, dropout.MULTIPLIERS[0]) ^ other], high
 
     (got, high), (want, same_high) = torch.compile(product)(words, other), product(words, other)
     assert all(map(torch.equal, (*got, high), (*want, same_high)))
