@@ -31,8 +31,8 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     k0, k1 = key
     for _ in range(ROUNDS):
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        first, second = _upper(c2, MULTIPLIERS[1], b) ^ c1 ^ k0, _upper(c0, MULTIPLIERS[0], a) ^ c3 ^ k1
-        c0, c1, c2, c3 = first, b & WORD, second, a & WORD
+        of_b, of_a = _upper(c2, MULTIPLIERS[1], b), _upper(c0, MULTIPLIERS[0], a)
+        c0, c1, c2, c3 = of_b ^ c1 ^ k0, b & WORD, of_a ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return [c0, c1, c2, c3]
 

@@ -307,7 +307,7 @@ print(peak() - before)
     assert float(done.stdout) < 1280
 
 
-def test_dropouts_bits_cost_the_naive_path_little():
+def test_dropouts_bits_cost_the_naive_path_little(one_thread):
     """Beside torch's own, whose bits depend on the order in which they are drawn."""
     weights, seed, planes = torch.rand(1, 1024, 1024), torch.tensor([7]), torch.zeros(1, dtype=torch.int64)
     steps = {
@@ -320,9 +320,8 @@ def test_dropouts_bits_cost_the_naive_path_little():
         step()
         return time.process_time() - start
 
-    turns = [[seconds(step) for step in steps.values()] for _ in range(9)]
-    ours, torchs = map(min, zip(*turns, strict=True))
-    assert ours < 3 * torchs
+    ours, torchs = (min(seconds(step) for _ in range(50)) for step in steps.values())
+    assert ours < 3.5 * torchs  # 2.8 by one thread of a Xeon, 1.7 by two, for torch draws by one
     assert abs((steps["ours"]() > 0).float().mean() - 0.9) < 0.02
 
 
