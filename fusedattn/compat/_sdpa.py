@@ -11,7 +11,6 @@ from torch import Tensor
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
 from ..call.layout import broadcasts, divides, irregular
-from ..call.numbers import as_python
 from ..call.rules import check_flags, check_strided, check_tensors, fail
 
 
@@ -50,7 +49,6 @@ def scaled_dot_product_attention(
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    scale, dropout_p = as_python(scale), as_python(dropout_p)
     causal, align = is_causal, "top_left"
     if query.is_nested:
         if attn_mask is not None:

@@ -49,10 +49,10 @@ def _bias_sum(call):
     return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
 
 
-def passes(call: Call, need, on_hopper: bool = False) -> tuple[str, ...]:
+def passes(call: Call, need, backend: str = "triton") -> tuple[str, ...]:
     """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
 
-    on_hopper: by the kernel for Hopper, if it knows them. It has the place of one pass.
+    The kernel for Hopper has the place of one pass, where the backend is to have it take a call that it knows.
 
     One pass over the pairs where dq may be summed in any order, and nothing else is summed over whole rows. Otherwise
     one by rows and one by keys, whichever is needed: they give the same bits each time, as the call or torch may want.
@@ -62,7 +62,8 @@ def passes(call: Call, need, on_hopper: bool = False) -> tuple[str, ...]:
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
-    if in_one and on_hopper and key and value and not bias and not hopper.backward_limits(call):
+    known = key and value and not bias and not hopper.backward_limits(call)
+    if in_one and known and run.backward_on_hopper(call, backend):
         names = ["preprocess", "hopper_bwd", "postprocess"]
     elif in_one and not run.prefers_two_passes(call):
         names = ["preprocess", "one_pass", "postprocess"]
@@ -198,8 +199,8 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     """
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     there = [call.query, call.key, call.value, grad_out, *(x for x in grads[:3] if x is not None)]
-    on_hopper = grad_weights is None and run.backward_on_hopper(call, backend) and hopper.reachable(*there)
-    names = passes(call, [x is not None for x in grads], on_hopper)
+    backend = backend if grad_weights is None and hopper.reachable(*there) else "triton"
+    names = passes(call, [x is not None for x in grads], backend)
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape

@@ -258,8 +258,8 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     from ..launch.backward import passes
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
-    hopper_too = on_hopper and launch.backward_on_hopper(call, "hopper")
-    backward = passes(call, need, hopper_too) if torch.is_grad_enabled() and any(need) else ()
+    backend = "hopper" if on_hopper else "triton"
+    backward = passes(call, need, backend) if torch.is_grad_enabled() and any(need) else ()
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
     return [str(why)] if (why := launch.failed(call, names)) is not None else []
 
@@ -271,5 +271,4 @@ def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
 
     learned = call.bias, call.alibi_slopes, call.sinks
     need = True, True, True, *(x is not None and x.requires_grad for x in learned)
-    hopper_too = on_hopper and launch.backward_on_hopper(call, "hopper")
-    return launch.tiles(call, need_weights, on_hopper, passes(call, need, hopper_too))
+    return launch.tiles(call, need_weights, on_hopper, passes(call, need, "hopper" if on_hopper else "triton"))

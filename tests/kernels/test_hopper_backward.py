@@ -125,7 +125,7 @@ def _taken(names="hopper_bwd", need=(True, True, True), **options):
     query, key, value = draw("cpu", dtype=torch.bfloat16)
     call = checked(Arguments(query, key, value, **options), named=True)
     need = [*need, *(getattr(call, name) is not None for name in ("bias", "alibi_slopes", "sinks"))]
-    return names in passes(call, need, on_hopper=True)
+    return names in passes(call, need, "hopper")
 
 
 def test_what_it_takes(monkeypatch):
