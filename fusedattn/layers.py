@@ -12,7 +12,7 @@ from torch.types import Device
 
 from .call.numbers import as_python, is_number
 from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name
-from .modules import MultiHeadAttention, check_beside, check_fits, check_input, check_shares, check_sizes
+from .modules import MultiHeadAttention, check_beside, check_dtype, check_fits, check_input, check_shares, check_sizes
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
@@ -91,6 +91,7 @@ class SinusoidalPositionalEncoding(nn.Module):
     def __init__(self, embed_dim: int, max_len: int, *, device: Device = None, dtype: torch.dtype = torch.float64):
         super().__init__()
         check_sizes(embed_dim=embed_dim, max_len=max_len)
+        check_dtype(dtype)
         self.embed_dim, self.max_len = embed_dim, max_len
         self.register_buffer("pe", torch.empty(max_len, embed_dim, device=device, dtype=dtype), persistent=False)
         self.reset_parameters()
@@ -150,6 +151,7 @@ class Embeddings(_Configurable):
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
         _check_eps(layer_norm_eps)
+        check_dtype(factory.get("dtype"))
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -185,6 +187,7 @@ class FeedForward(_Configurable):
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_shares(dropout=dropout)
         self.hidden_size = hidden_size
+        check_dtype(factory.get("dtype"))
         self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
         self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -235,6 +238,7 @@ class TransformerEncoderLayer(_Configurable):
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
         check_shares(attention_dropout=attention_dropout)
         _check_eps(layer_norm_eps)
+        check_dtype(dtype)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -307,6 +311,7 @@ class AttentionDecoder(nn.Module):
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
+        check_dtype(factory.get("dtype"))
         embed_size, hidden_size, encoder_size = map(as_python, (embed_size, hidden_size, encoder_size))
         self.hidden_size, self.encoder_size = hidden_size, encoder_size
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)

@@ -11,7 +11,7 @@ from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
 from .call.layout import irregular
 from .call.numbers import as_python, is_int, is_number
-from .call.rules import check_flags, check_options, check_strided, check_tensors, fail, type_name
+from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
 
 
@@ -31,6 +31,12 @@ def check_shares(**shares: Any) -> None:
             fail(TypeError, name, "a number", type_name(share))
         if not 0 <= share <= 1:
             fail(ValueError, name, "a number from 0 to 1", share)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise for a dtype that parameters cannot have."""
+    if dtype is not None and dtype not in FLOATING:
+        fail(TypeError, "dtype", "a floating dtype, float16 to float64", dtype)
 
 
 def check_input(
@@ -146,6 +152,7 @@ class MultiHeadAttention(nn.Module):
         check_shares(dropout=dropout)
         check_name(backend)
         check_parallel(context_parallel)
+        check_dtype(dtype)
         self.context_parallel = context_parallel
         self.embed_dim, self.kdim, self.vdim = map(as_python, (embed_dim, kdim, vdim))
         self.num_heads, self.num_kv_heads = as_python(num_heads), as_python(num_kv_heads)

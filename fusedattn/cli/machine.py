@@ -10,6 +10,7 @@ import torch
 
 from .. import __version__
 from ..backends import Explanation, explain
+from .screen import Problem
 
 
 def device() -> str:
@@ -23,6 +24,14 @@ def device() -> str:
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     return "cpu"
+
+
+def need_gpu(why: str) -> None:
+    """Raise a Problem, that a command does what it is for on an NVIDIA GPU, where kernels do not run on one."""
+    if not torch.cuda.is_available():
+        raise Problem(f"it {why} an NVIDIA GPU, and torch finds none")
+    if device() != "cuda":
+        raise Problem(f"it {why} an NVIDIA GPU, and TRITON_INTERPRET has kernels run on the CPU; unset it")
 
 
 def explained(device: str, dtype: str = "float32", backend: str | None = None) -> Explanation:

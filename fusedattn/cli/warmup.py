@@ -82,8 +82,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
 
 def run(arguments) -> int:
     screen = Screen(arguments.json)
-    if not torch.cuda.is_available() or machine.device() != "cuda":
-        raise Problem("it compiles kernels for an NVIDIA GPU, which torch does not find, or Triton is to interpret")
+    machine.need_gpu("compiles kernels for")
     device = torch.device("cuda", torch.cuda.current_device())
     dtypes = arguments.dtype or ["bfloat16"]
     bands = (False, True) if arguments.causal is None else (arguments.causal,)

@@ -199,6 +199,8 @@ def read(file: Path) -> tuple[dict[str, str], list[Candidate]]:
     """(what a file is about, its candidates). Raises: OSError; ValueError, whose message names the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        if type(content) is not dict:
+            raise ValueError("it is no JSON object")
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
         of = {name: str(content["about"][name]) for name in ABOUT}

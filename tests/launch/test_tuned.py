@@ -189,7 +189,7 @@ def entry(**changes):
 DAMAGED = {
     "half of it is there": (lambda content: json.dumps(content)[:200], "damaged"),
     "it is empty": (lambda content: "", "damaged"),
-    "it is a list": (lambda content: "[]", "damaged"),
+    "it is a list": (lambda content: "[]", "it is no JSON object"),
     "it is not text": (lambda content: "\udcff", "damaged"),
     "it has no candidates": (lambda content: json.dumps({"format": 1, "about": ABOUT}), "it has no 'candidates'"),
     "it is about nothing": (changed(about={}), "it has no 'gpu'"),

@@ -104,10 +104,7 @@ def named(candidate: Candidate) -> str:
 
 def run(arguments) -> int:
     screen = Screen(arguments.json)
-    if not torch.cuda.is_available() or machine.device() != "cuda":
-        raise Problem(
-            "it proves and times kernels on an NVIDIA GPU, which torch does not find, or Triton is to interpret"
-        )
+    machine.need_gpu("proves and times kernels on")
     device = torch.device("cuda", torch.cuda.current_device())
     about = tuned.about(device)
     file = tuned.path(about)
