@@ -166,7 +166,7 @@ def label(name, case, tensors):
 
 
 # Forms of our kernels: the forward for Hopper by one pipeline, or that of every GPU by one tile; the backward in two
-# passes, or in one by one tile.
+# passes, or in one by one tile, or by a kernel for Hopper.
 PIPELINE, FORWARD, BACKWARD = "fusedattn:hopper/", "fusedattn:forward/", "fusedattn:backward/"
 
 
@@ -197,13 +197,16 @@ def forms(case=None, prefix=""):
         every[PIPELINE + pipeline_name(pipeline)] = "hopper", functools.partial(by_pipeline, pipeline)
     for tile in (tile for width in fitting((64, 128, 256)) for tile in tile_table.candidates("forward", 90, 2, width)):
         every[FORWARD + tile_name(tile)] = "triton", functools.partial(only, "forward", tile_table.same(tile))
-    # It gives the same bits each time; the rest of torch need not.
-    same_bits = functools.partial(_patched, torch, "are_deterministic_algorithms_enabled", lambda: True)
-    every[BACKWARD + "two-passes"] = "triton", same_bits
+    every[BACKWARD + "two-passes"] = "triton", _same_bits
     for width in fitting((64, 128)):
         by_threads = (tile._replace(bulk=False) for tile in tile_table.tiles("one_pass", 90, 2, width))
         for tile in (*tile_table.candidates("one_pass", 90, 2, width), *by_threads):
             every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile_table.same(tile))
+    for kernel in ("hopper_bwd", "hopper_ordered"):
+        rows = tile_table.ON_HOPPER[kernel]
+        for form in (form for width in fitting(tuple(rows)) for form in rows[width]):
+            name = f"{kernel.replace('_', '-')}-{form.rows}x{form.keys}s{form.stages}"
+            every[BACKWARD + name] = "hopper", functools.partial(by_way_back, kernel, form)
     return {name: form for name, form in every.items() if name.startswith(prefix)}
 
 
@@ -233,11 +236,24 @@ def _patched(module, name, value):
         cache.forget()
 
 
-def by_pipeline(pipeline):
-    """The context in which the kernel for Hopper works in this way."""
+def _same_bits():
+    """The context in which ours gives the same bits each time; the rest of torch need not."""
+    return _patched(torch, "are_deterministic_algorithms_enabled", lambda: True)
+
+
+def by_pipeline(pipeline, kernel="hopper"):
+    """The context in which a kernel for Hopper works in this way."""
     from fusedattn.launch import run
 
-    return _patched(run, "pipeline", lambda call: pipeline)
+    form = run.form_on_hopper
+    return _patched(run, "form_on_hopper", lambda name, call: pipeline if name == kernel else form(name, call))
+
+
+@contextlib.contextmanager
+def by_way_back(kernel, form):
+    """The context in which a backward for Hopper works in this way; the ordered one where torch wants the same bits."""
+    with by_pipeline(form, kernel), _same_bits() if kernel == "hopper_ordered" else contextlib.nullcontext():
+        yield
 
 
 def only(kernel, tile):

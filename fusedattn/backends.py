@@ -142,9 +142,7 @@ class Backend(NamedTuple):
 
 def _hopper_waits(call: Call) -> str | None:
     """Why the kernel for Hopper takes a call only where it is named: it was not found faster on this machine."""
-    query, width = call.query, tile_table.row_width(max(call.query.shape[3], call.value.shape[3]))
-    full_or_causal = call.left is None and (call.right is None or call.right == 0)
-    if full_or_causal and tuned.is_faster_on_hopper(query.device, query.dtype, width, call.right is not None):
+    if tuned.prefers_hopper("hopper", call, call.query.device):
         return None
     return "no tuning file says that it is right and faster here, so it runs only when named"
 

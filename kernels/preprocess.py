@@ -8,7 +8,7 @@ from .vocabulary import kept, scores, softmax, span, tiles
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len"])
 def preprocess(
-    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ,
+    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns,
     heads, q_len, k_len,
     D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -19,13 +19,19 @@ def preprocess(
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
-    None, is what `dkdv` will add to: it gets zeros.
+    None, is what `dkdv` will add to: it gets zeros. So does Turns, int32, a number and two for each row.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
         zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
         tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
+    if Turns is not None:
+        counters, none = tiles.table(Turns + 1, plane, q_len, 2), tl.zeros([BLOCK_M], tl.int32)
+        tiles.store_column(counters, rows, q_len, 0, none)
+        tiles.store_column(counters, rows, q_len, 1, none)
+        if tl.program_id(0) == 0:
+            tl.store(Turns, 0)
     stats = tiles.table(Stats, plane, q_len, COLUMNS)
     log2_sum = tiles.load_column(stats, rows, q_len, 1)
     row = softmax.row(tiles.load_column(stats, rows, q_len, 0), log2_sum)

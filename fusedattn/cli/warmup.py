@@ -70,9 +70,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
                 grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
                 fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton")
             else:
-                width = tuned.row_width(run.widest(call))
-                faster = tuned.is_faster_on_hopper(device, call.query.dtype, width, case.causal)
-                on_hopper = faster and not hopper.reasons(call)
+                on_hopper = tuned.prefers_hopper("hopper", call, device) and not hopper.reasons(call)
                 forward.forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
     except Exception as error:  # whatever a compiler raises is what the command says of this pass
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]

@@ -49,10 +49,10 @@ def _bias_sum(call):
     return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
 
 
-def passes(call: Call, need, backend: str = "triton") -> tuple[str, ...]:
+def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
     """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
 
-    The kernel for Hopper has the place of one pass, where the backend is to have it take a call that it knows.
+    A kernel for Hopper has the place of one pass, or of both, where it is to take a call that it knows and can reach.
 
     One pass over the pairs where dq may be summed in any order, and nothing else is summed over whole rows. Otherwise
     one by rows and one by keys, whichever is needed: they give the same bits each time, as the call or torch may want.
@@ -62,9 +62,10 @@ def passes(call: Call, need, backend: str = "triton") -> tuple[str, ...]:
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
-    known = key and value and not bias and not hopper.backward_limits(call)
-    if in_one and known and run.backward_on_hopper(call, backend):
-        names = ["preprocess", "hopper_bwd", "postprocess"]
+    special = "hopper_ordered" if deterministic else "hopper_bwd"
+    plain = query and key and value and not bias and not by_rows and reachable
+    if plain and not hopper.backward_limits(call) and run.is_to_take(special, call, backend):
+        names = ["preprocess", special, "postprocess"]
     elif in_one and not run.prefers_two_passes(call):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
@@ -89,8 +90,8 @@ def _totals(sums, offsets, batch):
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums):
-    """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums, if any."""
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns):
+    """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums and turns, if any."""
     names = "GradOut", "GradWeights", "heads", "q_len", "D", "DV", "PRECISION"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),
@@ -100,6 +101,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums):
         COLUMNS=stats.shape[3],
         Rows=p.table(stats, 4),
         GradQ=arguments.of(query_sums),
+        Turns=turns,
         k_len=p.keys,
     )
     run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
@@ -137,16 +139,15 @@ def _dkdv(name, p, query_sums, grads):
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
-def _on_hopper(p, query_sums, grads):
-    """The gradients of keys and values, and what dq is the sum of, by the kernel for Hopper."""
+def _on_hopper(name, p, query_sums, turns, grads):
+    """The gradients of keys and values, and what dq is the sum of, by a kernel for Hopper."""
     call, device = p.call, run.device_of(p.call.query)
-    taken = run.hopper_backward(call)
-    rows = p.launched["Rows"]
-    launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, grads[1:3], taken)
+    taken, rows = run.form_on_hopper(name, call), p.launched["Rows"]
+    launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, turns, grads[1:3], taken)
     registers, *_ = tiles.REGISTERS[2]
     with run.surroundings(device):
         programs = cdiv(p.keys, 2 * tiles.WARPGROUP_ROWS) * p.batch * call.key.shape[1]
-        run.run_kernel("hopper_bwd", programs, launched, device, num_warps=4, maxnreg=registers)
+        run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=registers)
 
 
 def _postprocess(p, query_sums, grad_query):
@@ -199,8 +200,8 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     """
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     there = [call.query, call.key, call.value, grad_out, *(x for x in grads[:3] if x is not None)]
-    backend = backend if grad_weights is None and hopper.reachable(*there) else "triton"
-    names = passes(call, [x is not None for x in grads], backend)
+    reachable = grad_weights is None and hopper.reachable(*there)
+    names = passes(call, [x is not None for x in grads], backend, reachable)
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
@@ -211,25 +212,27 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     summed = where == "rows", grad_slopes is not None, grad_sinks is not None
     by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
-    query_sums = None
+    query_sums, special = None, next((name for name in names if name in tiles.ON_HOPPER), None)
     if "postprocess" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
         width = call.query.shape[3]
-        bulk = "hopper_bwd" in names or any(tile.bulk for tile in run.candidates("one_pass", call))
+        bulk = special or any(tile.bulk for tile in run.candidates("one_pass", call))
         alike = grad_query.dtype == stats.dtype and not bulk
         query_sums = grad_query if alike else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
     only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
-    launched["Rows"] = _preprocess(p, lost, grad_lse, None if grad_weights is None else weights, stats, query_sums)
+    turns = hopper.new_turns(call) if special == "hopper_ordered" else None
+    given = None if grad_weights is None else weights
+    launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns)
     partial = 1 if call.partial else None
     of_rows = Grads(None, None, of_scores, *by_row, partial)
     grad_key, grad_value = map(arguments.of, (grad_key, grad_value))
     of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None, partial)
     if "dq" in names:
         _dq(p, grad_query, of_rows)
-    if "hopper_bwd" in names:
-        _on_hopper(p, query_sums, grads)
+    if special:
+        _on_hopper(special, p, query_sums, turns, grads)
     elif "dkdv" in names or "one_pass" in names:
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
     if query_sums is not None:

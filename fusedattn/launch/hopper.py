@@ -26,6 +26,7 @@ _LACKS = ("mask", "key_mask", "query_mask", "block_mask", "bias", "alibi_slopes"
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
 )
+COLUMNS_OF_SUMS = 64  # of dq, in float32, that a copy adds at once
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
 
 
@@ -142,10 +143,24 @@ def reachable(*tensors: Tensor) -> bool:
     return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
 
 
+def new_turns(call: Call) -> Tensor:
+    """What programs count with who has added to dq: `preprocess` has them begin."""
+    return call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
+
+
 def backward_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, sums: Tensor, grads: Sequence[Tensor], taken: Backward
+    call: Call,
+    grad_out: Tensor,
+    rows: Tensor,
+    sums: Tensor,
+    turns: Tensor | None,
+    grads: Sequence[Tensor],
+    taken: Backward,
 ) -> dict:
-    """The arguments of the kernel's backward; rows are those of `preprocess`, sums of dq, grads of key and value."""
+    """The arguments of the kernel's backward.
+
+    rows are those of `preprocess`, sums of dq, turns of `new_turns` or None, grads of key and value.
+    """
     each = tiles.WARPGROUP_ROWS
     _, registers, fewer = tiles.REGISTERS[2]
     return dict(
@@ -155,7 +170,8 @@ def backward_arguments(
         GradOut=descriptor(grad_out, taken.rows),
         # Of 4 columns: a tile of 16 bytes a row Triton 3.7 takes for one that lies the other way round.
         Rows=descriptor(rows, taken.rows, 8),
-        Sums=descriptor(sums, taken.rows, min(width.fn(call.query.shape[3]), 64)),
+        Sums=descriptor(sums, taken.rows, min(width.fn(call.query.shape[3]), COLUMNS_OF_SUMS)),
+        Turns=turns,
         GradK=descriptor(grads[0], each),
         GradV=descriptor(grads[1], each),
         scale=kernel_arguments.scored(call).softmax_scale,

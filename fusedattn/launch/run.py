@@ -137,7 +137,7 @@ KERNELS = {
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
-    KERNELS |= dict(hopper=hopper.kernel, hopper_bwd=hopper.backward_kernel)
+    KERNELS |= dict.fromkeys(tile_table.ON_HOPPER, hopper.backward_kernel) | dict(hopper=hopper.kernel)
 
 
 def widest(call):
@@ -175,28 +175,26 @@ def candidates(name, call):
     return fitting
 
 
-def pipeline(call):
-    """How the kernel for Hopper works on a call; None if every way is known to be wrong."""
-    _, dtype, width, _ = tuned.place("hopper", call.query.dtype, widest(call))
-    return tuned.of(device_of(call.query)).pipeline(dtype, width)
+def form_on_hopper(name, call):
+    """How a kernel for Hopper works on a call; None if every way is known to be wrong."""
+    _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
+    return tuned.of(device_of(call.query)).on_hopper(name, dtype, width)
 
 
-def hopper_backward(call):
-    """How the backward for Hopper works on a call."""
-    return tile_table.HOPPER_BACKWARD[max(64, widest(call))][0]
-
-
-def backward_on_hopper(call, backend):
-    """Whether the backward of a call is to be Hopper's, if that knows it."""
-    return backend == "hopper" and call.named and has_hopper(call.query)
+def is_to_take(name, call, backend):
+    """Whether a backward for Hopper is to take a call that it knows: it is named, or was found the faster one here."""
+    device = device_of(call.query)
+    if call.named:
+        wanted = backend == "hopper"
+    else:
+        wanted = tuned.prefers_hopper(name, call, device) and failures.known((name, device)) is None
+    return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 
 def form_of(name, call):
     """How a kernel works on a call, as `explain` gives it; None if every way is known to be wrong."""
-    if name == "hopper":
-        return pipeline(call)
-    if name == "hopper_bwd":
-        return hopper_backward(call)
+    if name in tile_table.ON_HOPPER:
+        return form_on_hopper(name, call)
     return next(iter(candidates(name, call)), None)
 
 
@@ -254,7 +252,7 @@ def failed(call: Call, names) -> "failures.Unusable | None":
     for name in names:
         if form_of(name, call) is None:
             return none_is_right(name, device)
-    kinds = [(name, device) if name in ("hopper", "hopper_bwd") else kind_of(name, call) for name in names]
+    kinds = [(name, device) if name in tile_table.ON_HOPPER else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.block_mask is not None or any(x is not None for x in call.hiding)):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]

@@ -94,6 +94,10 @@ HOPPER = {
 # By width, as HOPPER.
 HOPPER_BACKWARD = {64: (Backward(64, 3),), 128: (Backward(64, 2),)}
 
+# The kernels for Hopper. `hopper_ordered` is the backward whose sums of dq have the same bits each time.
+ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER}
+ON_HOPPER |= dict.fromkeys(("hopper_bwd", "hopper_ordered"), HOPPER_BACKWARD)
+
 # The widest heads whose backward may be one pass: dk and dv of wider ones leave no registers for a tile of dq.
 ONE_PASS = 128
 

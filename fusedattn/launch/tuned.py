@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..private import constant
+from ..call.form import Call
 from . import tiles
-from .tiles import ONE_PASS, Pipeline, Tile, row_width, same
+from .tiles import ONE_PASS, Backward, Pipeline, Tile, row_width, same
 
 FORMAT = 1
 ABOUT = ("gpu", "capability", "driver", "torch", "triton", "fusedattn")  # what a file says that it is about
@@ -35,11 +36,16 @@ OF_PEERS = tuple(f"{peer} {mode}" for peer in PEERS for mode in MODES)
 FORMS: Mapping[str, type | None] = {
     **dict.fromkeys(KERNELS, Tile),
     "hopper": Pipeline,
+    "hopper_bwd": Backward,
+    "hopper_ordered": Backward,
     "two_passes": None,
     **dict.fromkeys(OF_PEERS),
 }
 DTYPES = ("bfloat16", "float16", "float32")
 LOADS = ("plain", "masked", "rich")
+
+# What the best of each kernel for Hopper has to be faster than; of the ordered backward only what gives the same bits.
+RIVALS = {"hopper": ("forward",), "hopper_bwd": ("one_pass", "two_passes"), "hopper_ordered": ("two_passes",)}
 
 
 class Candidate(NamedTuple):
@@ -56,7 +62,7 @@ class Candidate(NamedTuple):
     dtype: str
     width: int
     load: str
-    form: Tile | Pipeline | None
+    form: Tile | Pipeline | Backward | None
     status: str = PASSED
     why: str = ""
     ms: dict[str, float] = {}
@@ -70,14 +76,14 @@ class Candidate(NamedTuple):
 class Choices(NamedTuple):
     """What the candidates of a file choose; without any, nothing. Places are those of `Candidate`.
 
-    right, wrong: {place: forms}, the fastest first. on_hopper: (dtype, width, causal) of plain calls whose forward the
-    kernel for Hopper computes faster. two_passes: (dtype, width, load) of calls whose backward is faster in two passes,
+    right, wrong: {place: forms}, the fastest first. faster: (kernel for Hopper, dtype, width, causal) of plain calls for
+    which it is faster than those for every GPU. two_passes: (dtype, width, load) of calls whose backward is faster in two passes,
     or right in these alone.
     """
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
-    on_hopper: frozenset[tuple[str, int, bool]] = frozenset()
+    faster: frozenset[tuple[str, str, int, bool]] = frozenset()
     two_passes: frozenset[tuple[str, int, str]] = frozenset()
 
     def tiles(self, place: tuple, table: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -85,10 +91,10 @@ class Choices(NamedTuple):
         first, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*first, *(tile for tile in table if same(tile) not in (*first, *wrong)))
 
-    def pipeline(self, dtype: str, width: int) -> Pipeline | None:
-        """How the kernel for Hopper works on calls: the fastest way, or the table's first that is not wrong, if any."""
-        place = "hopper", dtype, width, "plain"
-        known = [one for one in tiles.HOPPER[width] if one not in self.wrong.get(place, ())]
+    def on_hopper(self, kernel: str, dtype: str, width: int) -> Any:
+        """How a kernel for Hopper works on calls: the fastest way, or the table's first that is not wrong, if any."""
+        place = kernel, dtype, width, "plain"
+        known = [one for one in tiles.ON_HOPPER[kernel].get(width, ()) if one not in self.wrong.get(place, ())]
         return next(iter((*self.right.get(place, ()), *known)), None)
 
 
@@ -113,18 +119,20 @@ def choose(candidates: Iterable[Candidate]) -> Choices:
     fine = PASSED, UNFIT, UNKNOWN
     wrong = {place: tuple(same(x.form) for x in some if x.status not in fine) for place, some in places.items()}
     wrong = {place: forms for place, forms in wrong.items() if forms}
-    on_hopper, two_passes = set(), set()
+    faster, two_passes = set(), set()
     for _, *where in places:
         dtype, width, load = where
-        universal, special = ranked(("forward", *where))[:1], ranked(("hopper", *where))[:1]
-        for causal in (False, True):
-            if special and universal and _is_faster(special[0], universal[0], causal):
-                on_hopper.add((dtype, width, causal))
+        for kernel, others in RIVALS.items():
+            special = ranked((kernel, *where))[:1]
+            rivals = [x for other in others for x in ranked((other, *where))[:1]]
+            for causal in (False, True) if special and rivals else ():
+                if all(_is_faster(special[0], rival, causal) for rival in rivals):
+                    faster.add((kernel, dtype, width, causal))
         one, two = ranked(("one_pass", *where))[:1], ranked(("two_passes", *where))[:1]
         no_other = not one and wrong.get(("one_pass", *where))
         if no_other or (one and two and _is_faster(two[0], one[0])):
             two_passes.add((dtype, width, load))
-    return Choices(right, wrong, frozenset(on_hopper), frozenset(two_passes))
+    return Choices(right, wrong, frozenset(faster), frozenset(two_passes))
 
 
 def _time(candidate, alike):
@@ -219,12 +227,16 @@ def candidate_of(entry: dict[str, Any]) -> Candidate:
     """The Candidate of what `entry` gave; KeyError, TypeError or ValueError for what is none."""
     kernel, dtype, width, load, form, status, why, ms = (entry[name] for name in Candidate._fields)
     kind = FORMS[kernel]
-    loads = LOADS if kernel != "hopper" else LOADS[:1]
+    loads = LOADS if kernel not in tiles.ON_HOPPER else LOADS[:1]
     known = dtype in DTYPES and type(width) is int and width in tiles.HOPPER and load in loads
-    if not known or (kernel == "one_pass" and width > ONE_PASS):
+    if (
+        not known
+        or (kernel == "one_pass" and width > ONE_PASS)
+        or width not in tiles.ON_HOPPER.get(kernel, tiles.HOPPER)
+    ):
         raise ValueError(f"there is no {kernel} of {dtype}, width {width} and {load} calls")
     taken = None if kind is None else kind(**form)
-    if taken is not None and not _is_one(taken):
+    if taken is not None and not _is_one(kernel, taken):
         raise ValueError(f"there is no form {form} of {kernel}")
     times = {str(case): float(time) for case, time in ms.items()}
     if not all(0 < time < float("inf") for time in times.values()):
@@ -232,10 +244,10 @@ def candidate_of(entry: dict[str, Any]) -> Candidate:
     return Candidate(kernel, dtype, width, load, taken, str(status), str(why), times)
 
 
-def _is_one(form):
+def _is_one(kernel, form):
     """Whether a kernel can take a form: what a person, or a damaged disk, wrote into a file may be anything."""
-    if isinstance(form, Pipeline):
-        return any(form in some for some in tiles.HOPPER.values())
+    if kernel in tiles.ON_HOPPER:
+        return any(form in some for some in tiles.ON_HOPPER[kernel].values())
     powers = all(type(x) is int and 0 < x <= 1024 and x & (x - 1) == 0 for x in (form.rows, form.keys, form.warps))
     flags, stages = {type(form.bulk), type(form.tma)} == {bool}, type(form.stages) is int and 1 <= form.stages <= 8
     return powers and flags and stages
@@ -311,9 +323,16 @@ def ask(choices: Choices | None) -> None:
 
 
 @constant
-def is_faster_on_hopper(device: torch.device, dtype: torch.dtype, width: int, causal: bool) -> bool:
-    """Whether the kernel for Hopper was found the faster one for calls; width: of a row of a table."""
-    return (str(dtype).removeprefix("torch."), width, causal) in of(device).on_hopper
+def _prefers(kernel: str, device: torch.device, dtype: torch.dtype, width: int, causal: bool) -> bool:
+    return (kernel, str(dtype).removeprefix("torch."), width, causal) in of(device).faster
+
+
+def prefers_hopper(kernel: str, call: Call, device: torch.device) -> bool:
+    """Whether a kernel for Hopper was found the faster one, on a device, for calls that are full or causal, as this."""
+    if call.left is not None or call.right not in (None, 0):
+        return False
+    width = row_width(max(call.query.shape[3], call.value.shape[3]))
+    return _prefers(kernel, device, call.query.dtype, width, call.right is not None)
 
 
 def load(file: Path) -> None:

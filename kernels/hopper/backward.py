@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import softmax, span
-from . import ring
+from ..vocabulary import softmax, span, tiles
+from . import ring, turns
 from .copies import async_add, async_store
 
 WARPS = gl.constexpr(4)  # of a warpgroup
@@ -45,11 +45,12 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors: Sums is of dq's, in float32."""
+    """Descriptors: Sums is of dq's, in float32. Counters are whose turn it is to add to it, or None."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor
     GradV: tensor_descriptor
+    Counters: gl.tensor
 
 
 @gluon.jit
@@ -67,6 +68,24 @@ def _following(block, member, begin, end, GROUP: gl.constexpr):
     else:
         wrap = block + 1 == end
         return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
+
+
+@gluon.jit
+def _turn(
+    g: gl.constexpr, counters, plane, block, first, band,
+    SHARED: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """(the counter of a tile of dq, how many add to it before warpgroup g does): the last keys of its rows come first.
+
+    Under a causal band the programs of the last keys have the fewest rows: in this order none waits for a longer one.
+    """
+    last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
+    before = last - first // KEYS
+    counter = tiles.table(counters, plane, band.rows, 2).base + block * BLOCK_M * 2
+    if SHARED:
+        return counter, before * 2 + g
+    else:
+        return counter + g, before
 
 
 @gluon.jit
@@ -108,9 +127,17 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
-        async_add(results.Sums, [plane.batch, plane.head, block * BLOCK_M, column], shared.dq.tiles.index(g))
+        place = [plane.batch, plane.head, block * BLOCK_M, column]
+        if results.Counters is not None:
+            counter, turn = _turn(
+                g, results.Counters, plane, block, first, band, shared.met is None, GROUPS * KEYS, BLOCK_M
+            )
+            turns.wait(counter, turn)
+        async_add(results.Sums, place, shared.dq.tiles.index(g))
         store_wait(0)
         ring.release(shared.dq, step * GROUPS + g)
+        if results.Counters is not None:
+            turns.end(counter, turn)
         block, member = _following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out.index(g), 0)
     place = [kv.batch, kv.head, first + g * KEYS, 0]
@@ -200,7 +227,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
-    Q, K, V, GradOut, Rows, Sums, GradK, GradV,
+    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
     q_len, k_len, left, right, scale, heads,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
@@ -210,10 +237,17 @@ def backward(
     All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of keys and values have the 64 of a
     warpgroup, those of Sums (B, Hq, Sq, D), in float32, no more than 64 columns. Rows is what `preprocess` wrote, in
     blocks of 8 columns, of which 4 are there. heads is Hkv.
+    Turns, if not None, are zeros, int32, one and then two for each row of each query head; with them Sums has the same
+    bits each time.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
-    block, kv = span.place(gl.program_id(0), k_len, heads, 2 * KEYS)
+    counters = None
+    if Turns is None:
+        block, kv = span.place(gl.program_id(0), k_len, heads, 2 * KEYS)
+    else:
+        block, kv = span.place(turns.number(Turns), k_len, heads, 2 * KEYS)
+        block, counters = gl.cdiv(k_len, 2 * KEYS) - 1 - block, Turns + 1
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
@@ -230,7 +264,7 @@ def backward(
         met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(met, count=2)
     fence_async_shared()
-    shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV)
+    shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV, counters)
     first = block * 2 * KEYS
     gl.warp_specialize(
         [

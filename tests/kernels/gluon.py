@@ -9,7 +9,6 @@ each other that is an error. It knows nothing of layouts, and all threads of a p
 
 import math
 import random
-import threading
 import types
 
 import numpy
@@ -20,9 +19,7 @@ from triton.runtime import interpreter as upstream
 
 from fusedattn.launch import interpreter
 
-
-class Deadlock(Exception):
-    pass
+from .partitions import Machine, local
 
 
 def values(tensor):
@@ -37,87 +34,6 @@ def tensor(data, dtype):
     return full if dtype == tl.float32 else full.to(dtype)
 
 
-class Machine:
-    """One program at a time: its partitions, and what is under way."""
-
-    def __init__(self, random):
-        self.random = random
-        self.unfenced = []  # (partition, what it has written to shared memory)
-        self.baton = threading.Condition()
-        self.under_way = []  # copies: functions that end them
-
-    def run(self, partitions):
-        """Run functions side by side, one of them at a time, until all have returned."""
-        self.waiting = dict.fromkeys(range(len(partitions)))  # what each waits for
-        self.late = set()  # who goes on when nobody else can
-        self.turn, self.error = 0, None
-        threads = [threading.Thread(target=self._run, args=x, daemon=True) for x in enumerate(partitions)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.error is not None:
-            raise self.error
-        self.settle()
-
-    def _run(self, number, function):
-        with self.baton, interpreter.quiet():
-            self.baton.wait_for(lambda: self.turn == number or self.error)
-            try:
-                if not self.error:
-                    _local.number, _local.products, _local.stores = number, [], []
-                    function()
-                    assert not _local.products, "a partition ended before its products"
-                    assert not _local.stores, "a partition ended before its stores"
-                    del self.waiting[number]
-                    self._pass_on()
-            except BaseException as error:
-                self.error = self.error or error
-                self.baton.notify_all()
-
-    def _pass_on(self):
-        """Let a partition that need not wait go on."""
-        while self.waiting:
-            if self.under_way and self.random.random() < 0.5:
-                self.arrive()
-            ready = [number for number, condition in self.waiting.items() if condition is None or condition()]
-            sooner = [number for number in ready if number not in self.late]
-            if not sooner and self.under_way:
-                self.arrive()
-                continue
-            if not ready:
-                raise Deadlock(f"{len(self.waiting)} partitions wait for each other")
-            self.turn = self.random.choice(sooner or ready)
-            break
-        self.baton.notify_all()
-
-    def wait(self, condition=None, late=False):
-        """Let others go on, until a condition holds; late, sometimes, is as long as they can without this partition."""
-        number = _local.number
-        self.waiting[number] = condition
-        if late and self.random.random() < 0.5:
-            self.late.add(number)
-        self._pass_on()
-        self.baton.wait_for(lambda: self.turn == number or self.error)
-        if self.error:
-            raise SystemExit
-        self.waiting[number] = None
-        self.late.discard(number)
-
-    def arrive(self):
-        """End something that is under way, whichever."""
-        self.under_way.pop(self.random.randrange(len(self.under_way)))()
-
-    def check_seen(self, array):
-        """What threads have written an asynchronous reader sees once they have fenced it."""
-        assert not any(numpy.shares_memory(x, array) for _, x in self.unfenced), "read before a fence made it visible"
-
-    def settle(self):
-        while self.under_way:
-            self.arrive()
-
-
-_local = threading.local()
 tl.block_type.layout = None  # a kernel may ask for it, to make another of it
 
 
@@ -160,7 +76,7 @@ class Memory:
     def store(self, value):
         assert value.dtype == self.dtype
         self.array[...] = values(value)
-        self.machine().unfenced.append((_local.number, self.array))
+        self.machine().unfenced.append((local.number, self.array))
 
 
 class Barrier:
@@ -332,10 +248,23 @@ class Emulator:
 
             def end():
                 assert numpy.array_equal(began_with, source.array, equal_nan=True), "a tile changed while it was stored"
-                write(place, source.array)
+                local.writes.append(lambda: write(place, began_with))
+                self.machine.under_way.append(local.writes[-1])
 
-            _local.stores.append(end)
+            local.stores.append(end)
             self.machine.wait()
+
+        def inline_asm_elementwise(instructions, constraints, operands, dtype, is_pure, pack):
+            """What was read is written now, where it waits for that; fences do nothing here."""
+            while "wait_group 0" in instructions and local.writes:
+                if (written := local.writes.pop()) in self.machine.under_way:
+                    self.machine.under_way.remove(written)
+                    written()
+            return operands[0]
+
+        def volatile(pointer, volatile):
+            self.machine.poll()
+            return tl.load(pointer)
 
         def store(desc, place, source):
             out(desc.write, place, source)
@@ -344,27 +273,27 @@ class Emulator:
             out(desc.add, place, source)
 
         def store_wait(pendings):
-            while len(_local.stores) > pendings:
+            while len(local.stores) > pendings:
                 self.machine.wait(late=True)
-                _local.stores.pop(0)()
+                local.stores.pop(0)()
 
         def fence():
             if hasattr(self, "machine"):
-                self.machine.unfenced = [x for x in self.machine.unfenced if x[0] != _local.number]
+                self.machine.unfenced = [x for x in self.machine.unfenced if x[0] != local.number]
 
         def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
             assert is_async and a.dtype == b.dtype and acc.dtype == tl.float32
             for operand in (a, b):
                 if isinstance(operand, Memory):
                     self.machine.check_seen(operand.array)
-            _local.products.append(Product(a, b, acc, use_acc))
+            local.products.append(Product(a, b, acc, use_acc))
             self.machine.wait()
-            return _local.products[-1]
+            return local.products[-1]
 
         def warpgroup_mma_wait(num_outstanding, deps):
             self.machine.wait(late=True)
-            while len(_local.products) > num_outstanding:
-                product = _local.products.pop(0)
+            while len(local.products) > num_outstanding:
+                product = local.products.pop(0)
                 assert isinstance(product.a, Memory) or any(x is product.a for x in deps), "registers given up too soon"
                 product.compute()
             found = [x.value if isinstance(x, Product) else x for x in deps]
@@ -392,6 +321,10 @@ class Emulator:
             where=lambda *x: tl.where(*x),
             maximum=lambda *x: tl.maximum(*x),
             cdiv=lambda *x: tl.cdiv(*x),
+            load=volatile,
+            atomic_add=lambda pointer, value, **order: tl.atomic_add(pointer, value),
+            minimum=lambda *x: tl.minimum(*x),
+            inline_asm_elementwise=inline_asm_elementwise,
             program_id=lambda axis: tl.program_id(axis),
             num_programs=lambda axis: tl.num_programs(axis),
             allocate_shared_memory=allocate_shared_memory,

@@ -30,7 +30,7 @@ from ..inside import draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import backward, forward as written, ring
+from fusedattn.kernels.hopper import backward, forward as written, ring, turns
 
 from . import gluon
 
@@ -49,12 +49,15 @@ def emulate(monkeypatch, module=written, backward=backward, taken=SMALL, way_bac
     A backward that the kernel does not take is interpreted.
     """
     monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
-    monkeypatch.setitem(run.KERNELS, "hopper_bwd", gluon.Emulator(backward.backward, ring, backward))
+    for name in ("hopper_bwd", "hopper_ordered"):
+        monkeypatch.setitem(run.KERNELS, name, gluon.Emulator(backward.backward, ring, turns, backward))
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
-    monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(tiles.HOPPER, (taken,)))
-    monkeypatch.setattr(tiles, "HOPPER_BACKWARD", dict.fromkeys(tiles.HOPPER_BACKWARD, (way_back,)))
+    of_small = {
+        name: dict.fromkeys(rows, (taken if name == "hopper" else way_back,)) for name, rows in tiles.ON_HOPPER.items()
+    }
+    monkeypatch.setattr(tiles, "ON_HOPPER", of_small)
     monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 
 

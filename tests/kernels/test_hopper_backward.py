@@ -1,14 +1,18 @@
 """The backward for Hopper, elsewhere as `gluon` has it: its numbers, what a slip would do, and when it is taken."""
 
+import random
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
+from bench import providers
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.launch import hopper, run
+from fusedattn.cli.tune import child
+from fusedattn.launch import hopper, run, tuned
 from fusedattn.launch.backward import passes
 from fusedattn.launch.tiles import Backward
 
@@ -49,6 +53,45 @@ def test_a_case(case, stages, monkeypatch, poison):
     monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
     check(case, "cpu")
     assert "hopper_bwd" in launched and "dkdv" not in launched
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_whose_sums_have_an_order(case, monkeypatch, poison, two_passes):
+    """A program that waited for a turn that never comes would be an error, too."""
+    launched = []
+    emulate(monkeypatch, way_back=Backward(16, 2))
+    run_kernel = run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    check(case, "cpu")
+    assert "hopper_ordered" in launched and "dq" not in launched
+
+
+def test_each_block_of_keys_has_its_turn(monkeypatch, two_passes):
+    """For any lengths and bands: what adds to a block of rows counts from 0 on, without a gap."""
+    emulate(monkeypatch, way_back=Backward(16, 2))
+    draw = random.Random(0)
+    for _ in range(40):
+        rows, keys = draw.randint(1, 90), draw.randint(1, 130)
+        window = tuple(draw.choice((None, 0, 1, 7, 16, 33, 70)) for _ in range(2))
+        align = draw.choice(("top_left", "bottom_right"))
+        inputs = [torch.randn(1, 1, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (rows, keys, keys)]
+        out = fa.attention(*inputs, window=window, align=align, backend="hopper")
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+
+ORDERED_SLIPS = {
+    "another has the turn": ("before = last - first // KEYS", "before = last - first // KEYS + 1"),
+    "a block counts as its first row": ("(block + 1) * BLOCK_M - 1 + band.high", "block * BLOCK_M + band.high"),
+    "both warpgroups at once": ("before * 2 + g", "before * 2"),
+    "a turn has no end": ("            turns.end(counter, turn)\n", "            pass\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", ORDERED_SLIPS)
+def test_a_slip_in_the_order_is_found(slip, tmp_path, monkeypatch, two_passes):
+    emulate(monkeypatch, backward=slipped(backward, *ORDERED_SLIPS[slip], tmp_path))
+    with pytest.raises(Exception, match="none does|wait for each other"):
+        check(Case("slip", Sq=80, Sk=70, causal=True, **BF16), "cpu")
 
 
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
@@ -135,7 +178,7 @@ def test_what_it_takes(monkeypatch):
         assert not _taken(**other), other
     assert not _taken(need=(True, True, False)) and not _taken(need=(False, True, True))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not _taken()
+    assert not _taken() and _taken("hopper_ordered")
 
 
 def test_it_is_taken_where_hopper_is_named(monkeypatch):
@@ -144,6 +187,27 @@ def test_it_is_taken_where_hopper_is_named(monkeypatch):
     said = fa.explain(*inputs, causal=True, backend="hopper")
     assert said.tiles["hopper_bwd"] == Backward(16, 2) and "one_pass" not in said.tiles
     assert "one_pass" in fa.explain(*inputs, backend="triton").tiles
+
+
+@pytest.mark.parametrize("name", ["hopper_bwd", "hopper_ordered"])
+def test_a_benchmark_and_tune_take_it_alone(name, monkeypatch):
+    """As `bench/providers.py` and the process of `fusedattn tune` have it: by its form, and right."""
+    emulate(monkeypatch)
+    launched, run_kernel = [], run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
+    with providers.by_way_back(name, Backward(16, 3)):
+        out = fa.attention(*inputs, backend="hopper")
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+        assert run.form_on_hopper(name, out) == Backward(16, 3)
+    assert name in launched
+    form = Backward(16, 2)
+    candidate = tuned.Candidate(name, "bfloat16", 64, "plain", form)
+    monkeypatch.setattr(child, "TIMES", 2)
+    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
+        assert backend == "hopper"
+        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
+    assert found.status == tuned.PASSED, found.why
 
 
 def test_what_the_copy_engine_cannot_read_another_kernel_takes(monkeypatch):

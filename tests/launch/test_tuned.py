@@ -13,7 +13,8 @@ import triton
 
 import fusedattn as fa
 from fusedattn import backends
-from fusedattn.launch import backward, run, tiles as table, tuned
+from fusedattn.call.form import asking
+from fusedattn.launch import backward, failures, run, tiles as table, tuned
 from fusedattn.launch.tuned import NOTHING, Candidate, choose
 from fusedattn.replay import cache
 
@@ -24,7 +25,7 @@ from .test_run import call
 GPU = torch.device("cuda", 0)
 ABOUT = dict(gpu="NVIDIA H200", capability="9.0", driver="580.1", torch="2.13.0", triton="3.7.1", fusedattn="1+abc")
 FIRST, SECOND, THIRD = (table.Tile(rows, 64, 4, stages) for rows, stages in ((128, 2), (64, 2), (64, 3)))
-GRID = table.HOPPER[128][2]
+GRID, WAY_BACK = table.HOPPER[128][2], table.HOPPER_BACKWARD[128][0]
 
 
 def forward(form, dtype="bfloat16", width=128, status=tuned.PASSED, **ms):
@@ -77,15 +78,37 @@ def test_the_fastest_that_passed_is_first_and_what_failed_is_not_taken():
     assert chosen.tiles(place, spilling) == (THIRD, SECOND, spilling[1]), "whatever it may spill, it is the one"
     for other in (("forward", "float16", 128, "plain"), ("forward", "bfloat16", 128, "rich")):
         assert chosen.tiles(other, spilling) == spilling
-    assert chosen.on_hopper == {("bfloat16", 128, True)}, "it is slower where nothing is hidden"
+    assert chosen.faster == {("hopper", "bfloat16", 128, True)}, "it is slower where nothing is hidden"
     assert chosen.two_passes == {("bfloat16", 128, "plain")}
-    assert chosen.pipeline("bfloat16", 128) == GRID and chosen.pipeline("bfloat16", 64) == table.HOPPER[64][0]
+    assert chosen.on_hopper("hopper", "bfloat16", 128) == GRID
+    assert chosen.on_hopper("hopper", "bfloat16", 64) == table.HOPPER[64][0]
+
+
+def backwards(special=1.0, ordered=2.5, one_pass=2.0, two_passes=3.0):
+    """Candidates of a causal backward, by how long each takes."""
+    times = dict(one_pass=one_pass, two_passes=two_passes, hopper_bwd=special, hopper_ordered=ordered)
+    forms = dict(one_pass=FIRST, two_passes=None) | dict.fromkeys(("hopper_bwd", "hopper_ordered"), WAY_BACK)
+    return [Candidate(x, "bfloat16", 128, "plain", forms[x], ms={"causal": ms}) for x, ms in times.items() if ms]
+
+
+def test_a_backward_for_hopper_has_to_be_faster_than_what_calls_would_take():
+    def faster(**times):
+        return {kernel for kernel, *_ in choose(backwards(**times)).faster}
+
+    assert faster() == {"hopper_bwd", "hopper_ordered"}
+    assert faster(special=2.1) == {"hopper_ordered"} and faster(special=2.1, one_pass=None) == {*backward_names()}
+    assert faster(ordered=3.1) == {"hopper_bwd"}, "one pass is no rival of it: its bits differ"
+    assert not faster(one_pass=None, two_passes=None)
+
+
+def backward_names():
+    return [name for name in table.ON_HOPPER if name != "hopper"]
 
 
 def test_what_lacks_a_time_comes_last_and_is_no_faster():
     chosen = choose([forward(FIRST, full=1.0), forward(SECOND, full=2.0, causal=1.0), forward(GRID)])
     assert chosen.right["forward", "bfloat16", 128, "plain"] == (SECOND, FIRST)
-    assert not chosen.on_hopper and not chosen.two_passes
+    assert not chosen.faster and not chosen.two_passes
     assert choose([]) == NOTHING
 
 
@@ -98,9 +121,9 @@ def test_what_does_not_fit_or_is_not_known_is_not_wrong():
 def test_times_are_compared_of_the_same_cases():
     """A second run may have timed other shapes, of some candidates."""
     universal, special = forward(FIRST, long=4.0, mine=1.0), forward(GRID, long=4.5)
-    assert not choose([universal, special]).on_hopper
-    assert choose([universal, forward(GRID, long=3.5)]).on_hopper == {("bfloat16", 128, False)}
-    assert not choose([universal, forward(GRID, other=0.5)]).on_hopper
+    assert not choose([universal, special]).faster
+    assert choose([universal, forward(GRID, long=3.5)]).faster == {("hopper", "bfloat16", 128, False)}
+    assert not choose([universal, forward(GRID, other=0.5)]).faster
 
 
 @pytest.mark.parametrize("error", [PermissionError("not yours"), RuntimeError("no home")], ids=str)
@@ -152,7 +175,7 @@ def test_where_one_pass_is_wrong_two_are_taken_and_where_all_pipelines_are_none_
         *(forward(x, status="wrong") for x in table.HOPPER[128]),
     ]
     chosen = choose(wrong)
-    assert chosen.two_passes == {("float16", 64, "plain")} and chosen.pipeline("bfloat16", 128) is None
+    assert chosen.two_passes == {("float16", 64, "plain")} and chosen.on_hopper("hopper", "bfloat16", 128) is None
 
 
 def test_a_file_of_this_machine_counts(files):
@@ -299,6 +322,24 @@ def test_a_kernel_whose_every_tile_is_wrong_is_refused(chosen):
     chosen([forward(tile, status="wrong") for tile in table.tiles("forward", 90, 2, 128)])
     assert "found no 'forward' that gives right numbers" in str(run.failed(bf16(), ["forward"]))
     assert run.failed(call(), ["forward"]) is None, "of another dtype"
+
+
+@compiled
+def test_a_backward_for_hopper_is_taken_where_it_was_found_faster(chosen, monkeypatch):
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    inputs = [torch.randn(1, 2, 70, 128, dtype=torch.bfloat16) for _ in range(3)]
+    with absent.gpu(90):
+        chosen(backwards())
+        for repeatable, name in ((False, "hopper_bwd"), (True, "hopper_ordered")):
+            with asking(deterministic=repeatable):
+                found = fa.explain(*inputs, causal=True)
+                assert found.backend == "triton" and found.tiles[name] == WAY_BACK and "dkdv" not in found.tiles
+                for options in (dict(causal=True, backend="triton"), dict(window=(4, 0)), {}):
+                    assert name not in fa.explain(*inputs, **options).tiles, options
+        monkeypatch.setattr(failures, "known", lambda kind: "it does not load" if kind[0] == "hopper_bwd" else None)
+        assert "one_pass" in fa.explain(*inputs, causal=True).tiles
+        chosen([x._replace(status="wrong") for x in backwards() if x.kernel == "hopper_bwd"])
+        assert "one_pass" in fa.explain(*inputs, causal=True, backend="hopper").tiles
 
 
 @compiled

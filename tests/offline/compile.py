@@ -133,7 +133,7 @@ def _faults_on_hopper(row, report, lengths):
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
-    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if row.kernel == "hopper_bwd" else set())
+    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if row.kernel != "hopper" else set())
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
     if len(report.loops) != groups:
@@ -165,6 +165,8 @@ def _hopper_table():
         yield Row("hopper_bwd", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}[width]:
             yield Row("hopper_bwd", 90, "bf16", dim, "full", *first)
+        for variant in ("full", "causal"):
+            yield Row("hopper_ordered", 90, "bf16", width, variant, *first)
 
 
 def _packed_table(capability):

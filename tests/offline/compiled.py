@@ -34,7 +34,8 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",
 }
 
-ON_HOPPER = "hopper", "hopper_bwd"  # kernels in Gluon
+ON_HOPPER = tuple(tile_table.ON_HOPPER)  # kernels in Gluon
+ONE_PASS = "one_pass", "postprocess", "hopper_bwd", "hopper_ordered"
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
 
@@ -175,8 +176,7 @@ def _everything_but_a_gpu(kernels, row, keep):
             absent.target(row.capability),
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
-            mock.patch.object(launch, "pipeline", lambda call: row.tile),
-            mock.patch.object(launch, "hopper_backward", lambda call: row.tile),
+            mock.patch.object(launch, "form_on_hopper", lambda name, call: row.tile),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
             triton.knobs.cache.scope(),
@@ -205,16 +205,17 @@ def _call(row, heads):
     moves = row.kernel in ("tangent", "tangent_p")
     need_weights = row.kernel in ("weights", "tangent_p") or everything
     backend = "hopper" if row.kernel in ON_HOPPER else "triton"
-    of_forward = "triton" if row.kernel == "hopper_bwd" else backend
+    of_forward = "hopper" if row.kernel == "hopper" else "triton"
     out, _, weights, stats = attention._forward(*call, True, need_weights, True, of_forward)
     if moves:
         given = [None if x is None else torch.empty_like(x) for x in call[:DIFFERENTIABLE]]
         tangent._tangent(*given, out, stats, *call, need_weights, "triton")
     elif row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
-        if one_pass := row.kernel in ("one_pass", "postprocess", "hopper_bwd"):
+        if row.kernel in ONE_PASS:
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
-        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: not one_pass):
+        repeatable = row.kernel not in ONE_PASS or row.kernel == "hopper_ordered"
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
             backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
 
 

@@ -46,7 +46,7 @@ def _row(row, report):
     mix = sass.mix(report.loop)
     wide = width.fn(row.dim)
     # A warp that is not in the loop, or the copy engine, copies what those in it walk.
-    walked = row.tile.rows if row.kernel in ("dkdv", "one_pass", "hopper_bwd") else row.tile.keys
+    walked = row.tile.rows if row.kernel in ("dkdv", "one_pass", "hopper_bwd", "hopper_ordered") else row.tile.keys
     by_others = row.warps > row.turning or getattr(row.tile, "tma", False)
     copied = 2 * walked * wide * DTYPES[row.dtype].itemsize if by_others else 0
     found = bounds.bound(report.loop, row.capability, row.turning, row.dim / wide, copied)

@@ -2,7 +2,7 @@
 
 A load reads global memory when it begins, and arrives as late as it may: when its mbarrier is waited for. Until then
 its place is NaN. A store writes global memory when it begins; nobody may write what it reads until its group is waited
-for. A wait for its reads counts as one for its writes too.
+for. What it adds is added as late as it may be: when its group is waited for, and not only for what that reads.
 """
 
 import numpy as np
@@ -32,12 +32,20 @@ def elements(of, coordinates):
     return ((place >= 0) & (place < of.shape)).all(1), of.base + (place * of.strides).sum(1) * of.itemsize
 
 
+def _adds(allocation, places, data):
+    def add():
+        allocation.view(F32)[places] += data.view(F32)
+
+    return add
+
+
 class Boxes(GlobalMemory, Mbarriers):
     """The stores in flight, and how many groups of them each lane has committed."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.stores, self.stored = [], np.zeros(self.L, S64)
+        self.additions = []  # (lane, how many groups it had committed, what adds)
 
     def boxes(self, m, descriptor, coordinates, pointer, offset, line):
         """(lane, TensorMap, which elements are inside, addresses, places in `smem`) of the box of each active lane."""
@@ -91,7 +99,7 @@ class Boxes(GlobalMemory, Mbarriers):
             elif of.kind == FLOAT32:
                 bad = allocation.unwritten(places, of.itemsize)
                 self.complain("uninitialised", bad, allocation, places, "was written by nobody", line)
-                allocation.view(F32)[places // of.itemsize] += data.view(F32)
+                self.additions.append((lane, self.stored[lane], _adds(allocation, places // of.itemsize, data.copy())))
             else:
                 raise NotImplementedError(f"line {line}: adds elements of type {of.kind}")
 
@@ -103,8 +111,23 @@ class Boxes(GlobalMemory, Mbarriers):
         """cp.async.bulk.commit_group."""
         self.stored += 1 if m is None else m
 
+    def add_up(self, m=None, limit=None):
+        """Add what groups below a limit are to add, for some lanes; by default all that is left."""
+        left = []
+        for lane, group, adds in self.additions:
+            if limit is None or (group < limit[lane] and (m is None or m[lane])):
+                adds()
+            else:
+                left.append((lane, group, adds))
+        self.additions = left
+
     def bulk_wait(self, m, count):
         """cp.async.bulk.wait_group: all but the last `count` groups end."""
+        self.add_up(m, self.stored - count)
+        self.bulk_wait_read(m, count)
+
+    def bulk_wait_read(self, m, count):
+        """cp.async.bulk.wait_group.read: all but the last `count` groups have read what they store."""
         done, self.stores = waited(self.stores, self.stored - count, m)
         for pieces in done:
             self.release(self.gwarp[pieces.lane], pieces.at, 16)

@@ -87,17 +87,17 @@ def _packed_far(far, backend):
 @contextlib.contextmanager
 def other_tiles(number):
     """Kernels take not the first of their tiles or pipelines, but another, or else the last."""
-    candidates, pipeline = run.candidates, run.pipeline
+    candidates, form = run.candidates, run.form_on_hopper
 
     def others(name, call):
         found = candidates(name, call)
         return found[min(number, len(found) - 1) :]
 
-    def other(call):
-        row = next(row for row in tiles.HOPPER.values() if pipeline(call) in row)
-        return row[min(number, len(row) - 1)]
+    def other(name, call):
+        row = next((row for row in tiles.ON_HOPPER[name].values() if form(name, call) in row), None)
+        return row and row[min(number, len(row) - 1)]
 
-    with mock.patch.object(run, "candidates", others), mock.patch.object(run, "pipeline", other):
+    with mock.patch.object(run, "candidates", others), mock.patch.object(run, "form_on_hopper", other):
         yield
 
 
@@ -217,15 +217,15 @@ def taken(entry, capability, tile=0):
     found = set()
 
     def note(name, call, tile):
-        found.add(Taken(name, call.query.dtype.itemsize, max(64, run.widest(call)), tile))
+        if tile is not None:
+            found.add(Taken(name, call.query.dtype.itemsize, max(64, run.widest(call)), tile))
         return tile
 
     with other_tiles(tile), gpu(capability) as device:
-        candidates, pipeline, way_back = run.candidates, run.pipeline, run.hopper_backward
+        candidates, form = run.candidates, run.form_on_hopper
         with (
             mock.patch.object(run, "candidates", lambda name, call: [note(name, call, candidates(name, call)[0])]),
-            mock.patch.object(run, "pipeline", lambda call: note("hopper", call, pipeline(call))),
-            mock.patch.object(run, "hopper_backward", lambda call: note("hopper_bwd", call, way_back(call))),
+            mock.patch.object(run, "form_on_hopper", lambda name, call: note(name, call, form(name, call))),
             mock.patch.object(run, "run_kernel", lambda *given, **options: None),
             mock.patch.object(cache, "learn", lambda *call: None),  # there is no launch to record
         ):

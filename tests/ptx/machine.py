@@ -1,6 +1,7 @@
 """The machine: executes a Program, each instruction on all lanes that have come to it.
 
-Lanes that part go on as groups. The group that is furthest behind in the code goes first; groups that meet become one.
+Lanes that part go on as groups. The group that is furthest behind in the code goes first, and one
+that loads a number until it is another last; groups that meet become one.
 There is no time: whatever is asynchronous arrives as late as the program allows. `setmaxnreg` does nothing.
 """
 
@@ -32,6 +33,7 @@ class Machine(Copies, Products, Boxes):
         super().__init__(*launch)
         self.ready, self.arrived = {0: None}, []  # {block of instructions: mask of the lanes that are there}, [Arrived]
         self.most_steps = 1 << 20
+        self.polled = dict.fromkeys(self.program.polls, 0)  # when a block was last done
 
     def run(self):
         """Execute the program from its first block of instructions until all lanes have ended, in so many steps."""
@@ -41,7 +43,7 @@ class Machine(Copies, Products, Boxes):
                 if not self.ready:
                     self.finish()
                     return steps
-                at = min(self.ready)
+                at = self.next(steps)
                 m = self.ready.pop(at)
                 found = self.program.function(at, m is not None)(self, self.R, m)
                 if isinstance(found, int):
@@ -49,6 +51,13 @@ class Machine(Copies, Products, Boxes):
                 else:
                     getattr(self, "at_" + found[0])(m, *found[1:])
         raise Fault(f"after {self.most_steps} blocks of instructions it has not ended")
+
+    def next(self, step):
+        """The block of instructions that goes on: the first, or, where all wait for numbers, who has waited longest."""
+        at = min(self.ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(self.ready)
+        if at in self.program.polls:
+            self.polled[at] = step
+        return at
 
     def enter(self, at, m):
         """Lanes go on at a block of instructions; -1 is the end."""
@@ -59,7 +68,8 @@ class Machine(Copies, Products, Boxes):
         self.ready[at] = None if m is None or m.all() else m
 
     def finish(self):
-        """No lane can go on: none may wait, and nothing asynchronous may still run."""
+        """No lane can go on: none may wait, and nothing asynchronous may still run but additions to global memory."""
+        self.add_up()
         waiting = [(each.mask, f"barrier {each.number}, line {each.line}") for each in self.arrived]
         waiting += [(m, f"an mbarrier, line {line}") for _, m, line in self.sleepers]
         if waiting:

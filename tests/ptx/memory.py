@@ -222,3 +222,17 @@ class GlobalMemory(Lanes):
         self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
         self.complain("astray", allocation.astray(at, n * size), allocation, at, "is of no element", line)
         np.add.at(allocation.view(dtype), at // size + np.arange(n)[:, None], np.stack(values)[:, lanes])
+
+    def take_global(self, m, pointer, offset, value, line):
+        """atom.global.add of one u32: what was there before, (L,)."""
+        allocation, at = self.global_at(m, pointer, offset, 4, line)
+        self.complain("uninitialised", allocation.unwritten(at, 4), allocation, at, "was written by nobody", line)
+        self.complain("astray", allocation.astray(at, 4), allocation, at, "is of no element", line)
+        there, found = allocation.view(np.uint32), []
+        for place, more in zip(at // 4, self.full(value)[self.lanes(m)], strict=True):
+            found.append(there[place])
+            there[place] += more
+        return self.spread(m, np.array([found], np.uint32))[0]
+
+    def fence_global(self, m):
+        """fence.acq_rel.gpu, fence.proxy.async.global."""

@@ -26,6 +26,7 @@ class Program:
         kernel: as it was parsed. params: {name: Param}. blocks: lists of instructions.
         index, width, home: by register: its place in R, by place: its bits, the dtype in which it is kept.
         labels: {label: number of a block}. tables: {name of a branch table: labels}.
+        polls: blocks that load a volatile number until it is another.
         used: registers that an instruction reads.
         grain: bytes of the smallest access to shared memory.
     """
@@ -42,6 +43,11 @@ class Program:
         self.home = [UNSIGNED[width] for width in self.width]
         self.home = self._elected()
         self._functions = {}
+        self.polls = set(filter(self._waits, range(len(self.blocks))))
+
+    def _waits(self, block):
+        volatile = any(".volatile" in each.op for each in self.blocks[block])
+        return volatile and any(each.op == "bra" and self.labels[each.args[0]] == block for each in self.blocks[block])
 
     def _elected(self):
         """For each register the dtype that most of its reads and writes want, so that few are views."""

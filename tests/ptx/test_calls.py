@@ -36,10 +36,8 @@ def _first(capability):
             for tile in tiles.tiles(kernel, capability, itemsize, width, load, narrow)[:1]:
                 yield calls.Taken(kernel, itemsize, width, tile)
     if capability == HOPPER:
-        for width, pipelines in tiles.HOPPER.items():
-            yield calls.Taken("hopper", 2, width, pipelines[0])
-        for width, forms in tiles.HOPPER_BACKWARD.items():
-            yield calls.Taken("hopper_bwd", 2, width, forms[0])
+        for kernel, rows in tiles.ON_HOPPER.items():
+            yield from (calls.Taken(kernel, 2, width, forms[0]) for width, forms in rows.items())
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -1,6 +1,6 @@
 """The programs of a launch run one by one, in another order: what several add to is as right, and all else the same.
 
-No kernel waits for another program of its launch, so that it ends in any order.
+Only Hopper's ordered backward waits for other programs, those that have begun before, so that it ends in any order too.
 """
 
 import functools
@@ -55,6 +55,8 @@ FIRST, *REST = (
         ("plain D64, two passes", 80),
         ("bias of rows", 80),
         ("hopper one row", 90),
+        ("hopper window, two passes", 90),
+        ("hopper causal D128, two passes", 90),
     )
 )
 
@@ -63,3 +65,13 @@ FIRST, *REST = (
 def test_what_nobody_else_adds_to_has_the_same_bits(name, capability):
     numbered, *others = executed(name, capability)
     assert not differ(numbered, others)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name, ordered", [("hopper long", False), ("hopper long, two passes", True)])
+def test_sums_for_which_programs_take_turns_have_the_same_bits(name, ordered):
+    """One program at a time in the order of numbers and in another, and all of them at once."""
+    found = [execute(ENTRIES[name], 90, order=order) for order in (None, *ORDERS)]
+    found.append(calls.execute(ENTRIES[name], 90))
+    assert not any(outcome.wrong() for outcome in found)
+    assert differ(found[0], found[1:]) == (set() if ordered else {"query"})

@@ -20,7 +20,12 @@ from . import children, plan
 
 MINUTES, QUICK_MINUTES = 5.0, 1.0
 # What is proved and timed together, one after the other.
-STEPS = (("forward", "hopper"), ("dq", "dkdv", "one_pass"), ("two_passes",), tuned.OF_PEERS)
+STEPS = (
+    ("forward", "hopper"),
+    ("dq", "dkdv", "one_pass", "hopper_bwd", "hopper_ordered"),
+    ("two_passes",),
+    tuned.OF_PEERS,
+)
 JOBS = 8  # processes that prove; each compiles, which keeps a core busy
 
 
@@ -97,6 +102,8 @@ def named(candidate: Candidate) -> str:
     size = "" if form is None else f" {form.rows}x{form.keys}"
     if isinstance(form, tuned.Tile):
         size += f" w{form.warps} s{form.stages}" + " bulk" * form.bulk + " tma" * form.tma
+    elif isinstance(form, tuned.Backward):
+        size += f" s{form.stages}"
     elif form is not None:
         size += f" s{form.stages}" + " grid" * (not form.persistent) + " ping-pong" * form.ping_pong
     return f"{candidate.kernel}{size}, {candidate.dtype} {candidate.width} {candidate.load}"
@@ -220,7 +227,8 @@ def _show(screen: Screen, known: Sequence[Candidate], file: Path) -> None:
 
 def _beside(known: Sequence[Candidate]) -> Iterator[list]:
     """Of each case that both were timed on a row of our best time, of that of PyTorch's backends, and their ratio."""
-    ours = dict(forward="forward", hopper="forward", one_pass="backward", two_passes="backward")
+    ours = dict.fromkeys(("forward", "hopper"), "forward")
+    ours |= dict.fromkeys(("one_pass", "two_passes", "hopper_bwd", "hopper_ordered"), "backward")
     timed: dict[tuple, dict[str, tuple[float, str]]] = {}
     for x in (x for x in known if x.status == PASSED):
         peer, _, mode = x.kernel.partition(" ")

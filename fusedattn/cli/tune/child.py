@@ -16,6 +16,7 @@ import torch
 from ... import attention, reference
 from ...bench import cases as bench_cases, engine, timing
 from ...bench.calls import Unsupported
+from ...call.form import asking
 from ...launch import failures, tiles, tuned
 from ...launch.tuned import PASSED, UNFIT, UNKNOWN, Candidate, Choices
 from ...replay import cache
@@ -25,7 +26,7 @@ from ...testing.tolerance import Verdict, verdicts
 
 # What a kernel is judged by, and which gradients it is timed on: of query, key and value.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
-RESULTS |= dict.fromkeys(("one_pass", "two_passes"), ("query", "key", "value"))
+RESULTS |= dict.fromkeys(("one_pass", "two_passes", "hopper_bwd", "hopper_ordered"), ("query", "key", "value"))
 BUDGET_MS = 60.0
 # Named cases are of few rows, for an interpreter: with so many times as many there are more blocks than stages.
 TIMES = 11
@@ -80,7 +81,8 @@ def asked(candidate: Candidate, known: Choices, device: str):
     cache.forget()
     try:
         with mock.patch.object(run, "run_kernel", noted):
-            yield "hopper" if kernel == "hopper" else "triton", launched
+            with asking(deterministic=kernel == "hopper_ordered"):
+                yield "hopper" if kernel in tiles.ON_HOPPER else "triton", launched
     finally:
         tuned.ask(None)
         cache.forget()
@@ -91,7 +93,7 @@ def takes(candidate: Candidate, launched: Collection[tuple]) -> bool:
     names = {name for name, *_ in launched}
     if candidate.kernel in tuned.KERNELS:
         return (candidate.kernel, *candidate.form[:4]) in launched  # type: ignore[index]
-    return {"hopper"} <= names if candidate.kernel == "hopper" else {"dq", "dkdv"} <= names
+    return candidate.kernel in names if candidate.kernel in tiles.ON_HOPPER else {"dq", "dkdv"} <= names
 
 
 def judged(case: Case, names: Collection[str], backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:
@@ -125,7 +127,7 @@ def prove(candidate: Candidate, backend: str, device: str, at, launched: set, fe
         try:
             found = judged(sized, names, backend, device, dtype)
         except NotImplementedError as refused:
-            if candidate.kernel == "hopper":
+            if candidate.kernel in tiles.ON_HOPPER:
                 continue  # it takes some of the named cases
             return candidate._replace(status=UNFIT if "OutOfResources" in str(refused) else "fails", why=str(refused))
         if not takes(candidate, launched):

@@ -28,8 +28,10 @@ def candidates(
             if kernel in tuned.KERNELS:
                 usable = kernel != "one_pass" or width <= tiles.ONE_PASS
                 forms = tiles.candidates(kernel, capability, itemsize, width, load) if usable else ()
-            elif kernel == "hopper":
-                forms = tiles.HOPPER[width] if (capability, itemsize, load) == (90, 2, "plain") else ()
+            elif kernel in tiles.ON_HOPPER:
+                forms = (
+                    tiles.ON_HOPPER[kernel].get(width, ()) if (capability, itemsize, load) == (90, 2, "plain") else ()
+                )
             group += [Candidate(kernel, dtype, width, load, form and tiles.same(form), WAITING) for form in forms]
         yield group
 

@@ -12,11 +12,13 @@ GROUPS = {  # the method of the machine
     "cp.async.wait_group": "cp_wait",
     "cp.async.bulk.commit_group": "bulk_commit",
     "cp.async.bulk.wait_group": "bulk_wait",
-    "cp.async.bulk.wait_group.read": "bulk_wait",  # which need not wait for what is written
+    "cp.async.bulk.wait_group.read": "bulk_wait_read",
     "wgmma.fence.sync.aligned": "wgmma_fence",
     "wgmma.commit_group.sync.aligned": "wgmma_commit",
     "fence.proxy.async": "fence_async",
     "fence.proxy.async.shared::cta": "fence_async",
+    "fence.proxy.async.global": "fence_global",
+    "fence.acq_rel.gpu": "fence_global",
 }
 _BOX = re.compile(r"\[\s*([%\w]+)\s*,\s*\{([^}]*)\}\s*\]$")
 

@@ -52,8 +52,12 @@ def add(e, op, operand, values):
     e.line(e.call("add_global", *e.pointer(operand), dtype.__name__, e.arrays(_vector(e, op, values), dtype)))
 
 
-@instruction("atom.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed add {' '.join(VECTORS)}")
+@instruction("atom.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed release acq_rel add {' '.join(VECTORS)}")
 def atom(e, op, results, operand, values):
-    """An addition whose result nobody reads: the machine does not say what was there before."""
-    e.require(e.program.used.isdisjoint(vector(results)))
-    add(e, op, operand, values)
+    """An addition; of integers it may be read what was there before."""
+    if e.program.used.isdisjoint(vector(results)):
+        add(e, op, operand, values)
+        return
+    e.require("add" in op.words and op.kind == "u32")
+    source = e.call("take_global", *e.pointer(operand), e.read(values, TYPES[op.kind]))
+    e.write(results, source, TYPES[op.kind], vote=False)
