@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..private import constant
 from ..call.form import Call
+from ..private import constant
 from . import tiles
 from .tiles import ONE_PASS, Backward, Pipeline, Tile, row_width, same
 
@@ -76,9 +76,9 @@ class Candidate(NamedTuple):
 class Choices(NamedTuple):
     """What the candidates of a file choose; without any, nothing. Places are those of `Candidate`.
 
-    right, wrong: {place: forms}, the fastest first. faster: (kernel for Hopper, dtype, width, causal) of plain calls for
-    which it is faster than those for every GPU. two_passes: (dtype, width, load) of calls whose backward is faster in two passes,
-    or right in these alone.
+    right, wrong: {place: forms}, the fastest first. faster: (kernel for Hopper, dtype, width, causal) of plain calls
+    for which it is faster than those for every GPU. two_passes: (dtype, width, load) of calls whose backward is faster
+    in two passes, or right in these alone.
     """
 
     right: Mapping[tuple, tuple]
