@@ -112,9 +112,9 @@ class Boxes(GlobalMemory, Mbarriers):
         self.stored += 1 if m is None else m
 
     def add_up(self, m=None, limit=None):
-        """Add what groups below a limit are to add, for some lanes; by default all that is left."""
+        """Add what groups below a limit are to add, for some lanes; by default all that is left, the last first."""
         left = []
-        for lane, group, adds in self.additions:
+        for lane, group, adds in self.additions if limit is not None else reversed(self.additions):
             if limit is None or (group < limit[lane] and (m is None or m[lane])):
                 adds()
             else:

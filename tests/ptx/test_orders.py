@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from ..sample import matrix
 from . import calls
 from .cases import ENTRIES
+from .test_planted import planted
 
 ORDERS = (0,)  # their seeds
 # By one program at a time: those that run at once come to most of their additions together, whatever their order.
@@ -67,11 +68,32 @@ def test_what_nobody_else_adds_to_has_the_same_bits(name, capability):
     assert not differ(numbered, others)
 
 
+def one_by_one_and_all_at_once(name):
+    """The results that differ between programs of Hopper's backward one at a time, and all of them at once."""
+    numbered, *others = executed(name, 90)
+    others.append(calls.execute(ENTRIES[name], 90))
+    assert not others[-1].wrong()
+    return differ(numbered, others)
+
+
+TURNS = "hopper long, two passes"
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("name, ordered", [("hopper long", False), ("hopper long, two passes", True)])
-def test_sums_for_which_programs_take_turns_have_the_same_bits(name, ordered):
-    """One program at a time in the order of numbers and in another, and all of them at once."""
-    found = [execute(ENTRIES[name], 90, order=order) for order in (None, *ORDERS)]
-    found.append(calls.execute(ENTRIES[name], 90))
-    assert not any(outcome.wrong() for outcome in found)
-    assert differ(found[0], found[1:]) == (set() if ordered else {"query"})
+def test_sums_for_which_programs_take_turns_have_the_same_bits():
+    assert not one_by_one_and_all_at_once(TURNS)
+
+
+@pytest.mark.parametrize(
+    "file, text, becomes",
+    [
+        pytest.param("hopper/backward.py", "            turns.wait(counter, turn)\n", "", id="no_turns"),
+        pytest.param(
+            "hopper/turns.py", "cp.async.bulk.wait_group 0", "cp.async.bulk.wait_group.read 0", id="read_alone"
+        ),
+    ],
+)
+@pytest.mark.matrix
+def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
+    with planted(file, text, becomes):
+        assert one_by_one_and_all_at_once(TURNS) == {"query"}

@@ -25,7 +25,7 @@ from .cases import ENTRIES
 from .report import Fault
 
 SPAN, TILES, SCORES = (f"vocabulary/{name}.py" for name in ("span", "tiles", "scores"))
-RING, HOPPER = "hopper/ring.py", "hopper/forward.py"
+RING, HOPPER, WAY_BACK = "hopper/ring.py", "hopper/forward.py", "hopper/backward.py"
 PLAIN, LONG, ONE_ROW, MANY = "plain D64", "hopper long", "hopper one row", "hopper many blocks a program"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
@@ -64,6 +64,8 @@ UNSEEN = (
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
     ("other rows of q", HOPPER, "Q, plane, first + g * ROWS)", "Q, plane, first + g * 16)", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", LONG, 90),
+    ("the other half of dq", WAY_BACK, "slice(g * PART, PART", "slice((1 - g) * PART, PART", "hopper causal D128", 90),
+    ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
 if copies.LATER_UNFENCED.value:  # by a later Triton this is no mistake
