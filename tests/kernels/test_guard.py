@@ -75,7 +75,7 @@ DENSE = [
     Case("rows of a bias", B=2, bias="rows", dtype=torch.float64, Sq=19),
     Case("a bias of each head", B=2, bias="one a head", causal=True),
 ]
-DENSE = [*DENSE, *(case._replace(Sq=min(case.Sq, 40), Sk=min(case.Sk, 40)) for case in cases.COVERING[::4])]
+DENSE = [*DENSE, *(case._replace(Sq=min(case.Sq, 40), Sk=min(case.Sk, 40)) for case in cases.COVERING[::8])]
 DENSE = one_in(6, named([DENSE[2], DENSE[0], DENSE[1], *DENSE[4:8], DENSE[3], *DENSE[8:]]))
 
 

@@ -59,7 +59,7 @@ def test_an_option_alone_naively(number, name):
     run(Case(name, dtype=torch.float32)._replace(**ALONE.get(name, {})), number + 1, "cpu", "naive")
 
 
-@pytest.mark.parametrize(("number", "case"), PACKED_FEW + sample.matrix(*PACKED_TOGETHER[::9]))
+@pytest.mark.parametrize(("number", "case"), PACKED_FEW + sample.matrix(*PACKED_TOGETHER[::18]))
 def test_options_together(number, case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)

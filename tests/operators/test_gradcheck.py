@@ -11,7 +11,7 @@ from .. import cases, sample
 SMALL = dict(Sq=5, Sk=6, D=3, Dv=2)
 FEW = cases.covering(6, cases.OPTIONS)
 ALONE = [cases.Case(name)._replace(**fields) for name, fields in cases.FEATURES.items()]
-TWICE = sample.named(FEW[::2]) + sample.matrix(*sample.named(FEW[1::2]))
+TWICE = sample.named(FEW[::4]) + sample.matrix(*sample.named(FEW[2::4]))
 CASES = sample.named(FEW) + sample.matrix(*sample.named([*ALONE, *cases.TRIPLES[::4]]))
 
 

@@ -42,6 +42,8 @@ def test_parts_make_the_whole(name, cut, backend):
     options, learned, hidden = CASES[name]
     if backend == "cpu" and {"softcap", "dropout_p", "alibi_slopes"} & {*options, *learned}:
         pytest.skip("the backend cpu does not take it")
+    if backend == "triton" and cut == "one" and name != "full":
+        pytest.skip("the interpreter takes its time")
     rows, cuts = CUTS[cut]
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, None)):
         if dtype == torch.float32 and backend == "triton" and cut != "odd":

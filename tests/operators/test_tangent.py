@@ -78,14 +78,14 @@ def _hold_packed(case, number, device, backend):
     _held(compare(got, tensors, options, moved, lambda function: by_sequence(function, rows, keys)))
 
 
-@pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::9]))
+@pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::18]))
 def test_tangents_of_packed_sequences(number, case, device):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
     _hold_packed(case, number, device, "triton")
 
 
-@pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::9]))
+@pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::18]))
 def test_tangents_of_packed_sequences_on_a_cpu(number, case):
     _hold_packed(case, number + 1, "cpu", None)
 

@@ -88,7 +88,7 @@ def _close(got, want):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=2e-5 * float(b.abs().max()) + 1e-6)
 
 
-@pytest.mark.parametrize(("transform", "name"), product(TRANSFORMS, OPTIONS)[::3])
+@pytest.mark.parametrize(("transform", "name"), product(TRANSFORMS, OPTIONS)[::5])
 def test_transforms(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     got = TRANSFORMS[transform](_total(backend, options, torch.float32), *inputs)
@@ -144,7 +144,7 @@ def test_mapped_second_derivatives_have_the_dropout_of_their_call(second, backen
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::7])
+@pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::11])
 def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device, fresh):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)

@@ -15,7 +15,7 @@ from .handwritten import execute
 from .report import Fault
 from .test_planted import planted
 
-PART = 8  # of the calls that `python -m tests.ptx.guard` executes
+PART = 5  # of the calls that `python -m tests.ptx.guard` executes
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
