@@ -55,6 +55,11 @@ def check_input(
     check_fits(name, tensor, layer)
 
 
+def _size(tensor: Tensor, dim: int, name: str) -> int | str:
+    """What `check_input` is to find beside a tensor: a size, or any where sequences have their own."""
+    return name if tensor.layout == torch.jagged else tensor.shape[dim]
+
+
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     """Raise unless a tensor has the dtype and the device of a layer's weight.
 
@@ -183,8 +188,9 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         check_input("query", query, ("batch", "length", self.embed_dim), self.q_proj, jagged=True)
-        check_input("key", key, ("batch", "length", self.kdim), self.k_proj, jagged=True)
-        check_input("value", value, ("batch", "length", self.vdim), self.v_proj, jagged=True)
+        check_input("key", key, (_size(query, 0, "batch"), "length", self.kdim), self.k_proj, jagged=True)
+        sizes = _size(query, 0, "batch"), _size(key, 1, "length"), self.vdim
+        check_input("value", value, sizes, self.v_proj, jagged=True)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)

@@ -150,6 +150,13 @@ def test_self_attention_is_one_head_without_output_projection():
     ("name", "error", "make"),
     [
         ("embed_dim", ValueError, lambda: fa.MultiHeadAttention(0, 1)),
+        ("dtype", TypeError, lambda: fa.MultiHeadAttention(8, 2, dtype=torch.int32)),
+        ("key", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.zeros(1, 3, 8), torch.zeros(2, 3, 8))),
+        (
+            "value",
+            ValueError,
+            lambda: fa.MultiHeadAttention(8, 2)(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), torch.zeros(1, 2, 8)),
+        ),
         ("embed_dim", TypeError, lambda: fa.MultiHeadAttention(8.0, 1)),
         ("num_heads", ValueError, lambda: fa.MultiHeadAttention(8, 3)),
         ("num_kv_heads", ValueError, lambda: fa.MultiHeadAttention(8, 4, num_kv_heads=3)),

@@ -137,7 +137,7 @@ def _number(kind: Callable[[str], Any], expected: str, right: Callable[[Any], bo
 
 
 _positive = _number(int, "1 or more", lambda number: 1 <= number < 2**31)
-_minutes = _number(float, "more than 0", lambda number: 0 < number < float("inf"))
+_minutes = _number(float, "a finite number above 0", lambda number: 0 < number < float("inf"))
 _seed = _number(int, "an int of 64 bits", lambda number: -(2**63) <= number < 2**63)
 
 

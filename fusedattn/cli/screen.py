@@ -55,11 +55,13 @@ class Screen:
             from rich.console import Console
 
             # Not a terminal: a log, where tables may be as wide as they are.
-            self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+            width = None if sys.stdout.isatty() else 140
+            # A user's text is shown as it is: in it [bold] and :smile: are no commands.
+            self.console = Console(highlight=False, markup=False, emoji=False, width=width)
 
     def say(self, text: str = "", style: str | None = None) -> None:
         if self.console:
-            self.console.print(text, style=style, markup=False)
+            self.console.print(text, style=style)
         elif not self.only_json:
             print(text)
 
@@ -112,9 +114,10 @@ class Screen:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        first, last = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
+        columns = first, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), last
         console = Console(stderr=True)
-        shown = Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=not keep)
+        shown = Progress(*columns, console=console, transient=not keep)
         with shown if console.is_terminal else contextlib.nullcontext():
             task = shown.add_task(title, total=total, note="")
             yield lambda note="": shown.update(task, advance=1, note=note)

@@ -311,7 +311,7 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     for some in sequences(call):
         made, rows = padded(some)
         results.append(packed(rows, *_run(made, need_lse, need_weights)))
-    out, lse, weights = results[0] if len(results) == 1 else joined(results, call.max_seqlen_k)
+    out, lse, weights = joined(results, call.max_seqlen_k)
     return arrange(out, call.query), lse, weights
 
 

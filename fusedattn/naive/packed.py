@@ -119,10 +119,12 @@ def _part(call, rows, keys, lengths, first, last):
 
 def joined(results: list[tuple], columns: int | None) -> tuple:
     """(output, lse or None, weights or None) of a packed call from those of its parts; of so many columns."""
+
+    def join(parts):
+        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)
+
     outs, lses, weights = zip(*results, strict=True)
-    pad = torch.nn.functional.pad
-    return (
-        torch.cat(outs, 2),
-        None if lses[0] is None else torch.cat(lses, 2),
-        None if weights[0] is None else torch.cat([pad(x, (0, (columns or 0) - x.shape[3])) for x in weights], 2),
-    )
+    if weights[0] is not None:
+        assert columns is not None
+        weights = tuple(torch.nn.functional.pad(x, (0, columns - x.shape[3])) for x in weights)
+    return join(outs), join(lses), join(weights)

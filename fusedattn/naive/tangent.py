@@ -315,6 +315,6 @@ def tangent(
         (made, rows), (moved_too, _) = padded(some), padded(other)
         out, *rest = packed(rows, *_tangent(made, moved_too, has, need_weights, NOTHING))
         results.append((out, *rest))
-    t_out, t_lse, weights = results[0] if len(results) == 1 else joined(results, call.max_seqlen_k)
+    t_out, t_lse, weights = joined(results, call.max_seqlen_k)
     t_lse = t_lse.masked_fill(t_lse == float("-inf"), 0.0)  # of rows of no sequence
     return arrange(t_out, call.query), t_lse, weights

@@ -158,6 +158,17 @@ def test_a_backend_is_checked():
         fa.attention_varlen(**call(backend="cuda"))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, dict(softcap=3.0), dict(dropout_p=0.2, seed=1), dict(backend="naive")], ids=str
+)
+def test_weights_have_a_column_for_each_key_that_there_may_be(options):
+    """Whoever takes the call: also where no sequence is as long as it is said to be."""
+    found = fa.attention_varlen(**call(max_seqlen_q=30, max_seqlen_k=40, return_weights=True, **options))[1]
+    assert found.shape == (HQ, TQ, 40) and not found[..., 30:].any()
+    want = fa.reference.attention_varlen(**call(max_seqlen_q=30, max_seqlen_k=40, return_weights=True))[1]
+    assert want.shape == found.shape
+
+
 def test_values_on_a_device_are_not_fetched():
     """Tensors without data have no values: a check that looked would fail."""
     given = {name: x.to("meta") for name, x in call().items()}

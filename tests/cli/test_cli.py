@@ -237,6 +237,15 @@ def test_demo_fails_if_what_was_converted_is_wrong(demo, at_once, monkeypatch, c
     assert status == 1 and {f"an nn.TransformerEncoder, converted, {mode}" for mode in ("eval", "training")} <= wrong
 
 
+def test_a_text_is_shown_as_it_is(capsys):
+    """Also what rich would take for a colour or a picture."""
+    pytest.importorskip("rich")
+    text, shown = "a [bold]word[/b] of [/docs] :smile:", screen.Screen(only_json=False)
+    shown.say(text)
+    shown.table(f"what follows {text!r}", ["", text], [[text, 1]])
+    assert capsys.readouterr().out.count(text) == 4
+
+
 @pytest.mark.parametrize("content, why", [(None, "cannot read"), (b"short", "expected at least")], ids=["no", "short"])
 def test_demo_needs_a_text(content, why, tmp_path, capsys):
     pytest.importorskip("matplotlib")

@@ -1,5 +1,6 @@
 """The picture: the losses during training, and the attention of each head to one sentence."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,7 +31,9 @@ def draw(path: str, points: list[Point], text: Text, sentence: str, maps: Tensor
         top=1.0,
         figure=right,
     )
-    figure.savefig(path, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a byte of the text may have no letter in any font
+        figure.savefig(path, format="png")
 
 
 def _losses(axes, points, frequencies, title):
@@ -50,6 +53,7 @@ def _losses(axes, points, frequencies, title):
         axes.annotate(text, place, (6, 0), textcoords="offset points", color=color, fontsize=10, va="center")
         free = place[1] + half
     axes.set(xlim=(0, steps[-1]), ylim=(bottom, max(TOP, free)), xlabel="step", ylabel="bits per byte", title=title)
+    axes.title.set_parse_math(False)  # the name of a file may have any letters
     for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
         text.set_color(INK)
     axes.locator_params("x", integer=True)
