@@ -46,7 +46,7 @@ def cuda():
 
 def take(taken, monkeypatch):
     """From now on calls take this pipeline."""
-    monkeypatch.setattr(tiles, "HOPPER", dict.fromkeys(HOPPER, (taken,)))
+    monkeypatch.setitem(tiles.ON_HOPPER, "hopper", dict.fromkeys(HOPPER, (taken,)))
     cache.forget()
 
 
@@ -108,6 +108,38 @@ def test_every_pipeline_gives_the_same_bits(causal, width, taken, cuda, monkeypa
         wrong += (attend(*inputs, causal=causal) != first).count_nonzero()
     assert wrong.item() == 0
     torch.testing.assert_close(first, fa.attention(*inputs, causal=causal, backend="triton"), rtol=2e-2, atol=1e-2)
+
+
+def backward(inputs, given, backend="hopper", **options):
+    """The gradients of query, key and value."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(fa.attention(*leaves, backend=backend, **options), leaves, given)
+
+
+@pytest.mark.parametrize("width", HOPPER)
+@pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
+def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison):
+    """In turns, as this file asks for, and in whatever order dq is added; more programs than there is room for."""
+    sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
+    for repeatable in (True, False):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda repeatable=repeatable: repeatable)
+        cache.forget()
+        check(Case("backward", **sizes, dtype=HALF[len(band)], grads="out and lse", **band), cuda)
+
+
+@pytest.mark.parametrize("width", HOPPER)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_backward_in_turns_gives_the_same_bits(causal, width, cuda):
+    heads = timed.WIDTH // width
+    inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
+    given = torch.randn_like(inputs[0])
+    first, wrong = backward(inputs, given, causal=causal), torch.zeros((), dtype=torch.long, device=cuda)
+    for _ in range(100):
+        for again, before in zip(backward(inputs, given, causal=causal), first, strict=True):
+            wrong += (again != before).count_nonzero()
+    assert wrong.item() == 0
+    for one, other in zip(first, backward(inputs, given, "triton", causal=causal), strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))

@@ -106,7 +106,10 @@ CALLS: dict[str, list[Callable]] = {
     # Keys past the end weigh nothing, though a score of 0 would weigh more there than float32 can hold.
     "hopper_bwd": [
         functools.partial(_dense, 700, 300, (700, 600), backend="hopper"),
-        functools.partial(_dense, 70, 105, (100, 100), backend="hopper", spread=8, below=True),
+        *(
+            functools.partial(_dense, 70, keys, (100, 100), backend="hopper", spread=32, below=True)
+            for keys in (105, 97, 41, 33)
+        ),
         *_attended(backend="hopper"),
     ],
 }

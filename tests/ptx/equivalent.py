@@ -15,6 +15,7 @@ OWN_WARP = "each warp reads what it wrote itself, and a warp that has not parted
 FENCED_AGAIN = "each step of the loop behind it fences again, before its first product"
 TWO_BLOCKS = "a masked walk of decode has at most two blocks, which are copied before its loop"
 ONE_STEP = "a last walk without a block does one step on zeros, of which the bound hides each pair"
+FIRST_USE = "keys and values are copied once, to where nothing has been"
 WAITS_ITSELF = "each thread behind it waits for the mbarrier itself"
 K_BEFORE_V = "what overwrites these keys is copied behind values, for which there is another barrier further on"
 NO_WARP = "no warp comes there: of four warps that copy three sleep"
@@ -106,6 +107,10 @@ EQUIVALENT = (
     Equivalent("barrier left out", "ring.py: mbarrier.arrive(ring.free", K_BEFORE_V, ("hopper",), ("in 0", "in 2")),
     Equivalent("barrier left out", "forward.py: for n in range(schedule.share", NO_WARP, ("hopper",), ("in 9",)),
     Equivalent("barrier left out", "forward.py: shared.out.index(g).reshape", OWN_ROWS, ("hopper",)),
+    Equivalent("barrier left out", "backward.py: p = gl.where(seen, p, 0.0)", NO_WARP, ("hopper_bwd",), ("in 2",)),
+    Equivalent("mbarrier not waited for", "ring.py: mbarrier.wait(ring.free", FIRST_USE, ("hopper_bwd",), ("in 7",)),
+    Equivalent(">= for >", "backward.py: for step in range(", MASKED_TOO, ("hopper_bwd",), ("in 3",)),
+    Equivalent("unsigned shift", "backward.py: for step in range(", NEVER_NEGATIVE, ("hopper_bwd",)),
     Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), ("before 0",)),
     Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), ("before 0",)),
 )
