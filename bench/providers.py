@@ -202,7 +202,7 @@ def forms(case=None, prefix=""):
         by_threads = (tile._replace(bulk=False) for tile in tile_table.tiles("one_pass", 90, 2, width))
         for tile in (*tile_table.candidates("one_pass", 90, 2, width), *by_threads):
             every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile_table.same(tile))
-    for kernel in ("hopper_bwd", "hopper_ordered"):
+    for kernel in tile_table.BACKWARDS:
         rows = tile_table.ON_HOPPER[kernel]
         for form in (form for width in fitting(tuple(rows)) for form in rows[width]):
             name = f"{kernel.replace('_', '-')}-{form.rows}x{form.keys}s{form.stages}"
@@ -252,7 +252,7 @@ def by_pipeline(pipeline, kernel="hopper"):
 @contextlib.contextmanager
 def by_way_back(kernel, form):
     """The context in which a backward for Hopper works in this way; the ordered one where torch wants the same bits."""
-    with by_pipeline(form, kernel), _same_bits() if kernel == "hopper_ordered" else contextlib.nullcontext():
+    with by_pipeline(form, kernel), _same_bits() if "ordered" in kernel else contextlib.nullcontext():
         yield
 
 

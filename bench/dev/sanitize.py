@@ -61,6 +61,7 @@ CALLS = {
     "tangent": Call("tangent", weights=True),
     "hopper": Call(backend="hopper", dim=128, options=dict(causal=True)),
     "hopper, one pass": Call(backend="hopper", dim=128, two_passes=False, options=dict(causal=True)),
+    "hopper, one pass, wide": Call(backend="hopper", dim=256, two_passes=False, options=dict(causal=True)),
 }
 
 

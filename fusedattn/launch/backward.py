@@ -62,7 +62,7 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
-    special = "hopper_ordered" if deterministic else "hopper_bwd"
+    special = run.backward_on_hopper(call, deterministic)
     plain = query and key and value and not bias and not by_rows and reachable
     if plain and not hopper.backward_limits(call) and run.is_to_take(special, call, backend):
         names = ["preprocess", special, "postprocess"]
@@ -146,7 +146,7 @@ def _on_hopper(name, p, query_sums, turns, grads):
     launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, turns, grads[1:3], taken)
     registers, *_ = tiles.REGISTERS[2]
     with run.surroundings(device):
-        programs = cdiv(p.keys, 2 * tiles.WARPGROUP_ROWS) * p.batch * call.key.shape[1]
+        programs = cdiv(p.keys, taken.keys) * p.batch * call.key.shape[1]
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=registers)
 
 
@@ -222,7 +222,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
 
     only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
-    turns = hopper.new_turns(call) if special == "hopper_ordered" else None
+    turns = hopper.new_turns(call) if special and "ordered" in special else None
     given = None if grad_weights is None else weights
     launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns)
     partial = 1 if call.partial else None

@@ -18,6 +18,7 @@ try:
 
     from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
     from ..kernels.hopper.forward import forward as kernel
+    from ..kernels.hopper.wide import wide_backward as wide_backward_kernel  # noqa: F401  # for `launch.run`
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
@@ -26,7 +27,6 @@ _LACKS = ("mask", "key_mask", "query_mask", "block_mask", "bias", "alibi_slopes"
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
 )
-COLUMNS_OF_SUMS = 64  # of dq, in float32, that a copy adds at once
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
 
 
@@ -163,17 +163,19 @@ def backward_arguments(
     """
     each = tiles.WARPGROUP_ROWS
     _, registers, fewer = tiles.REGISTERS[2]
+    least = 128 if taken.shared else 16  # columns of a tile: half of them are those of a product
+    width_k, width_v = (max(width.fn(x.shape[3]), least) for x in (call.key, call.value))
     return dict(
-        Q=descriptor(call.query, taken.rows),
-        K=descriptor(call.key, each),
-        V=descriptor(call.value, each),
-        GradOut=descriptor(grad_out, taken.rows),
+        Q=descriptor(call.query, taken.rows, width_k),
+        K=descriptor(call.key, each, width_k),
+        V=descriptor(call.value, each, width_v),
+        GradOut=descriptor(grad_out, taken.rows, width_v),
         # Of 4 columns: a tile of 16 bytes a row Triton 3.7 takes for one that lies the other way round.
         Rows=descriptor(rows, taken.rows, 8),
-        Sums=descriptor(sums, taken.rows, min(width.fn(call.query.shape[3]), COLUMNS_OF_SUMS)),
+        Sums=descriptor(sums, taken.rows, min(width_k, 64)),
         Turns=turns,
-        GradK=descriptor(grads[0], each),
-        GradV=descriptor(grads[1], each),
+        GradK=descriptor(grads[0], each, width_k),
+        GradV=descriptor(grads[1], each, width_v),
         scale=kernel_arguments.scored(call).softmax_scale,
         heads=call.key.shape[1],
         GROUP=call.query.shape[1] // call.key.shape[1],

@@ -137,7 +137,9 @@ KERNELS = {
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
-    KERNELS |= dict.fromkeys(tile_table.ON_HOPPER, hopper.backward_kernel) | dict(hopper=hopper.kernel)
+    KERNELS["hopper"] = hopper.kernel
+    for name, shared in tile_table.BACKWARDS.items():
+        KERNELS[name] = hopper.wide_backward_kernel if shared else hopper.backward_kernel
 
 
 def widest(call):
@@ -173,6 +175,11 @@ def candidates(name, call):
         fitting = tuned.of(device).tiles(tuned.place(name, dtype, most, load), table)
         fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
     return fitting
+
+
+def backward_on_hopper(call, ordered):
+    """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call."""
+    return ("hopper_ordered" if ordered else "hopper_bwd") + "_256" * (widest(call) > 128)
 
 
 def form_on_hopper(name, call):

@@ -47,11 +47,13 @@ class Pipeline(NamedTuple):
 class Backward(NamedTuple):
     """How the backward for Hopper works on a block of keys, WARPGROUP_ROWS for each of two warpgroups.
 
-    rows: of the blocks that it walks, of which `stages` are there at once.
+    rows: of the blocks that it walks, of which `stages` are there at once. shared: whether the two have the same keys,
+    and each half of the columns.
     """
 
     rows: int
     stages: int
+    shared: bool = False
 
     @property
     def warpgroups(self):
@@ -59,7 +61,7 @@ class Backward(NamedTuple):
 
     @property
     def keys(self):
-        return self.warpgroups * WARPGROUP_ROWS
+        return WARPGROUP_ROWS if self.shared else self.warpgroups * WARPGROUP_ROWS
 
 
 def same(form):
@@ -92,13 +94,17 @@ HOPPER = {
 }
 
 # By width, as HOPPER.
-HOPPER_BACKWARD = {64: (Backward(64, 3),), 128: (Backward(64, 2),)}
+HOPPER_BACKWARD = {64: (Backward(64, 3),), 128: (Backward(64, 2),), 256: (Backward(64, 2, shared=True),)}
 
-# The kernels for Hopper. `hopper_ordered` is the backward whose sums of dq have the same bits each time.
-ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER}
-ON_HOPPER |= dict.fromkeys(("hopper_bwd", "hopper_ordered"), HOPPER_BACKWARD)
+# The kernels for Hopper: the forward; the backward, and that whose sums of dq have the same bits each time, by whether
+# its warpgroups share keys.
+BACKWARDS = {"hopper_bwd": False, "hopper_ordered": False, "hopper_bwd_256": True, "hopper_ordered_256": True}
+ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | {
+    name: {width: forms for width, forms in HOPPER_BACKWARD.items() if forms[0].shared == shared}
+    for name, shared in BACKWARDS.items()
+}
 
-# The widest heads whose backward may be one pass: dk and dv of wider ones leave no registers for a tile of dq.
+# The widest heads whose universal backward may be one pass: with wider ones there is no room for a tile of dq.
 ONE_PASS = 128
 
 # By how many rows there are to share a tile, the kernel that reads caches: each has tiles of its own.
@@ -172,6 +178,7 @@ TABLE = {
     ("preprocess", 90, 2, 256): (Tile(64, None, 4, 1),),
     ("postprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("postprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
+    ("postprocess", 80, 2, 256): (Tile(32, None, 4, 1),),
     ("weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),

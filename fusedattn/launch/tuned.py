@@ -36,8 +36,7 @@ OF_PEERS = tuple(f"{peer} {mode}" for peer in PEERS for mode in MODES)
 FORMS: Mapping[str, type | None] = {
     **dict.fromkeys(KERNELS, Tile),
     "hopper": Pipeline,
-    "hopper_bwd": Backward,
-    "hopper_ordered": Backward,
+    **dict.fromkeys(tiles.BACKWARDS, Backward),
     "two_passes": None,
     **dict.fromkeys(OF_PEERS),
 }
@@ -45,7 +44,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 LOADS = ("plain", "masked", "rich")
 
 # What the best of each kernel for Hopper has to be faster than; of the ordered backward only what gives the same bits.
-RIVALS = {"hopper": ("forward",), "hopper_bwd": ("one_pass", "two_passes"), "hopper_ordered": ("two_passes",)}
+RIVALS = {"hopper": ("forward",)} | {
+    name: ("two_passes",) if "ordered" in name else ("one_pass", "two_passes") for name in tiles.BACKWARDS
+}
 
 
 class Candidate(NamedTuple):

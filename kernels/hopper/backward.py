@@ -71,18 +71,30 @@ def _following(block, member, begin, end, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _program(Turns, k_len, heads, KEYS: gl.constexpr):
+    """(block of keys, its Plane, Counters of `Results`) of a program; who takes turns is numbered when it begins."""
+    if Turns is None:
+        block, kv = span.place(gl.program_id(0), k_len, heads, KEYS)
+        return block, kv, None
+    else:
+        block, kv = span.place(turns.number(Turns), k_len, heads, KEYS)
+        return gl.cdiv(k_len, KEYS) - 1 - block, kv, Turns
+
+
+@gluon.jit
 def _turn(
     g: gl.constexpr, counters, plane, block, first, band,
-    SHARED: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    TOGETHER: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """(the counter of a tile of dq, how many add to it before warpgroup g does): the last keys of its rows come first.
 
+    TOGETHER: whether both warpgroups add to all columns; otherwise each to its own, which have a counter of their own.
     Under a causal band the programs of the last keys have the fewest rows: in this order none waits for a longer one.
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
     before = last - first // KEYS
-    counter = tiles.table(counters, plane, band.rows, 2).base + block * BLOCK_M * 2
-    if SHARED:
+    counter = tiles.table(counters + 1, plane, band.rows, 2).base + block * BLOCK_M * 2
+    if TOGETHER:
         return counter, before * 2 + g
     else:
         return counter + g, before
@@ -242,12 +254,7 @@ def backward(
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
-    counters = None
-    if Turns is None:
-        block, kv = span.place(gl.program_id(0), k_len, heads, 2 * KEYS)
-    else:
-        block, kv = span.place(turns.number(Turns), k_len, heads, 2 * KEYS)
-        block, counters = gl.cdiv(k_len, 2 * KEYS) - 1 - block, Turns + 1
+    block, kv, counters = _program(Turns, k_len, heads, 2 * KEYS)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .copies import async_load
 
@@ -22,14 +22,21 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
-    """A Ring of blocks of a descriptor, each read by so many warpgroups."""
+def around(tiles, READERS: gl.constexpr):
+    """A Ring of tiles, each read by so many warpgroups."""
+    TILES: gl.constexpr = tiles.shape[0]
     ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TILES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=READERS)
-    return Ring(gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout), ready, free)
+    return Ring(tiles, ready, free)
+
+
+@gluon.jit
+def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
+    """A Ring of blocks of a descriptor, each read by so many warpgroups."""
+    return around(gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout), READERS)
 
 
 @gluon.jit
@@ -44,6 +51,15 @@ def publish(ring, step):
     """A tile that threads have filled is there."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.arrive(ring.ready.index(step % TILES), count=1)
+
+
+@gluon.jit
+def put(ring, step, value):
+    """Fill a tile, once it is free, with what threads have, for a reader that is asynchronous."""
+    claim(ring, step)
+    tile(ring, step).store(value)
+    fence_async_shared()
+    publish(ring, step)
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ from ..inside import draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import backward, forward as written, ring, turns
+from fusedattn.kernels.hopper import backward, forward as written, ring, turns, wide
 
 from . import gluon
 
@@ -43,20 +43,24 @@ PIPELINES = (
 )
 
 
-def emulate(monkeypatch, module=written, backward=backward, taken=SMALL, way_back=WAY_BACK, multiprocessors=3):
+def emulate(
+    monkeypatch, module=written, backward=backward, wide=wide, taken=SMALL, way_back=WAY_BACK, multiprocessors=3
+):
     """Calls of backend="hopper" on CPU tensors run the kernels of these modules in tiny blocks.
 
     A backward that the kernel does not take is interpreted.
     """
     monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
-    for name in ("hopper_bwd", "hopper_ordered"):
-        monkeypatch.setitem(run.KERNELS, name, gluon.Emulator(backward.backward, ring, turns, backward))
+    for name, shared in tiles.BACKWARDS.items():
+        kernel = gluon.Emulator(
+            *((wide.wide_backward, ring, turns, wide) if shared else (backward.backward, ring, turns, backward))
+        )
+        monkeypatch.setitem(run.KERNELS, name, kernel)
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
-    of_small = {
-        name: dict.fromkeys(rows, (taken if name == "hopper" else way_back,)) for name, rows in tiles.ON_HOPPER.items()
-    }
+    small = {name: way_back._replace(shared=shared) for name, shared in tiles.BACKWARDS.items()} | dict(hopper=taken)
+    of_small = {name: dict.fromkeys(rows, (small[name],)) for name, rows in tiles.ON_HOPPER.items()}
     monkeypatch.setattr(tiles, "ON_HOPPER", of_small)
     monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 

@@ -120,7 +120,10 @@ def faults(row, report, committed=None, known=None):
         yield f"orders operands of mma.sync for narrower loads: {', '.join(report.disordered)}"
     if on_hopper:
         length = (committed or {}).get(str(row).rstrip())
-        yield from _faults_on_hopper(row, report, was.loops or (length,) * len(report.loops))
+        lengths = was.loops or (length,) * len(report.loops)
+        if kernels.differ(row):  # the table has all loops together
+            lengths = (sum(was.loops) or length,)
+        yield from _faults_on_hopper(row, report, lengths)
 
 
 def _faults_on_hopper(row, report, lengths):
@@ -133,15 +136,16 @@ def _faults_on_hopper(row, report, lengths):
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
-    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if row.kernel != "hopper" else set())
+    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if row.kernel in tile_table.BACKWARDS else set())
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
     if len(report.loops) != groups:
         yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
-    for number, (step, length) in enumerate(zip(report.loops, lengths, strict=False)):
+    for number, step in enumerate(report.loops):
         under, exponentials = hazards.overlapped(step)
-        if not 0 < under == exponentials:
+        if under < exponentials or not (exponentials or kernels.differ(row)):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
+    for number, (step, length) in enumerate(zip(kernels.steps(row, report), lengths, strict=False)):
         if length is not None and abs(len(step) - length) > DRIFT * length:
             yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
 
@@ -159,14 +163,15 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", dim, "full", *first)
     for width, forms in tile_table.HOPPER_BACKWARD.items():
         first = forms[0], (0, len(forms))
+        _, kernel, ordered = (name for name, rows in tile_table.ON_HOPPER.items() if width in rows)
         for index, form in enumerate(forms):
             for variant in ("full", "causal", "window") if index == 0 else ("causal",):
-                yield Row("hopper_bwd", 90, "bf16", width, variant, form, (index, len(forms)))
-        yield Row("hopper_bwd", 90, "fp16", width, "full", *first)
-        for dim in {64: (32, 16), 128: (80,)}[width]:
-            yield Row("hopper_bwd", 90, "bf16", dim, "full", *first)
+                yield Row(kernel, 90, "bf16", width, variant, form, (index, len(forms)))
+        yield Row(kernel, 90, "fp16", width, "full", *first)
+        for dim in {64: (32, 16), 128: (80,), 256: (136,)}[width]:
+            yield Row(kernel, 90, "bf16", dim, "full", *first)
         for variant in ("full", "causal"):
-            yield Row("hopper_ordered", 90, "bf16", width, variant, *first)
+            yield Row(ordered, 90, "bf16", width, variant, *first)
 
 
 def _packed_table(capability):
@@ -247,7 +252,9 @@ def table(capabilities=(80, 90)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
                 continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all
-            if kernel in ("one_pass", "postprocess") and width > tile_table.ONE_PASS:
+            if kernel == "one_pass" and width > tile_table.ONE_PASS:
+                continue
+            if kernel == "postprocess" and width > tile_table.ONE_PASS and (capability, dtype) != (90, "bf16"):
                 continue
             size = DTYPES[dtype].itemsize
             of = functools.partial(tile_table.tiles, kernel, capability, size, width)

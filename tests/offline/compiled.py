@@ -35,7 +35,7 @@ INSTRUCTIONS = {
 }
 
 ON_HOPPER = tuple(tile_table.ON_HOPPER)  # kernels in Gluon
-ONE_PASS = "one_pass", "postprocess", "hopper_bwd", "hopper_ordered"
+ONE_PASS = "one_pass", "postprocess", *tile_table.BACKWARDS
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
 
@@ -107,7 +107,7 @@ class Row(NamedTuple):
         words = {"ping_pong": " pp", "tma": " tma"}
         tile += f" w{self.turning} s{self.tile.stages}"
         tile += "".join(word for name, word in words.items() if getattr(self.tile, name, False))
-        return f"{self.kernel:12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
+        return f"{self.kernel + ' ':12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
 
 
 class Report(NamedTuple):
@@ -169,6 +169,7 @@ class _Compiler(_Skipped):
 def _everything_but_a_gpu(kernels, row, keep):
     """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
     tiles = tile_table.INTERPRETED | {row.kernel: (row.tile,)}
+    form, in_gluon = launch.form_on_hopper, row.kernel in ON_HOPPER
     precision = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if row.dtype == "tf32" else "ieee"
     try:
@@ -176,7 +177,7 @@ def _everything_but_a_gpu(kernels, row, keep):
             absent.target(row.capability),
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
-            mock.patch.object(launch, "form_on_hopper", lambda name, call: row.tile),
+            mock.patch.object(launch, "form_on_hopper", lambda *of: row.tile if in_gluon else form(*of)),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
             triton.knobs.cache.scope(),
@@ -204,7 +205,8 @@ def _call(row, heads):
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_p")
     need_weights = row.kernel in ("weights", "tangent_p") or everything
-    backend = "hopper" if row.kernel in ON_HOPPER else "triton"
+    wide = row.kernel == "postprocess" and row.dim > tile_table.ONE_PASS  # what only a kernel in Gluon has
+    backend = "hopper" if row.kernel in ON_HOPPER or wide else "triton"
     of_forward = "hopper" if row.kernel == "hopper" else "triton"
     out, _, weights, stats = attention._forward(*call, True, need_weights, True, of_forward)
     if moves:
@@ -214,7 +216,7 @@ def _call(row, heads):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
         if row.kernel in ONE_PASS:
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
-        repeatable = row.kernel not in ONE_PASS or row.kernel == "hopper_ordered"
+        repeatable = row.kernel not in ONE_PASS or "ordered" in row.kernel
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
             backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
 

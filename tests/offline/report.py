@@ -5,6 +5,8 @@ import textwrap
 import triton
 from fusedattn.kernels.vocabulary.tiles import width
 
+from fusedattn.launch.tiles import BACKWARDS
+
 from . import bounds, sass
 from .compiled import DTYPES, SHARED
 
@@ -17,9 +19,10 @@ file; another version of Triton gives other numbers.
 - `tile`: rows x keys, warps, stages; tma where the copy engine loads what a loop walks. `spills`: bytes a thread
   stores. `shared`: bytes a block. `blocks`, `warps`: how many a multiprocessor holds by registers, shared memory and
   their own number.
-- `hopper`, and `hopper_bwd`, its backward: `tile` has the warps that multiply, and pp where warpgroups take turns; a
-  block has four more, of which one copies, or three. `regs` are those of a thread when it starts. Nothing of `hopper`
-  changes with the number of programs.
+- `hopper`, and `hopper_bwd` and `hopper_bwd_256`, its backward: `tile` has the warps that multiply, and pp where
+  warpgroups take turns; a block has four more, of which one copies, or three. `regs` are those of a thread when it
+  starts. Nothing of `hopper` changes with the number of programs. The two warpgroups of `hopper_bwd_256` do different
+  work: `loop` counts a warp of each.
 - `loop`: the instructions of one warp in one step of the loop over blocks that take no mask, by kind (of `hopper`: of
   one that multiplies, where the branch around the mask is taken and no barrier has to be waited for); `alu` is
   selections, conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles, branches and
@@ -28,13 +31,23 @@ file; another version of Triton gives other numbers.
   loads as if all lanes read the same) and the way from L2.
 - `bound`: the largest of these, and what it comes to in TFLOP/s of an H200 (sm_90) or A100 (sm_80) at boost clock:
   `overlap` if all of it runs at once, `serial` if the tensor cores wait while the slowest of issue, exp2, fma and alu
-  is at work; `hopper` is written so that they do not wait, `hopper_bwd` so that exponentials run under a product. It
+  is at work; `hopper` is written so that they do not wait, its backward so that exponentials run under a product. It
   counts the operations of the kernel's own products: two in the forward, three in dq, four in dk/dv (five of those
-  seven are the backward's), five in one_pass and hopper_bwd. It knows no latency, no memory, nothing of what these two
-  add to it, no bank conflicts and no power, which holds plain products in bf16 to 0.8 of the peak.
+  seven are the backward's), five in one_pass and Hopper's backward. It knows no latency, no memory, nothing of what
+  these two add to it, no bank conflicts and no power, which holds plain products in bf16 to 0.8 of the peak.
 - A dash: no loop over blocks, so nothing to count.
 """
 CLOCKS = ("tensor", "issue", "exp2", "fma", "alu", "shared", "l2")
+
+
+def differ(row):
+    """Whether the warpgroups of a row do different work, each in a loop of its own."""
+    return getattr(row.tile, "shared", False)
+
+
+def steps(row, report):
+    """A step of each main loop, or where warpgroups differ of all of them together."""
+    return (sum(report.loops, ()),) if differ(row) else report.loops
 
 
 def _row(row, report):
@@ -43,17 +56,18 @@ def _row(row, report):
     used = f"{report.registers:>4} {report.spills:>6} {report.shared:>6} {blocks:>6} {blocks * row.warps:>5}"
     if report.loop is None:
         return f"{row}{used}     -"
-    mix = sass.mix(report.loop)
+    loop, turning = min(steps(row, report) or (report.loop,), key=len), row.turning // (2 if differ(row) else 1)
+    mix = sass.mix(loop)
     wide = width.fn(row.dim)
     # A warp that is not in the loop, or the copy engine, copies what those in it walk.
-    walked = row.tile.rows if row.kernel in ("dkdv", "one_pass", "hopper_bwd", "hopper_ordered") else row.tile.keys
+    walked = row.tile.rows if row.kernel in ("dkdv", "one_pass", *BACKWARDS) else row.tile.keys
     by_others = row.warps > row.turning or getattr(row.tile, "tma", False)
     copied = 2 * walked * wide * DTYPES[row.dtype].itemsize if by_others else 0
-    found = bounds.bound(report.loop, row.capability, row.turning, row.dim / wide, copied)
+    found = bounds.bound(loop, row.capability, turning, row.dim / wide, copied)
     kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in mix.items())
     clocks = " ".join(f"{found.clocks[name]:>{max(5, len(name))}.0f}" for name in CLOCKS)
     bound = f"{found.limit:>6} {found.overlapped:>7.0f} {found.serial:>6.0f}"
-    return f"{row}{used}  {len(report.loop):>4} {kinds}  {clocks}  {bound}"
+    return f"{row}{used}  {len(loop):>4} {kinds}  {clocks}  {bound}"
 
 
 def _columns():

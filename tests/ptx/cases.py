@@ -148,6 +148,8 @@ _ON_HOPPER = dense(
             ("causal", dict(causal=True, Sq=400, Sk=400)),
             ("causal D128", dict(causal=True, Sq=300, Sk=333, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300)),
+            ("causal D256", dict(causal=True, D=256, **SHORT)),
+            ("window D136 Dv32 fp16", dict(window=(40, 20), dtype=FP16, D=136, Dv=32)),
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
             ("one row", dict(Sq=1, Sk=300)),
             ("far apart", dict(causal=True, **FAR)),
@@ -251,7 +253,7 @@ ALSO = {
     ),
     HOPPER: (
         *("bias, slopes, cap, weights D128 fp16", "bias, slopes, cap, weights D256"),
-        *("bias of keys D128", "mask of pairs D256", "packed window D128"),
+        *("bias of keys D128", "mask of pairs D256", "packed window D128", "plain D256"),
         *("window D128, two passes", "window and softcap D128", "window and softcap, two passes"),
         *("decode: cache D128", "decode: fp32, split and merged D256", "decode: decode_32, window"),
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),

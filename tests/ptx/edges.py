@@ -12,12 +12,21 @@ from fusedattn.launch import run
 
 
 def _dense(
-    rows, keys, window, backend="triton", two_passes=False, spread=1, multiprocessors=132, below=False, back=True
+    rows,
+    keys,
+    window,
+    backend="triton",
+    two_passes=False,
+    spread=1,
+    multiprocessors=132,
+    below=False,
+    back=True,
+    dim=64,
 ):
     """A call, forward and, unless a forward is what is looked at, back."""
     torch.manual_seed(0)
     sizes = (2, rows), (1, keys), (1, keys)
-    query, key, value = (torch.randn(1, h, n, 64).bfloat16() for h, n in sizes)
+    query, key, value = (torch.randn(1, h, n, dim).bfloat16() for h, n in sizes)
     query *= spread
     if below:  # every score is far below 0
         query, key = query.abs(), -key.abs()
@@ -111,5 +120,10 @@ CALLS: dict[str, list[Callable]] = {
             for keys in (105, 97, 41, 33)
         ),
         *_attended(backend="hopper"),
+    ],
+    "hopper_bwd_256": [
+        functools.partial(_dense, 300, 130, (300, 300), backend="hopper", dim=256),
+        functools.partial(_dense, 70, 41, (100, 100), backend="hopper", spread=8, below=True, dim=256),
+        *_attended(backend="hopper", dim=256),
     ],
 }

@@ -29,7 +29,7 @@ class Equivalent(NamedTuple):
     mutation: str
     source: str
     reason: str
-    kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper", "hopper_bwd")
+    kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper", "hopper_bwd", "hopper_bwd_256")
     parts: tuple = ()
     text: str = ""  # in the line of PTX
 

@@ -38,7 +38,8 @@ class Judge:
 
     def _replays(self, number):
         if number not in self.replays:
-            name = {"hopper": "forward", "hopper_bwd": "backward"}.get(self.kernel, self.kernel)
+            names = dict(hopper="forward", hopper_bwd="backward", hopper_bwd_256="wide_backward")
+            name = names.get(self.kernel, self.kernel)
             self.replays[number] = recorded(CALLS[self.kernel][number], self.capability, name)
         return self.replays[number]
 

@@ -11,7 +11,7 @@ from typing import IO
 
 import torch
 
-from ...launch import tuned
+from ...launch import tiles, tuned
 from ...launch.tuned import PASSED, Candidate
 from .. import machine
 from ..bench import presets
@@ -22,7 +22,7 @@ MINUTES, QUICK_MINUTES = 5.0, 1.0
 # What is proved and timed together, one after the other.
 STEPS = (
     ("forward", "hopper"),
-    ("dq", "dkdv", "one_pass", "hopper_bwd", "hopper_ordered"),
+    ("dq", "dkdv", "one_pass", *tiles.BACKWARDS),
     ("two_passes",),
     tuned.OF_PEERS,
 )
@@ -228,7 +228,7 @@ def _show(screen: Screen, known: Sequence[Candidate], file: Path) -> None:
 def _beside(known: Sequence[Candidate]) -> Iterator[list]:
     """Of each case that both were timed on a row of our best time, of that of PyTorch's backends, and their ratio."""
     ours = dict.fromkeys(("forward", "hopper"), "forward")
-    ours |= dict.fromkeys(("one_pass", "two_passes", "hopper_bwd", "hopper_ordered"), "backward")
+    ours |= dict.fromkeys(("one_pass", "two_passes", *tiles.BACKWARDS), "backward")
     timed: dict[tuple, dict[str, tuple[float, str]]] = {}
     for x in (x for x in known if x.status == PASSED):
         peer, _, mode = x.kernel.partition(" ")

@@ -26,7 +26,7 @@ from ...testing.tolerance import Verdict, verdicts
 
 # What a kernel is judged by, and which gradients it is timed on: of query, key and value.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
-RESULTS |= dict.fromkeys(("one_pass", "two_passes", "hopper_bwd", "hopper_ordered"), ("query", "key", "value"))
+RESULTS |= dict.fromkeys(("one_pass", "two_passes", *tiles.BACKWARDS), ("query", "key", "value"))
 BUDGET_MS = 60.0
 # Named cases are of few rows, for an interpreter: with so many times as many there are more blocks than stages.
 TIMES = 11
@@ -81,7 +81,7 @@ def asked(candidate: Candidate, known: Choices, device: str):
     cache.forget()
     try:
         with mock.patch.object(run, "run_kernel", noted):
-            with asking(deterministic=kernel == "hopper_ordered"):
+            with asking(deterministic="ordered" in kernel):
                 yield "hopper" if kernel in tiles.ON_HOPPER else "triton", launched
     finally:
         tuned.ask(None)

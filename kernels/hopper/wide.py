@@ -1,0 +1,288 @@
+"""Backward attention for Hopper, of heads wider than 128: two warpgroups share 64 keys, each has half of the columns.
+
+The gradients of 64 keys and values of 256 columns fill the registers of two warpgroups. One computes the weights p, the
+other their gradients ds, both transposed, [keys, rows], and both read them in shared memory. While products of one step
+run, the weights of the next are computed. What the keys give to dq is added as in `backward`.
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1; FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
+
+from ..vocabulary import softmax, span
+from . import ring, turns
+from .backward import WARPS, Results, _across, _extent, _following, _program, _turn
+from .copies import async_add, async_store
+
+
+class Shared(NamedTuple):
+    """What lies in shared memory: k, and with it v; q; do, `GradOut`; rows, `Rows`; p, ds, [keys, rows].
+
+    dq are what the ds give to dq, in float32, so many columns of it at a time: a ring a warpgroup. met is where the
+    warpgroups meet when they have read k and v, out tells that dk and dv lie there.
+    """
+
+    k: ring.Ring
+    v: gl.shared_memory_descriptor
+    q: ring.Ring
+    do: ring.Ring
+    rows: ring.Ring
+    p: ring.Ring
+    ds: ring.Ring
+    dq: tuple
+    met: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
+    """The warp that copies."""
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    ring.reserve(shared.k, 0, K.block_type.nbytes + V.block_type.nbytes)
+    ring.copy(shared.k, shared.k.tiles, 0, K, kv, first)
+    ring.copy(shared.k, shared.v, 0, V, kv, first)
+    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    for step in range((end - begin) * GROUP):
+        plane = span.query_head(kv, member, GROUP)
+        ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
+        ring.fill(shared.rows, step, Rows, plane, block * BLOCK_M)
+        ring.fill(shared.do, step, GradOut, plane, block * BLOCK_M)
+        block, member = _following(block, member, begin, end, GROUP)
+
+
+@gluon.jit
+def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
+    """A warp that adds to dq what a warpgroup has for it, and stores the gradients of keys, or of values."""
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    PART: gl.constexpr = shared.dq[g].tiles.shape[4]
+    PARTS: gl.constexpr = shared.k.tiles.shape[4] // (2 * PART)
+    TILES: gl.constexpr = shared.dq[g].tiles.shape[0]
+    dq = shared.dq[g]
+    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    for step in range((end - begin) * GROUP):
+        plane = span.query_head(kv, member, GROUP)
+        if results.Counters is not None:
+            counter, turn = _turn(g, results.Counters, plane, block, first, band, False, KEYS, BLOCK_M)
+        for part in gl.static_range(PARTS):
+            place = [plane.batch, plane.head, block * BLOCK_M, (g * PARTS + part) * PART]
+            use = step * PARTS + part
+            ring.wait(dq, use)
+            if results.Counters is not None and part == 0:
+                turns.wait(counter, turn)
+            async_add(results.Sums, place, dq.tiles.index(use % TILES))
+            store_wait(0)
+            ring.release(dq, use)
+        if results.Counters is not None:
+            turns.end(counter, turn)
+        block, member = _following(block, member, begin, end, GROUP)
+    mbarrier.wait(shared.out, 0)
+    if g == 0:
+        async_store(results.GradK, [kv.batch, kv.head, first, 0], shared.k.tiles.index(0))
+    else:
+        async_store(results.GradV, [kv.batch, kv.head, first, 0], shared.v.index(0))
+    store_wait(0)
+
+
+@gluon.jit
+def _weights(s, shared, step, block, earliest, full, full_end, band, scale, BEHIND: gl.constexpr):
+    """p, from the scores of a step."""
+    BLOCK_M: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    row = softmax.Row(_across(shared.rows.tiles, step, 0, LAYOUT), _across(shared.rows.tiles, step, 1, LAYOUT))
+    p = softmax.weights(s, row, scale)
+    if (block < full) | (block >= full_end):
+        rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        seen = rows >= earliest
+        if BEHIND:
+            seen &= rows - earliest <= band.high - band.low
+        p = gl.where(seen, p, 0.0)
+    return p.to(shared.q.tiles.dtype)
+
+
+@gluon.jit
+def _at(ring, none):
+    """The tile of a ring of one, at an index that is 0, which no compiler knows.
+
+    Of one that they know they keep where its parts lie in registers, in which there is no room.
+    """
+    return ring.tiles.index(none).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
+
+
+@gluon.jit
+def _half(tile, g: gl.constexpr):
+    """The columns of a tile that a warpgroup has the gradients of."""
+    HALF: gl.constexpr = tile.shape[1] // 2
+    return tile.slice(g * HALF, HALF, dim=1)
+
+
+@gluon.jit
+def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
+    """Wait for dk, and give the warp that adds it what ds give to the columns of dq that a warpgroup has."""
+    BLOCK_M: gl.constexpr = ds.shape[1]
+    PART: gl.constexpr = shared.dq[g].tiles.shape[4]
+    PARTS: gl.constexpr = k.shape[1] // (2 * PART)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
+    zero = gl.zeros([BLOCK_M, PART], gl.float32, LAYOUT)
+    dq = ()
+    for part in gl.static_range(PARTS):
+        columns = _half(k, g).slice(part * PART, PART, dim=1)
+        dq = dq + (warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True),)
+    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))
+    ring.release(shared.q, step)
+    found = warpgroup_mma_wait(num_outstanding=0, deps=(dk,) + dq)
+    for part in gl.static_range(PARTS):
+        ring.put(shared.dq[g], step * PARTS + part, found[part + 1])
+    return found[0]
+
+
+@gluon.jit
+def _finish(g: gl.constexpr, shared, dk, dv, scale):
+    """Leave the gradients of keys and values where these lie, when the other warpgroup has read them, too."""
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    mbarrier.arrive(shared.met, count=1)
+    mbarrier.wait(shared.met, 0)
+    _half(ring.tile(shared.k, 0), g).store((dk * scale).to(dtype))
+    _half(ring.at(shared.v, 0), g).store(dv.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(shared.out, count=1)
+
+
+@gluon.jit
+def _weigh(shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr):
+    """The warpgroup that computes p, of the step after the one that it multiplies."""
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    WIDTH: gl.constexpr = shared.k.tiles.shape[4] // 2
+    V_WIDTH: gl.constexpr = shared.v.shape[4] // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
+    cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = span.first_to_see(band, cols[:, None])
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
+    dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
+    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    steps = (end - begin) * GROUP
+    ring.wait(shared.k, 0)
+    if steps > 0:
+        ring.wait(shared.q, 0)
+        ring.wait(shared.rows, 0)
+        k = ring.tile(shared.k, 0)
+        s = warpgroup_mma(k, ring.tile(shared.q, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        ring.put(shared.p, 0, _weights(s, shared, 0, block, earliest, full, full_end, band, scale, BEHIND))
+        ring.release(shared.rows, 0)
+    for step in range(steps):
+        none = (block < begin).to(gl.int32)
+        ring.wait(shared.do, step)
+        dv = warpgroup_mma(ring.tile(shared.p, step), _half(_at(shared.do, none), 0), dv, is_async=True)
+        following = gl.minimum(step + 1, steps - 1)  # after the last step nobody reads p
+        ring.wait(shared.q, following)
+        k = _at(shared.k, none)
+        s = warpgroup_mma(k, ring.tile(shared.q, following).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
+        ring.release(shared.do, step)
+        ring.wait(shared.ds, step)
+        ds = ring.tile(shared.ds, step)
+        dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 0), dk, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        block, member = _following(block, member, begin, end, GROUP)
+        ring.wait(shared.rows, following)
+        p = _weights(s, shared, following, block, earliest, full, full_end, band, scale, BEHIND)
+        ring.put(shared.p, step + 1, p)
+        ring.release(shared.rows, following)
+        dk = _give_dq(0, shared, step, ds, k, dk)
+        ring.release(shared.ds, step)
+    _finish(0, shared, dk, dv, scale)
+
+
+@gluon.jit
+def _differ(shared, first, band, scale, GROUP: gl.constexpr):
+    """The warpgroup that computes ds."""
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    WIDTH: gl.constexpr = shared.k.tiles.shape[4] // 2
+    V_WIDTH: gl.constexpr = shared.v.shape[4] // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
+    dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
+    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    ring.wait(shared.k, 0)
+    k, v = ring.tile(shared.k, 0), ring.at(shared.v, 0)
+    for step in range((end - begin) * GROUP):
+        ring.wait(shared.do, step)
+        do = ring.tile(shared.do, step)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        ring.wait(shared.rows, step)
+        delta = _across(shared.rows.tiles, step, 2, S_LAYOUT)
+        ring.release(shared.rows, step)
+        ring.wait(shared.p, step)
+        p = ring.tile(shared.p, step)
+        dv = warpgroup_mma(p, _half(do, 1), dv, is_async=True)
+        ring.wait(shared.q, step)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+        ds = p.load(S_LAYOUT).to(gl.float32) * (dp - delta)
+        ring.put(shared.ds, step, ds.to(shared.q.tiles.dtype))
+        ds = ring.tile(shared.ds, step)
+        dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 1), dk, is_async=True)
+        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
+        ring.release(shared.do, step)
+        ring.release(shared.p, step)
+        dk = _give_dq(1, shared, step, ds, k, dk)
+    _finish(1, shared, dk, dv, scale)
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
+def wide_backward(
+    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
+    q_len, k_len, left, right, scale, heads,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns, those of Sums 64."""
+    KEYS: gl.constexpr = K.block_type.shape[2]
+    BLOCK_M: gl.constexpr = Q.block_type.shape[2]
+    block, kv, counters = _program(Turns, k_len, heads, KEYS)
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    k, q, do, rows = ring.ring(K, 1, 1), ring.ring(Q, STAGES, 2), ring.ring(GradOut, 1, 2), ring.ring(Rows, 1, 2)
+    v = gl.allocate_shared_memory(V.dtype, [1] + V.block_type.shape, V.layout)
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, BLOCK_M], Q.dtype)
+    p = ring.around(gl.allocate_shared_memory(Q.dtype, [1, 1, 1, KEYS, BLOCK_M], SCORES), 1)
+    ds = ring.around(gl.allocate_shared_memory(Q.dtype, [1, 1, 1, KEYS, BLOCK_M], SCORES), 1)
+    dq = ring.ring(Sums, 1, 1), ring.ring(Sums, 2, 1)
+    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    out = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(met, count=2)
+    mbarrier.init(out, count=2)
+    fence_async_shared()
+    shared, results = Shared(k, v, q, do, rows, p, ds, dq, met, out), Results(Sums, GradK, GradV, counters)
+    first = block * KEYS
+    gl.warp_specialize(
+        [
+            (_differ, (shared, first, band, scale, GROUP)),
+            (_weigh, (shared, first, band, scale, left is not None, GROUP)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
+            (_give, (0, shared, results, kv, first, band, GROUP)),
+            (_give, (1, shared, results, kv, first, band, GROUP)),
+        ],
+        [WARPS, 1, 1, 1],
+        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
+    )

@@ -1,0 +1,168 @@
+"""The backward for Hopper of wide heads, elsewhere as `gluon` has it: its numbers, and what a slip would do."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn.launch import hopper, run
+from fusedattn.launch.tiles import Backward
+
+from .. import cases, sample
+from ..cases import Case
+
+if hopper.missing is not None:
+    pytest.skip(hopper.missing, allow_module_level=True)
+
+from fusedattn.kernels.hopper import wide
+
+from .test_hopper import check, emulate, halved, slipped, takes
+
+BF16 = dict(dtype=torch.bfloat16)
+WIDE = dict(D=256, Dv=256)
+CASES = [
+    Case("many blocks", B=2, Hq=4, Hkv=2, Sq=70, Sk=50, **WIDE, **BF16),
+    Case("one column more", Sq=40, Sk=50, D=136, Dv=136, **BF16),
+    Case("causal", Hq=2, Hkv=1, Sq=40, Sk=50, D=192, Dv=136, causal=True, **BF16),
+    Case("wide queries alone", Sq=40, Sk=33, D=200, Dv=16, **BF16),
+    Case("wide values alone", Sq=40, Sk=33, D=16, Dv=200, **BF16),
+    Case("values of 128", Sq=40, Sk=33, D=192, Dv=128, dtype=torch.float16),
+    Case("a window", Sq=40, Sk=50, window=(9, 5), **WIDE, dtype=torch.float16),
+    Case("keys that nobody sees", Sq=20, Sk=90, causal=True, align="top_left", **WIDE, **BF16),
+    Case("more queries than keys", Sq=90, Sk=41, causal=True, grads="out and lse", **WIDE, **BF16),
+    Case("one key", Sq=40, Sk=1, **WIDE, **BF16),
+    Case("one row", Sq=1, Sk=40, **WIDE, **BF16),
+]
+# The named cases that the kernel for Hopper takes, each once, with wider heads.
+NAMED = [case._replace(D=144, Dv=136) for case in map(halved, cases.SINGLE + cases.SHAPES)]
+NAMED = {case._replace(name=""): case for case in NAMED if takes(case)}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of kernels, as they are launched."""
+    names, run_kernel = [], run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
+    return names
+
+
+@pytest.mark.parametrize(
+    "case, stages",
+    [pytest.param(case, 2, id=case.name) for case in CASES] + [pytest.param(CASES[0], 3, id="three stages")],
+)
+def test_a_case(case, stages, monkeypatch, launched, poison):
+    emulate(monkeypatch, way_back=Backward(16, stages))
+    check(case, "cpu")
+    assert "hopper_bwd_256" in launched and "dkdv" not in launched
+
+
+@pytest.mark.parametrize("case", sample.one_in(2, sample.named(NAMED.values())))
+def test_a_named_case(case, monkeypatch, poison):
+    emulate(monkeypatch)
+    check(case, "cpu")
+
+
+# What a slip in the kernel would do to a GPU: each is a line that becomes another.
+SLIPS = {
+    "q is given back while it is read": (
+        "    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))\n    ring.release(shared.q, step)\n",
+        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))\n",
+        "changed while it was read",
+    ),
+    "do is given back while the first reads it": (
+        "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
+        "        ring.release(shared.do, step)\n"
+        "        ring.wait(shared.ds, step)\n",
+        "        ring.release(shared.do, step)\n"
+        "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
+        "        ring.wait(shared.ds, step)\n",
+        "changed while it was read",
+    ),
+    "p is given back while the second reads it": (
+        "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
+        "        ring.release(shared.do, step)\n"
+        "        ring.release(shared.p, step)\n",
+        "        ring.release(shared.p, step)\n"
+        "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
+        "        ring.release(shared.do, step)\n",
+        "changed while it was read",
+    ),
+    "p is written before it is free": (
+        "        ring.put(shared.p, step + 1, p)\n",
+        "        ring.tile(shared.p, step + 1).store(p)\n"
+        "        fence_async_shared()\n"
+        "        ring.publish(shared.p, step + 1)\n",
+        "changed while it was read",
+    ),
+    "p is not fenced": (
+        "        ring.put(shared.p, step + 1, p)\n",
+        "        ring.claim(shared.p, step + 1)\n"
+        "        ring.tile(shared.p, step + 1).store(p)\n"
+        "        ring.publish(shared.p, step + 1)\n",
+        "before a fence",
+    ),
+    "p is read before it is there": ("        ring.wait(shared.p, step)\n", "", "changed while it was read|'value':"),
+    "ds is read before it is there": ("        ring.wait(shared.ds, step)\n", "", "changed while it was read|'key':"),
+    "ds is never given back": ("        ring.release(shared.ds, step)\n", "", "wait for each other"),
+    "ds is given back while it is read": (
+        "        dk = _give_dq(0, shared, step, ds, k, dk)\n        ring.release(shared.ds, step)\n",
+        "        ring.release(shared.ds, step)\n        dk = _give_dq(0, shared, step, ds, k, dk)\n",
+        "changed while it was read",
+    ),
+    "rows are given back before they are read": (
+        "        delta = _across(shared.rows.tiles, step, 2, S_LAYOUT)\n        ring.release(shared.rows, step)\n",
+        "        ring.release(shared.rows, step)\n        delta = _across(shared.rows.tiles, step, 2, S_LAYOUT)\n",
+        "'query':|'key':",
+    ),
+    "the weights are of the step itself": ("gl.minimum(step + 1, steps - 1)", "gl.minimum(step, steps - 1)", None),
+    "the weights are masked as those of the step before": (
+        "        block, member = _following(block, member, begin, end, GROUP)\n"
+        "        ring.wait(shared.rows, following)\n",
+        "        ring.wait(shared.rows, following)\n",
+        None,
+    ),
+    "keys are written over while the other reads them": (
+        "    mbarrier.wait(shared.met, 0)\n", "", "changed while it was read",
+    ),
+    "dq is added before it is there": ("            ring.wait(dq, use)\n", "", None),
+    "dq is never given back": ("            ring.release(dq, use)\n", "", "wait for each other"),
+    "dk is stored before it is there": ("    mbarrier.wait(shared.out, 0)\n", "", None),
+    "dk is stored with one half": ("mbarrier.init(out, count=2)", "mbarrier.init(out, count=1)", None),
+    "dk is not fenced": (
+        ".store(dv.to(dtype))\n    fence_async_shared()\n", ".store(dv.to(dtype))\n", "before a fence",
+    ),
+    "both have the same columns": ("slice(g * HALF, HALF", "slice(0, HALF", "'query':|'key':"),
+    "all parts of dq go to the same columns": ("(g * PARTS + part) * PART]", "g * PARTS * PART]", "'query':"),
+    "the diagonal takes no mask": ("(block < full) | ", "", "'query':|'key':"),
+    "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
+}  # fmt: skip
+SOME = "'query':|'key':|'value':|wait for each other|before a fence|changed while|more arrivals"
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_found(slip, tmp_path, monkeypatch):
+    before, after, said = SLIPS[slip]
+    emulate(monkeypatch, wide=slipped(wide, before, after, tmp_path))
+    with pytest.raises(Exception, match=said or SOME):
+        check(Case("slip", Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=2.0, **BF16), "cpu")
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_keys_past_the_end_weigh_nothing(hidden, tmp_path, monkeypatch):
+    """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
+    slip = slipped(wide, "(block < full) | (block >= full_end)", "block < full", tmp_path)
+    emulate(monkeypatch, wide=wide if hidden else slip)
+    inputs = [torch.full((1, 1, size, 144), value) for size, value in ((20, 3.0), (35, -3.0), (35, 1.0))]
+    inputs = [(x + torch.randn_like(x) / 8).to(torch.bfloat16).requires_grad_() for x in inputs]
+    incoming = torch.randn(1, 1, 20, 144, dtype=torch.bfloat16)
+    gradients = torch.autograd.grad(fa.attention(*inputs, backend="hopper"), inputs, incoming)
+    assert gradients[0].isfinite().all() == hidden
+
+
+def test_which_heads_it_takes():
+    inputs = [torch.empty(1, 1, 9, size, dtype=torch.bfloat16, device="meta") for size in (128, 128, 136)]
+    call = fa.call.rules.checked(fa.call.form.Arguments(*inputs), named=True)
+    assert run.backward_on_hopper(call, False) == "hopper_bwd_256"
+    narrower = call._replace(value=call.key)
+    assert run.backward_on_hopper(narrower, True) == "hopper_ordered"
