@@ -190,7 +190,7 @@ def _weigh(shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr
     for step in range(steps):
         none = (block < begin).to(gl.int32)
         ring.wait(shared.do, step)
-        dv = warpgroup_mma(ring.tile(shared.p, step), _half(_at(shared.do, none), 0), dv, is_async=True)
+        dv = warpgroup_mma(_at(shared.p, none), _half(_at(shared.do, none), 0), dv, is_async=True)
         following = gl.minimum(step + 1, steps - 1)  # after the last step nobody reads p
         ring.wait(shared.q, following)
         k = _at(shared.k, none)
