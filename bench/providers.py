@@ -252,7 +252,7 @@ def by_pipeline(pipeline, kernel="hopper"):
 @contextlib.contextmanager
 def by_way_back(kernel, form):
     """The context in which a backward for Hopper works in this way; the ordered one where torch wants the same bits."""
-    with by_pipeline(form, kernel), _same_bits() if "ordered" in kernel else contextlib.nullcontext():
+    with by_pipeline(form, kernel), _same_bits() if kernel == "hopper_ordered" else contextlib.nullcontext():
         yield
 
 

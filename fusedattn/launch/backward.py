@@ -63,7 +63,7 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
     special = run.backward_on_hopper(call, deterministic)
-    plain = query and key and value and not bias and not by_rows and reachable
+    plain = query and key and value and not bias and not by_rows and reachable and special is not None
     if plain and not hopper.backward_limits(call) and run.is_to_take(special, call, backend):
         names = ["preprocess", special, "postprocess"]
     elif in_one and not run.prefers_two_passes(call):
@@ -222,7 +222,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
 
     only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
-    turns = hopper.new_turns(call) if special and "ordered" in special else None
+    turns = hopper.new_turns(call) if special == "hopper_ordered" else None
     given = None if grad_weights is None else weights
     launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns)
     partial = 1 if call.partial else None

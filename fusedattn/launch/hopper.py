@@ -173,7 +173,7 @@ def backward_arguments(
         # Of 4 columns: a tile of 16 bytes a row Triton 3.7 takes for one that lies the other way round.
         Rows=descriptor(rows, taken.rows, 8),
         Sums=descriptor(sums, taken.rows, min(width_k, 64)),
-        Turns=turns,
+        **({} if taken.shared else dict(Turns=turns)),
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),
         scale=kernel_arguments.scored(call).softmax_scale,

@@ -178,8 +178,10 @@ def candidates(name, call):
 
 
 def backward_on_hopper(call, ordered):
-    """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call."""
-    return ("hopper_ordered" if ordered else "hopper_bwd") + "_256" * (widest(call) > 128)
+    """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call, or None."""
+    if widest(call) > tile_table.ONE_PASS:
+        return None if ordered else "hopper_bwd_256"
+    return "hopper_ordered" if ordered else "hopper_bwd"
 
 
 def form_on_hopper(name, call):

@@ -97,8 +97,8 @@ HOPPER = {
 HOPPER_BACKWARD = {64: (Backward(64, 3),), 128: (Backward(64, 2),), 256: (Backward(64, 2, shared=True),)}
 
 # The kernels for Hopper: the forward; the backward, and that whose sums of dq have the same bits each time, by whether
-# its warpgroups share keys.
-BACKWARDS = {"hopper_bwd": False, "hopper_ordered": False, "hopper_bwd_256": True, "hopper_ordered_256": True}
+# its warpgroups share keys. Of wide heads the latter would spill.
+BACKWARDS = {"hopper_bwd": False, "hopper_ordered": False, "hopper_bwd_256": True}
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | {
     name: {width: forms for width, forms in HOPPER_BACKWARD.items() if forms[0].shared == shared}
     for name, shared in BACKWARDS.items()

@@ -45,7 +45,7 @@ LOADS = ("plain", "masked", "rich")
 
 # What the best of each kernel for Hopper has to be faster than; of the ordered backward only what gives the same bits.
 RIVALS = {"hopper": ("forward",)} | {
-    name: ("two_passes",) if "ordered" in name else ("one_pass", "two_passes") for name in tiles.BACKWARDS
+    name: ("two_passes",) if name == "hopper_ordered" else ("one_pass", "two_passes") for name in tiles.BACKWARDS
 }
 
 

@@ -45,12 +45,12 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors: Sums is of dq's, in float32. Counters are whose turn it is to add to it, or None."""
+    """Descriptors: Sums is of dq's, in float32. Turns are whose turn it is to add to it, or None."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor
     GradV: tensor_descriptor
-    Counters: gl.tensor
+    Turns: gl.tensor
 
 
 @gluon.jit
@@ -71,19 +71,8 @@ def _following(block, member, begin, end, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _program(Turns, k_len, heads, KEYS: gl.constexpr):
-    """(block of keys, its Plane, Counters of `Results`) of a program; who takes turns is numbered when it begins."""
-    if Turns is None:
-        block, kv = span.place(gl.program_id(0), k_len, heads, KEYS)
-        return block, kv, None
-    else:
-        block, kv = span.place(turns.number(Turns), k_len, heads, KEYS)
-        return gl.cdiv(k_len, KEYS) - 1 - block, kv, Turns
-
-
-@gluon.jit
 def _turn(
-    g: gl.constexpr, counters, plane, block, first, band,
+    g: gl.constexpr, results, plane, block, first, band,
     TOGETHER: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """(the counter of a tile of dq, how many add to it before warpgroup g does): the last keys of its rows come first.
@@ -93,7 +82,7 @@ def _turn(
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
     before = last - first // KEYS
-    counter = tiles.table(counters + 1, plane, band.rows, 2).base + block * BLOCK_M * 2
+    counter = tiles.table(results.Turns + 1, plane, band.rows, 2).base + block * BLOCK_M * 2
     if TOGETHER:
         return counter, before * 2 + g
     else:
@@ -140,15 +129,13 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
         place = [plane.batch, plane.head, block * BLOCK_M, column]
-        if results.Counters is not None:
-            counter, turn = _turn(
-                g, results.Counters, plane, block, first, band, shared.met is None, GROUPS * KEYS, BLOCK_M
-            )
+        if results.Turns is not None:
+            counter, turn = _turn(g, results, plane, block, first, band, shared.met is None, GROUPS * KEYS, BLOCK_M)
             turns.wait(counter, turn)
         async_add(results.Sums, place, shared.dq.tiles.index(g))
         store_wait(0)
         ring.release(shared.dq, step * GROUPS + g)
-        if results.Counters is not None:
+        if results.Turns is not None:
             turns.end(counter, turn)
         block, member = _following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out.index(g), 0)
@@ -254,7 +241,11 @@ def backward(
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
-    block, kv, counters = _program(Turns, k_len, heads, 2 * KEYS)
+    if Turns is None:
+        block, kv = span.place(gl.program_id(0), k_len, heads, 2 * KEYS)
+    else:
+        block, kv = span.place(turns.number(Turns), k_len, heads, 2 * KEYS)
+        block = gl.cdiv(k_len, 2 * KEYS) - 1 - block
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
@@ -271,7 +262,7 @@ def backward(
         met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(met, count=2)
     fence_async_shared()
-    shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV, counters)
+    shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV, Turns)
     first = block * 2 * KEYS
     gl.warp_specialize(
         [

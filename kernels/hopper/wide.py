@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import softmax, span
-from . import ring, turns
-from .backward import WARPS, Results, _across, _extent, _following, _program, _turn
+from . import ring
+from .backward import WARPS, Results, _across, _extent, _following
 from .copies import async_add, async_store
 
 
@@ -74,19 +74,13 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
-        if results.Counters is not None:
-            counter, turn = _turn(g, results.Counters, plane, block, first, band, False, KEYS, BLOCK_M)
         for part in gl.static_range(PARTS):
             place = [plane.batch, plane.head, block * BLOCK_M, (g * PARTS + part) * PART]
             use = step * PARTS + part
             ring.wait(dq, use)
-            if results.Counters is not None and part == 0:
-                turns.wait(counter, turn)
             async_add(results.Sums, place, dq.tiles.index(use % TILES))
             store_wait(0)
             ring.release(dq, use)
-        if results.Counters is not None:
-            turns.end(counter, turn)
         block, member = _following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out, 0)
     if g == 0:
@@ -252,7 +246,7 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def wide_backward(
-    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
+    Q, K, V, GradOut, Rows, Sums, GradK, GradV,
     q_len, k_len, left, right, scale, heads,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
@@ -260,7 +254,7 @@ def wide_backward(
     """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns, those of Sums 64."""
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
-    block, kv, counters = _program(Turns, k_len, heads, KEYS)
+    block, kv = span.place(gl.program_id(0), k_len, heads, KEYS)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q, do, rows = ring.ring(K, 1, 1), ring.ring(Q, STAGES, 2), ring.ring(GradOut, 1, 2), ring.ring(Rows, 1, 2)
     v = gl.allocate_shared_memory(V.dtype, [1] + V.block_type.shape, V.layout)
@@ -273,7 +267,7 @@ def wide_backward(
     mbarrier.init(met, count=2)
     mbarrier.init(out, count=2)
     fence_async_shared()
-    shared, results = Shared(k, v, q, do, rows, p, ds, dq, met, out), Results(Sums, GradK, GradV, counters)
+    shared, results = Shared(k, v, q, do, rows, p, ds, dq, met, out), Results(Sums, GradK, GradV, None)
     first = block * KEYS
     gl.warp_specialize(
         [

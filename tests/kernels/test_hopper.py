@@ -53,7 +53,7 @@ def emulate(
     monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
     for name, shared in tiles.BACKWARDS.items():
         kernel = gluon.Emulator(
-            *((wide.wide_backward, ring, turns, wide) if shared else (backward.backward, ring, turns, backward))
+            *((wide.wide_backward, ring, wide) if shared else (backward.backward, ring, turns, backward))
         )
         monkeypatch.setitem(run.KERNELS, name, kernel)
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)

@@ -163,15 +163,15 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", dim, "full", *first)
     for width, forms in tile_table.HOPPER_BACKWARD.items():
         first = forms[0], (0, len(forms))
-        _, kernel, ordered = (name for name, rows in tile_table.ON_HOPPER.items() if width in rows)
+        _, kernel, *ordered = (name for name, rows in tile_table.ON_HOPPER.items() if width in rows)
         for index, form in enumerate(forms):
             for variant in ("full", "causal", "window") if index == 0 else ("causal",):
                 yield Row(kernel, 90, "bf16", width, variant, form, (index, len(forms)))
         yield Row(kernel, 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,), 256: (136,)}[width]:
             yield Row(kernel, 90, "bf16", dim, "full", *first)
-        for variant in ("full", "causal"):
-            yield Row(ordered, 90, "bf16", width, variant, *first)
+        for name, variant in itertools.product(ordered, ("full", "causal")):
+            yield Row(name, 90, "bf16", width, variant, *first)
 
 
 def _packed_table(capability):

@@ -81,7 +81,7 @@ def asked(candidate: Candidate, known: Choices, device: str):
     cache.forget()
     try:
         with mock.patch.object(run, "run_kernel", noted):
-            with asking(deterministic="ordered" in kernel):
+            with asking(deterministic=kernel == "hopper_ordered"):
                 yield "hopper" if kernel in tiles.ON_HOPPER else "triton", launched
     finally:
         tuned.ask(None)
