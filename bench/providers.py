@@ -204,7 +204,7 @@ def forms(case=None, prefix=""):
             every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile_table.same(tile))
     for kernel in tile_table.BACKWARDS:
         rows = tile_table.ON_HOPPER[kernel]
-        for form in (form for width in fitting(tuple(rows)) for form in rows[width]):
+        for form in (form for width in fitting((64, 128, 256)) for form in rows.get(width, ())):
             name = f"{kernel.replace('_', '-')}-{form.rows}x{form.keys}s{form.stages}"
             every[BACKWARD + name] = "hopper", functools.partial(by_way_back, kernel, form)
     return {name: form for name, form in every.items() if name.startswith(prefix)}

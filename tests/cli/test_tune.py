@@ -226,7 +226,7 @@ def test_an_interrupt_stops_the_processes_and_keeps_what_was_found():
     assert child.stopped and [x.form.rows for x in search.tried()] == [16]
 
 
-@pytest.mark.parametrize("capability, pipelines", {80: 0, 86: 0, 90: 15, 120: 0}.items())
+@pytest.mark.parametrize("capability, pipelines", {80: 0, 86: 0, 90: 16, 120: 0}.items())
 def test_candidates_are_all_that_calls_may_take(capability, pipelines):
     groups = [*plan.candidates(capability, tuned.DTYPES[:2], tuned.LOADS)]
     every = [x for group in groups for x in group]
@@ -294,7 +294,7 @@ def test_the_command_tries_keeps_shows_exports_and_forgets(gpu, capsys):
     assert said["file"] == str(file) == str(tuned.path(ABOUT))
     about, known = tuned.read(file)
     assert about == ABOUT and {x.width for x in known} == {64} and {x.load for x in known} == {"plain"}
-    assert {x.kernel for x in known} == {*tuned.FORMS} and all(len(x.ms) == 2 for x in known)
+    assert {x.kernel for x in known} == {*tuned.FORMS} - {"hopper_bwd_256"} and all(len(x.ms) == 2 for x in known)
     before = file.read_bytes()
     assert answer(capsys, "--show")[0] == 0 and answer(capsys, "--export", str(gpu / "mine.json"))[0] == 0
     assert file.read_bytes() == before == (gpu / "mine.json").read_bytes()
