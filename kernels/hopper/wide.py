@@ -110,7 +110,7 @@ def _weights(s, shared, step, block, earliest, full, full_end, band, scale, BEHI
 def _at(ring, none):
     """The tile of a ring of one, at an index that is 0, which no compiler knows.
 
-    Of one that they know they keep where its parts lie in registers, in which there is no room.
+    Where the parts of a tile lie whose index it knows it keeps in registers, and there are none left: it spills others.
     """
     return ring.tiles.index(none).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
 
@@ -135,7 +135,7 @@ def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
         columns = _half(k, g).slice(part * PART, PART, dim=1)
         dq = dq + (warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True),)
     dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))
-    ring.release(shared.q, step)
+    ring.release(shared.q, step)  # the next q but one is long in coming
     found = warpgroup_mma_wait(num_outstanding=0, deps=(dk,) + dq)
     for part in gl.static_range(PARTS):
         ring.put(shared.dq[g], step * PARTS + part, found[part + 1])
@@ -185,7 +185,7 @@ def _weigh(shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr
         none = (block < begin).to(gl.int32)
         ring.wait(shared.do, step)
         dv = warpgroup_mma(_at(shared.p, none), _half(_at(shared.do, none), 0), dv, is_async=True)
-        following = gl.minimum(step + 1, steps - 1)  # after the last step nobody reads p
+        following = gl.minimum(step + 1, steps - 1)  # once more after the last step: of that nobody reads p
         ring.wait(shared.q, following)
         k = _at(shared.k, none)
         s = warpgroup_mma(k, ring.tile(shared.q, following).permute((1, 0)), zero, use_acc=False, is_async=True)

@@ -66,8 +66,8 @@ def test_a_named_case(case, monkeypatch, poison):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "q is given back while it is read": (
-        "    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))\n    ring.release(shared.q, step)\n",
-        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))\n",
+        "    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))\n    ring.release(shared.q, step)",
+        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))",
         "changed while it was read",
     ),
     "do is given back while the first reads it": (
