@@ -123,7 +123,7 @@ CALLS: dict[str, list[Callable]] = {
     ],
     "hopper_bwd_256": [
         functools.partial(_dense, 300, 130, (300, 300), backend="hopper", dim=256),
-        functools.partial(_dense, 70, 41, (100, 100), backend="hopper", spread=8, below=True, dim=256),
+        functools.partial(_dense, 70, 41, (100, 100), backend="hopper", spread=32, below=True, dim=256),
         *_attended(backend="hopper", dim=256),
     ],
 }
