@@ -45,7 +45,7 @@ def store(e, op, operand, values):
     e.line(e.call(op.name.removesuffix("::cta").replace("st.", "store_"), *e.pointer(operand), dtype.__name__, values))
 
 
-@instruction("red.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed add {' '.join(VECTORS)}")
+@instruction("red.global", "u32 s32 u64 s64 f32 f64", f"gpu relaxed release add {' '.join(VECTORS)}")
 def add(e, op, operand, values):
     e.require("add" in op.words)
     dtype = TYPES[op.kind]
