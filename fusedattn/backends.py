@@ -3,7 +3,7 @@
 import functools
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -231,13 +231,15 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
 class Explanation(NamedTuple):
     """What `explain` found; str() of it reads well.
 
-    backend: the one the call takes, None if it would raise. tiles: {kernel: Tile or Pipeline}, of kernels.
-    reasons: {backend: [sentence, ...]} for each one it does not take.
+    backend: the one the call takes, None if it would raise. tiles: {kernel: Tile, Pipeline or Backward}, of kernels.
+    reasons: {backend: [sentence, ...]} for each one it does not take. backward: on a Hopper GPU, why the gradients of
+    query, key and value are not by its own kernel, whoever computed the output; empty if they are.
     """
 
     backend: str | None
-    tiles: dict[str, tile_table.Tile | tile_table.Pipeline]
+    tiles: dict[str, tile_table.Tile | tile_table.Pipeline | tile_table.Backward]
     reasons: dict[str, list[str]]
+    backward: Sequence[str] = ()
 
     def __str__(self) -> str:
         lines = [f"takes {self.backend}" if self.backend else "raises NotImplementedError"]
@@ -247,6 +249,7 @@ class Explanation(NamedTuple):
             lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]
+        lines += [f"not hopper, of the backward: {sentence}" for sentence in self.backward]
         return "\n".join(lines)
 
 
@@ -290,5 +293,8 @@ def explain(
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} comes before it and takes the call"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
-    tiles = {} if taken not in ("hopper", "triton") else attention.tiles(call, return_weights, taken == "hopper")
-    return Explanation(taken, tiles, others)
+    if taken not in ("hopper", "triton"):
+        return Explanation(taken, {}, others)
+    tiles = attention.tiles(call, return_weights, taken == "hopper")
+    backward = attention.backward_reasons(call, taken == "hopper") if not hopper_reasons(query.device) else ()
+    return Explanation(taken, tiles, others, backward)

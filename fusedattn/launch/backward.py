@@ -8,7 +8,7 @@ from triton import cdiv
 from ..call.form import Call
 from ..call.packing import packing
 from ..kernels.vocabulary.gradient import Grads
-from . import arguments, blocks, hopper, run, tiles
+from . import arguments, blocks, failures, hopper, run, tiles
 
 
 class _Pass(NamedTuple):
@@ -49,6 +49,34 @@ def _bias_sum(call):
     return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
 
 
+def _is_deterministic(call):
+    """Whether gradients are to have the same bits each time."""
+    return call.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _lacks_on_hopper(call, need, kernel):
+    """What keeps a kernel of `run.backward_on_hopper` from a call, wherever its tensors lie."""
+    lacks = hopper.backward_limits(call)
+    if not all(need[:3]):
+        lacks.append("it makes the gradients of query, key and value together, not some of them")
+    if kernel is None:
+        lacks.append(f"of heads over {tiles.ONE_PASS} it has not the same bits each time")
+    return lacks
+
+
+def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
+    """Why the backward of a call is not by a kernel for Hopper, on a GPU that has them; empty if it is by one."""
+    kernel = run.backward_on_hopper(call, _is_deterministic(call))
+    lacks = _lacks_on_hopper(call, need, kernel)
+    if lacks or run.is_to_take(kernel, call, backend):
+        return lacks
+    if call.named:
+        return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, call.query.device))]
+    if (why := failures.known((kernel, run.device_of(call.query)))) is not None:
+        return [str(why)]
+    return ["no tuning file says that it is right and faster here, so it runs only when named"]
+
+
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
     """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
 
@@ -60,11 +88,11 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     query, key, value, bias, slopes, sinks = need
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    deterministic = _is_deterministic(call)
     in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
     special = run.backward_on_hopper(call, deterministic)
-    plain = query and key and value and not bias and not by_rows and reachable and special is not None
-    if plain and not hopper.backward_limits(call) and run.is_to_take(special, call, backend):
+    taken = reachable and special is not None and run.is_to_take(special, call, backend)
+    if taken and not _lacks_on_hopper(call, need, special):
         names = ["preprocess", special, "postprocess"]
     elif in_one and not run.prefers_two_passes(call):
         names = ["preprocess", "one_pass", "postprocess"]

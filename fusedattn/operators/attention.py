@@ -264,11 +264,23 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     return [str(why)] if (why := launch.failed(call, names)) is not None else []
 
 
+def _explained(call):
+    """The gradients that `explain` speaks of: of query, key, value and what is learned."""
+    learned = call.bias, call.alibi_slopes, call.sinks
+    return True, True, True, *(x is not None and x.requires_grad for x in learned)
+
+
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
-    """{kernel: Tile or Pipeline} of what a call would launch, its backward to query, key, value and what is learned."""
+    """{kernel: Tile, Pipeline or Backward} of what a call and its backward would launch."""
     from ..launch import run as launch
     from ..launch.backward import passes
 
-    learned = call.bias, call.alibi_slopes, call.sinks
-    need = True, True, True, *(x is not None and x.requires_grad for x in learned)
-    return launch.tiles(call, need_weights, on_hopper, passes(call, need, "hopper" if on_hopper else "triton"))
+    backward = passes(call, _explained(call), "hopper" if on_hopper else "triton")
+    return launch.tiles(call, need_weights, on_hopper, backward)
+
+
+def backward_reasons(call: Call, on_hopper: bool) -> list[str]:
+    """Why the backward of a call is not by a kernel for Hopper, on a GPU that has them."""
+    from ..launch.backward import reasons_not_on_hopper
+
+    return reasons_not_on_hopper(call, _explained(call), "hopper" if on_hopper else "triton")

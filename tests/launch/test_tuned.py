@@ -331,12 +331,22 @@ def test_a_backward_for_hopper_is_taken_where_it_was_found_faster(chosen, monkey
             with asking(deterministic=repeatable):
                 found = fa.explain(*inputs, causal=True)
                 assert found.backend == "triton" and found.tiles[name] == WAY_BACK and "dkdv" not in found.tiles
-                for options in (dict(causal=True, backend="triton"), dict(window=(4, 0)), {}):
-                    assert name not in fa.explain(*inputs, **options).tiles, options
+                assert not found.backward
+                for options, why in (
+                    (dict(causal=True, backend="triton"), "'triton' is named"),
+                    (dict(window=(4, 0)), "no tuning file says"),
+                    ({}, "no tuning file says"),
+                    (dict(causal=True, softcap=3.0), "it knows no softcap"),
+                ):
+                    found = fa.explain(*inputs, **options)
+                    assert name not in found.tiles and found.backward[0].startswith(why), options
+                    assert f"not hopper, of the backward: {why}" in str(found)
         monkeypatch.setattr(failures, "known", lambda kind: "it does not load" if kind[0] == "hopper_bwd" else None)
-        assert "one_pass" in fa.explain(*inputs, causal=True).tiles
+        found = fa.explain(*inputs, causal=True)
+        assert "one_pass" in found.tiles and found.backward == ["it does not load"]
         chosen([x._replace(status="wrong") for x in backwards() if x.kernel == "hopper_bwd"])
-        assert "one_pass" in fa.explain(*inputs, causal=True, backend="hopper").tiles
+        found = fa.explain(*inputs, causal=True, backend="hopper")
+        assert "one_pass" in found.tiles and "found no 'hopper_bwd' that gives right numbers" in found.backward[0]
 
 
 @compiled
