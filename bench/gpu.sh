@@ -164,7 +164,6 @@ others=(tests --ignore=tests/ptx --ignore=tests/kernels/test_hopper.py --ignore=
 
 part=first run_tests first-contact 25 5 25 ${parallel:+-n2} tests/kernels/test_gpu.py::test_first_contact
 timings attention attention 85 8 "${few[@]}"
-timings backward_forms backward_forms 50 8 --without flex
 timings forward_forms forward_forms 35 8 --without flex
 case $gpu in
     "" | 9.0)
@@ -173,6 +172,7 @@ case $gpu in
         timings hopper hopper 55 8 --without flex --tests "$OUT/hopper-tests.log"
         ;;
 esac
+timings backward_forms backward_forms 50 8 --without flex # with the kernels that were tested last
 XDG_CACHE_HOME=$OUT/tuned fusedattn tune 70 21 --quick
 run_tests core-tests 85 5 60 -m "gpu and not matrix and not sample" "${others[@]}"
 timings decode decode 20 6

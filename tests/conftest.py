@@ -209,7 +209,7 @@ def two_passes(monkeypatch):
 
 @pytest.fixture
 def deterministic(request):
-    """Where bits are compared: on a GPU dq has the same ones each time by two passes alone."""
+    """Where bits are compared: on a GPU dq has the same ones each time where they are asked for."""
     if not INTERPRETED:
         request.getfixturevalue("two_passes")
 

@@ -200,6 +200,12 @@ def is_to_take(name, call, backend):
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 
+def any_on_hopper_failed(call):
+    """Whether a backward for Hopper is known not to run where a call is: other kernels may take it."""
+    device = device_of(call.query)
+    return any(failures.known((name, device)) is not None for name in tile_table.BACKWARDS)
+
+
 def form_of(name, call):
     """How a kernel works on a call, as `explain` gives it; None if every way is known to be wrong."""
     if name in tile_table.ON_HOPPER:
@@ -271,6 +277,6 @@ def failed(call: Call, names) -> "failures.Unusable | None":
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
-    """{kernel: Tile or Pipeline} of what a call would launch, with the kernels of its backward."""
+    """{kernel: its form} of what a call would launch, with the kernels of its backward."""
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
     return {name: form_of(name, call) for name in names}

@@ -65,7 +65,13 @@ def _backward(*arguments):
         names = ["forward", *["weights"] * (weights.dim() == 4)]
         if any_failed(call) and (why := launch.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        fill(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
+        given = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
+        try:
+            fill(wanted, *given)
+        except Unusable:
+            if call.named or not launch.any_on_hopper_failed(call):
+                raise
+            fill(wanted, *given)  # by the kernels of every GPU: one for Hopper was preferred, and is known to fail now
     except Unusable as why:
         fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
     return grads

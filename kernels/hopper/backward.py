@@ -82,7 +82,7 @@ def _turn(
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
     before = last - first // KEYS
-    counter = tiles.table(results.Turns + 1, plane, band.rows, 2).base + block * BLOCK_M * 2
+    counter = tiles.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
     if TOGETHER:
         return counter, before * 2 + g
     else:

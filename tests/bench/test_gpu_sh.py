@@ -16,10 +16,10 @@ SCRIPT = (ROOT / "bench" / "gpu.sh").read_text()
 FIRST = (
     "first-contact",
     "attention",
-    "backward_forms",
     "forward_forms",
     "hopper-tests",
     "hopper",
+    "backward_forms",
     "tune",
     "core-tests",
 )

@@ -12,9 +12,10 @@ from bench import providers
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.cli.tune import child
-from fusedattn.launch import hopper, run, tuned
+from fusedattn.launch import failures, hopper, run, tuned
 from fusedattn.launch.backward import passes
 from fusedattn.launch.tiles import Backward
+from fusedattn.operators import attention
 
 from ..cases import Case
 from ..inside import draw
@@ -203,11 +204,62 @@ def test_a_benchmark_and_tune_take_it_alone(name, monkeypatch):
     assert name in launched
     form = Backward(16, 2)
     candidate = tuned.Candidate(name, "bfloat16", 64, "plain", form)
-    monkeypatch.setattr(child, "TIMES", 2)
+    for constant in ("TIMES", "BATCHES", "REPEATS"):
+        monkeypatch.setattr(child, constant, 2)
     with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
         assert backend == "hopper"
         found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
     assert found.status == tuned.PASSED, found.why
+
+
+def _fails(monkeypatch, kernel):
+    """A kernel fails wherever it is launched; returns the names of those that ran."""
+    launched, run_kernel = [], run.run_kernel
+
+    def failing(name, *given, **options):
+        if name == kernel:
+            raise failures.remember((name, torch.device("cpu")), RuntimeError("ptxas error"))
+        launched.append(name)
+        run_kernel(name, *given, **options)
+
+    failures.forget()
+    monkeypatch.setattr(run, "run_kernel", failing)
+    return launched
+
+
+def test_tune_says_of_a_kernel_that_fails_that_it_does(monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(child, "TIMES", 2)
+    candidate = tuned.Candidate("hopper_bwd", "bfloat16", 64, "plain", Backward(16, 2))
+    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
+        _fails(monkeypatch, "hopper_bwd")
+        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
+    failures.forget()
+    assert found.status == "fails" and "ptxas error" in found.why
+
+
+def test_tune_finds_a_backward_wrong_whose_bits_change(monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(child, "TIMES", 2)
+    monkeypatch.setattr(child, "repeats", lambda *_: False)
+    candidate = tuned.Candidate("hopper_ordered", "bfloat16", 64, "plain", Backward(16, 2))
+    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
+        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
+    assert found.status == "wrong" and "same bits" in found.why
+
+
+def test_a_preferred_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monkeypatch):
+    emulate(monkeypatch)
+    tuned.ask(tuned.Choices({}, {}, faster=frozenset([("hopper_bwd", "bfloat16", 64, False)])))
+    launched = _fails(monkeypatch, "hopper_bwd")
+    inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
+    try:
+        out, *_ = attention.run(checked(Arguments(*inputs), named=False), False, False)
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+    finally:
+        tuned.ask(None)
+        failures.forget()
+    assert launched[-3:] == ["preprocess", "one_pass", "postprocess"]
 
 
 def test_what_the_copy_engine_cannot_read_another_kernel_takes(monkeypatch):

@@ -361,7 +361,7 @@ def test_the_kernel_for_hopper_is_chosen_where_it_was_found_faster(chosen, monke
         for options in ({}, dict(window=(4, 0)), dict(window=(4, 4))):
             found = fa.explain(*inputs, **options)
             assert found.backend == "triton"
-            assert "no tuning file says that it is right and faster here" in "; ".join(found.reasons["hopper"])
+            assert "no tuning file says that its forward is right and faster here" in "; ".join(found.reasons["hopper"])
         assert fa.explain(*inputs, backend="hopper").backend == "hopper"
         chosen([forward(x, status="wrong") for x in table.HOPPER[128]])
         found = fa.explain(*inputs, backend="hopper")
