@@ -116,20 +116,48 @@ def backward(inputs, given, backend="hopper", **options):
     return torch.autograd.grad(fa.attention(*leaves, backend=backend, **options), leaves, given)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that were launched; no call is a repeated one."""
+    names, run_kernel = [], run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
+    monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)
+    return names
+
+
+def in_any_order(monkeypatch):
+    """From now on dq is added in whatever order programs come."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    cache.forget()
+
+
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
-def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison):
+def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison, launched):
     """In turns, as this file asks for, and in whatever order dq is added; more programs than there is room for."""
-    sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
-    for repeatable in (True, False):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda repeatable=repeatable: repeatable)
-        cache.forget()
-        check(Case("backward", **sizes, dtype=HALF[len(band)], grads="out and lse", **band), cuda)
+    case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)
+    check(case._replace(dtype=HALF[len(band)]), cuda)
+    assert ("hopper_ordered" in launched) == (width <= tiles.ONE_PASS)
+    in_any_order(monkeypatch)
+    check(case._replace(dtype=HALF[len(band)]), cuda)
+    assert ("hopper_bwd" if width <= tiles.ONE_PASS else "hopper_bwd_256") in launched
 
 
-@pytest.mark.parametrize("width", HOPPER)
+@pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
+@pytest.mark.parametrize(
+    "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
+)
+def test_backwards_of_head_dimensions(options, number, cuda, monkeypatch, poison, launched):
+    """With keys that nobody sees, and rows that see none."""
+    in_any_order(monkeypatch)
+    dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
+    check(Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims), cuda)
+    assert {"hopper_bwd", "hopper_bwd_256"} & {*launched}
+
+
+@pytest.mark.parametrize("width", tiles.ON_HOPPER["hopper_ordered"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_backward_in_turns_gives_the_same_bits(causal, width, cuda):
+def test_a_backward_in_turns_gives_the_same_bits(causal, width, cuda, launched):
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
     given = torch.randn_like(inputs[0])
@@ -137,7 +165,7 @@ def test_a_backward_in_turns_gives_the_same_bits(causal, width, cuda):
     for _ in range(100):
         for again, before in zip(backward(inputs, given, causal=causal), first, strict=True):
             wrong += (again != before).count_nonzero()
-    assert wrong.item() == 0
+    assert wrong.item() == 0 and "hopper_ordered" in launched
     for one, other in zip(first, backward(inputs, given, "triton", causal=causal), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=2e-2)
 

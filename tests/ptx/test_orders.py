@@ -4,6 +4,7 @@ Only Hopper's ordered backward waits for other programs, those that have begun b
 """
 
 import functools
+import re
 
 import pytest
 import torch
@@ -98,3 +99,16 @@ def test_sums_for_which_programs_take_turns_have_the_same_bits():
 def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
     with planted(file, text, becomes):
         assert one_by_one_and_all_at_once(TURNS) == {"query"}
+
+
+def test_what_passes_a_turn_on_is_in_order():
+    """Of what orders memory between programs nothing shows in an emulator where each store is seen at once."""
+    ptx = [x.kernel.asm["ptx"] for x in calls.execute(ENTRIES["hopper D64, two passes"], 90).device.launches]
+    (ordered,) = (text for text in ptx if "ld.volatile.global" in text and "cp.reduce.async.bulk" in text)
+    waits = "ld.volatile.global", "fence.acq_rel.gpu", "fence.proxy.async.global", "cp.reduce.async.bulk"
+    ends = "cp.async.bulk.wait_group ", "fence.proxy.async.global", "bar.warp.sync", ".release.add.u32"
+    found = re.findall("|".join(re.escape(x) for x in dict.fromkeys((*waits, *ends))), ordered)
+    found = [x for x, before in zip(found, ["", *found], strict=False) if x != before]  # a box is added in parts
+    for turn in (waits[1:], ends):
+        places = [i for i in range(len(found)) if tuple(found[i : i + len(turn)]) == turn]
+        assert len(places) == 2, f"each of two warps: {turn}"
