@@ -237,6 +237,12 @@ def test_demo_fails_if_what_was_converted_is_wrong(demo, at_once, monkeypatch, c
     assert status == 1 and {f"an nn.TransformerEncoder, converted, {mode}" for mode in ("eval", "training")} <= wrong
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_caller_may_have_closed_the_output(closed):
+    command = f"{sys.executable} -m fusedattn info --json {closed}"
+    assert subprocess.run(command, shell=True, stderr=subprocess.PIPE).returncode == 0
+
+
 def test_a_text_is_shown_as_it_is(capsys):
     """Also what rich would take for a colour or a picture."""
     pytest.importorskip("rich")
