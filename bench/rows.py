@@ -75,9 +75,9 @@ class Writer:
     """Appends rows to a CSV file, each on disk before the next is measured. Without a path it only keeps them."""
 
     def __init__(self, path=None):
-        self.path = pathlib.Path(path) if path else None
+        self.path = None if path is None else pathlib.Path(path)
         if self.path and self.path.exists() and not self.path.is_file():
-            raise ValueError(f"{path} is no file")  # a device may have no end
+            raise ValueError(f"{path or 'an empty name'} is no file")  # a device may have no end
         self.columns, self.rows = _read(self.path) if self.path and self.path.exists() else (COLUMNS, [])
         if self.path and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)

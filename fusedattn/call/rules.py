@@ -219,7 +219,8 @@ def _tokens(name: str, size: Callable[[Sizes], int]) -> Rule:
     """A key_mask or query_mask: (S,), (1, S) or (B, S)."""
 
     def expected(_: Tensor, s: Sizes) -> str:
-        return f"shape ({s.B}, {size(s)}), (1, {size(s)}) or ({size(s)},)"
+        of_batches = ", ".join(f"({batch}, {size(s)})" for batch in dict.fromkeys((s.B, 1)))
+        return f"shape {of_batches} or ({size(s)},)"
 
     def wrong(x: Tensor, s: Sizes) -> bool:
         return x.dim() not in (1, 2) or x.shape[-1] != size(s) or not broadcasts(x, (s.B, size(s)))

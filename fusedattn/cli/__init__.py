@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "attention; let it go on from a prompt with a cache and without, which must say the same; draw the losses and "
         "what it attends to. Exit status 1 if a check fails.",
     )
-    demo.add_argument("--text", metavar="FILE", help="what to learn (README.md)")
+    demo.add_argument("--text", metavar="FILE", help="what to learn (the README of fusedattn)")
     demo.add_argument("--steps", type=_positive, metavar="N", default=300, help="steps of training (%(default)s)")
     demo.add_argument("--out", metavar="PNG", default="demo.png", help="where to save the picture (%(default)s)")
     demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of everything random (%(default)s)")

@@ -26,8 +26,10 @@ def need(*packages: str) -> None:
 
 
 def check_output(option: str, path: str) -> None:
-    """Raise a Problem where no file can be written: before the work whose result it is to hold."""
+    """Raise a Problem where no picture can be written: before the work whose result it is to hold."""
     file = Path(path)
+    if not path:
+        raise Problem(f"{option}: expected the name of a file, got an empty one")
     if not file.resolve().parent.is_dir():
         raise Problem(f"{option}: there is no folder {file.resolve().parent}")
     if file.is_dir():

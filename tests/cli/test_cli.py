@@ -263,6 +263,15 @@ def test_demo_needs_a_text(content, why, tmp_path, capsys):
     assert why in shown and str(path) in shown and shown.count("\n") == 1
 
 
+def test_the_readme_of_somebody_else_is_not_learnt(tmp_path, monkeypatch):
+    """Without --text it is ours, whatever the folder is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("# another project\n" * 100)
+    assert texts.load(None).name == "the description of fusedattn"
+    (tmp_path / "README.md").write_text("# fusedattn\n" + "what it does " * 100)
+    assert texts.load(None).name == "README.md"
+
+
 def test_what_is_held_out_is_in_no_window_to_learn_from(tmp_path):
     numbers = torch.randperm(2000).to(torch.int16).view(torch.uint8)  # pairs of bytes that occur once
     (tmp_path / "pairs").write_bytes(bytes(numbers.tolist()))

@@ -24,7 +24,7 @@ def run(arguments) -> int:
     try:
         writer = rows.Writer(arguments.csv)
     except (OSError, ValueError) as error:
-        raise Problem(f"csv: cannot append to {arguments.csv}: {error}") from error
+        raise Problem(f"csv: cannot append to {arguments.csv or 'it'}: {error}") from error
     busy = device == "cpu" and machine.busy()
     if busy:
         # Threads of one step wait for each other at every operation, a time slice each where one has no core: steps of

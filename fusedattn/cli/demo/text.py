@@ -25,11 +25,18 @@ class Text(NamedTuple):
     held_out: Tensor
 
 
+def _is_ours(readme):
+    """Whether a README is of this repository, and not of whoever runs the command."""
+    return readme.is_file() and readme.read_bytes().startswith(b"# fusedattn\n")
+
+
 def load(path: str | None) -> Text:
-    """The text of a file; without a path that of README.md in this folder, or else the description of the package."""
-    name = path or "README.md"
+    """The text of a file; without a path our README, which lies in this folder or is the description of the package."""
+    name = "README.md" if path is None else path
+    if not name:
+        raise Problem("text: expected the name of a file, got an empty one")
     try:
-        if path is None and not Path(name).is_file():
+        if path is None and not _is_ours(Path(name)):
             name, content = "the description of fusedattn", metadata.metadata("fusedattn")["Description"].encode()
         else:
             content = Path(name).read_bytes()
