@@ -18,7 +18,7 @@ def run(arguments) -> int:
     screen, began = Screen(arguments.json), time.monotonic()
     device, plot = presets.device(), arguments.plot
     preset = presets.choose(arguments, on_gpu=device == "cuda")
-    if plot:
+    if plot is not None:
         need("matplotlib")
         check_output("plot", plot)
     try:
