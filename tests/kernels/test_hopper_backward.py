@@ -17,6 +17,7 @@ from fusedattn.launch.backward import passes
 from fusedattn.launch.tiles import Backward
 from fusedattn.operators import attention
 
+from .. import sample
 from ..cases import Case
 from ..inside import draw
 
@@ -25,7 +26,7 @@ if hopper.missing is not None:
 
 from fusedattn.kernels.hopper import backward
 
-from .test_hopper import check, emulate, slipped
+from .test_hopper import CASES as NAMED, check, emulate, slipped
 
 BF16 = dict(dtype=torch.bfloat16)
 # Heads of more than 64 columns are those whose warpgroups share dq.
@@ -65,6 +66,12 @@ def test_a_case_whose_sums_have_an_order(case, monkeypatch, poison, two_passes):
     monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
     check(case, "cpu")
     assert "hopper_ordered" in launched and "dq" not in launched
+
+
+@pytest.mark.parametrize("case", sample.one_in(4, sample.named(NAMED.values())))
+def test_a_named_case_whose_sums_have_an_order(case, monkeypatch, poison, two_passes):
+    emulate(monkeypatch)
+    check(case, "cpu")
 
 
 def test_each_block_of_keys_has_its_turn(monkeypatch, two_passes):
