@@ -171,7 +171,7 @@ def test_what_is_not_known_of_triton_is_left_to_its_own_launch(form, monkeypatch
     if name == "_RUN_NOW":
         monkeypatch.setattr(launcher, "_RUN", ("grid",))
     monkeypatch.setattr(where, name, value)
-    test_the_kernel_for_hopper_is_launched_again_with_other_tensors({})
+    test_the_kernel_for_hopper_is_launched_again_with_other_tensors({}, 16, False, monkeypatch)
 
 
 @compiled
