@@ -82,7 +82,7 @@ TURNS = "hopper long, two passes"
 
 @pytest.mark.matrix
 def test_sums_for_which_programs_take_turns_have_the_same_bits():
-    assert one_by_one_and_all_at_once("hopper window") <= {"query"}, "without turns they are as right"
+    assert not execute(ENTRIES["hopper window"], 90, order=ORDERS[0]).wrong(), "without turns they are as right"
     assert not one_by_one_and_all_at_once(TURNS)
 
 
