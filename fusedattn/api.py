@@ -200,8 +200,9 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     keeps it, nobody else does; while it is in use the masks must not change.
 
     Args:
-        mask, key_mask, query_mask: as in `attention`, at least one; mask may also have rank 3, (B, Sq, Sk). A call that
-            gets the plan takes all of them from it, and neither key_mask nor query_mask beside it.
+        mask, key_mask, query_mask: as in `attention`, at least one. A call that gets the plan takes all of them from
+            it, and neither key_mask nor query_mask beside it. mask may also have rank 3, (B, Sq, Sk), for calls of rank
+            3 and for `MultiHeadAttention`.
     Returns: a Plan. Where no kernel could read it, such as on a CPU, it holds the masks and nothing else.
     Raises: TypeError, ValueError for masks that do not go together.
     """

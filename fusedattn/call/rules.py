@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .form import Arguments, Call, Plan, autocast, normalise
 from .layout import broadcasts, divides, irregular
-from .numbers import is_int, is_number
+from .numbers import as_python, is_int, is_number
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -183,7 +183,7 @@ def _is_number(name: str) -> Rule:
 
 def _fits_float32(name: str) -> Rule:
     def wrong(x: float, s: Sizes | None) -> bool:
-        return s is not None and s.dtype != torch.float64 and abs(x) > LARGEST_SINGLE
+        return s is not None and s.dtype != torch.float64 and abs(as_python(x)) > LARGEST_SINGLE
 
     return invalid(name, "a number that float32 can hold", wrong, value)
 
@@ -318,12 +318,12 @@ OPTIONS = {
     "scale": (
         _is_number("scale"),
         # Not math.isfinite: the compiler cannot trace it on a number that varies.
-        invalid("scale", "a finite number", lambda x, _: not -LARGEST <= x <= LARGEST, value),
+        invalid("scale", "a finite number", lambda x, _: not -LARGEST <= as_python(x) <= LARGEST, value),
         _fits_float32("scale"),
     ),
     "softcap": (
         _is_number("softcap"),
-        invalid("softcap", "a finite number above 0", lambda x, _: not 0 < x <= LARGEST, value),
+        invalid("softcap", "a finite number above 0", lambda x, _: not 0 < as_python(x) <= LARGEST, value),
         _fits_float32("softcap"),
     ),
     "alibi_slopes": (

@@ -41,6 +41,15 @@ def test_they_do_in_drop_ins():
     assert torch.equal(left, flash_attn.flash_attn_varlen_func(*given, 5, 5, softmax_scale=0.5, window_size=(1, -1)))
 
 
+@pytest.mark.filterwarnings("error")
+def test_small_ones_are_compared_without_a_warning():
+    """NumPy would cast the largest float64 to their own dtype."""
+    x = torch.randn(1, 2, 8, 16)
+    for kind in (numpy.float16, numpy.float32, numpy.float64):
+        fa.attention(x, x, x, scale=kind(0.5), softcap=kind(3))
+        fa.MultiHeadAttention(16, 2, scale=kind(0.5), softcap=kind(3))
+
+
 def test_of_a_bool_an_error_says_whose_it_is():
     x = torch.randn(1, 2, 8, 16)
     with pytest.raises(TypeError, match="need_weights: expected a bool, got numpy.bool"):
