@@ -312,6 +312,10 @@ BODIES = {
         """red.global.add.u32 [%x], %t; atom.global.gpu.relaxed.add.u32 %r1, [%x], 1; ld.global.b32 %r0, [%x];""",
         [496 + 32] * 32,
     ),
+    "what additions have found": (
+        """red.global.add.u32 [%x], %t; atom.global.gpu.acq_rel.add.u32 %r1, [%x], 2; mov.b32 %r0, %r1;""",
+        [496 + 2 * i for i in RANGE],
+    ),
 }
 
 
@@ -355,7 +359,7 @@ UNKNOWN = (
     "ld.global.v2.b32 %r1, [%in];",
     "ld.global.v3.b32 {%r1, %r2, %r3}, [%in];",
     "ld.param.b64 %d1, [x+4];",
-    "atom.global.gpu.relaxed.add.u32 %r1, [%in], 1; mov.b32 %r2, %r1;",
+    "atom.global.gpu.relaxed.add.s32 %r1, [%in], 1; mov.b32 %r2, %r1;",
     "atom.global.gpu.relaxed.max.u32 %r1, [%in], 1;",
     "shfl.sync.idx.b32 %r1, %r2, 0, 31, 255;",
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r1}, {%r2}, {%r3}, {%r4};",
