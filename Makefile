@@ -6,7 +6,7 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 OTHERS := 3.6.0 3.9.0# the oldest and the newest version of Triton that we promise
-KNOWING := $(addprefix tests/,replay/test_launch_path.py launch/test_failures.py launch/test_tuned.py cli/test_tune.py cli/test_warmup.py)
+KNOWING := $(addprefix tests/,replay/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
@@ -47,7 +47,7 @@ benchmarks: $(READY) ## the tests of bench/ and of the commands, and every bench
 	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest tests/benchmarks --benchmark-disable $(ARGS); \
 	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
 
-versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, tune, warmup and check, by the other versions of Triton
+versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, warmup and check, by the other versions of Triton
 	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) $(KNOWING) || exit 1; done
 	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu
 

@@ -24,7 +24,6 @@ CONTRACTIBLE = re.compile(r"\t(mul|add|sub)\.f32\b")
 FIRST, *REST = (
     ("decode: new keys in pages", HOPPER),
     ("plain D64", 80),
-    ("window, two passes", 80),
     ("hopper D128", HOPPER),
 )
 
