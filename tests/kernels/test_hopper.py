@@ -65,6 +65,13 @@ def emulate(
     monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 
 
+def launches(monkeypatch):
+    """A list that gets the names of kernels as they are launched."""
+    names, run_kernel = [], run.run_kernel
+    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
+    return names
+
+
 @pytest.fixture
 def on(device, monkeypatch):
     """A device on which the kernel runs."""

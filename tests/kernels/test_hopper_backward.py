@@ -26,7 +26,7 @@ if hopper.missing is not None:
 
 from fusedattn.kernels.hopper import backward
 
-from .test_hopper import CASES as NAMED, check, emulate, slipped
+from .test_hopper import CASES as NAMED, check, emulate, launches, slipped
 
 BF16 = dict(dtype=torch.bfloat16)
 # Heads of more than 64 columns are those whose warpgroups share dq.
@@ -49,10 +49,8 @@ CASES = [
     [pytest.param(case, 2, id=case.name) for case in CASES] + [pytest.param(CASES[0], 3, id="three stages")],
 )
 def test_a_case(case, stages, monkeypatch, poison):
-    launched = []
     emulate(monkeypatch, way_back=Backward(16, stages))
-    run_kernel = run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    launched = launches(monkeypatch)
     check(case, "cpu")
     assert "hopper_bwd" in launched and "dkdv" not in launched
 
@@ -60,10 +58,8 @@ def test_a_case(case, stages, monkeypatch, poison):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_whose_sums_have_an_order(case, monkeypatch, poison, two_passes):
     """A program that waited for a turn that never comes would be an error, too."""
-    launched = []
     emulate(monkeypatch, way_back=Backward(16, 2))
-    run_kernel = run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    launched = launches(monkeypatch)
     check(case, "cpu")
     assert "hopper_ordered" in launched and "dq" not in launched
 
@@ -201,8 +197,7 @@ def test_it_is_taken_where_hopper_is_named(monkeypatch):
 def test_a_benchmark_and_tune_take_it_alone(name, monkeypatch):
     """As `bench/providers.py` and the process of `fusedattn tune` have it: by its form, and right."""
     emulate(monkeypatch)
-    launched, run_kernel = [], run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    launched = launches(monkeypatch)
     inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
     with providers.by_way_back(name, Backward(16, 3)):
         out = fa.attention(*inputs, backend="hopper")
@@ -272,8 +267,7 @@ def test_a_preferred_backward_that_fails_leaves_the_call_to_the_kernels_of_every
 def test_what_the_copy_engine_cannot_read_another_kernel_takes(monkeypatch):
     """A sum has one gradient for all of its terms."""
     emulate(monkeypatch)
-    launched, run_kernel = [], run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (launched.append(name), run_kernel(name, *x, **y)))
+    launched = launches(monkeypatch)
     inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
     fa.attention(*inputs, backend="hopper").sum().backward()
     assert "one_pass" in launched and "hopper_bwd" not in launched

@@ -17,7 +17,7 @@ if hopper.missing is not None:
 
 from fusedattn.kernels.hopper import wide
 
-from .test_hopper import check, emulate, halved, slipped, takes
+from .test_hopper import check, emulate, halved, launches, slipped, takes
 
 BF16 = dict(dtype=torch.bfloat16)
 WIDE = dict(D=256, Dv=256)
@@ -42,9 +42,7 @@ NAMED = {case._replace(name=""): case for case in NAMED if takes(case)}
 @pytest.fixture
 def launched(monkeypatch):
     """The names of kernels, as they are launched."""
-    names, run_kernel = [], run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
-    return names
+    return launches(monkeypatch)
 
 
 @pytest.mark.parametrize(
