@@ -8,8 +8,7 @@ from ..call.form import Call
 from ..call.layout import arrange, dense
 from ..naive import cached as naive
 from ..naive.formula import without_autocast
-from ..private import flash_attention_for_cpu
-from . import flash
+from . import flash, kernel
 
 
 def append(decode: Decode) -> None:
@@ -38,7 +37,7 @@ def attend_at_once(
 ) -> tuple[Tensor, Tensor]:
     """`attend` by one call of the kernel."""
     key, value = key_cache.narrow(2, 0, length), value_cache.narrow(2, 0, length)
-    out, lse = flash_attention_for_cpu(query, key, value, 0.0, False, attn_mask=None, scale=scale)
+    out, lse = kernel.attend(query, key, value, False, None, scale)
     return arrange(out, query), lse
 
 

@@ -57,7 +57,7 @@ def with_centre(
     most rows of a head are such, its centre is 0.
     """
     heads = kept.shape[1]
-    of_heads, seen = to_heads(common, heads), lse > -INFINITE
+    of_heads, seen = to_heads(common, heads), lse != -INFINITE
     out = (kept + of_heads).masked_fill_(~seen[..., None], 0.0)
     rows = (out.abs().amax(3) < of_heads.abs().amax(3) / 2) & seen
     if bool(rows.any()):

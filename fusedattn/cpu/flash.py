@@ -20,9 +20,10 @@ from torch.nn.functional import pad
 
 from ..call.form import Call, diagonal
 from ..call.layout import arrange, dense
-from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
+from ..private import flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
 from .few import FEW, by_weights, product, weights_of
+from .kernel import attend
 from .parts import Part, Rectangle, additive, has_holes, is_additive, parts, rectangles
 
 
@@ -124,7 +125,7 @@ def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool,
         weights, lse = weights_of(call, where, less, query, key)
         return product(weights, value), lse
     added = mask(call, where, less)
-    out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=call.scale)
+    out, lse = attend(query, key, value, where.causal, added, call.scale)
     if where.masked and bool((lse == 0).any()):  # what the kernel says of a row that sees nothing, and of others
         assert added is not None
         lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
@@ -236,7 +237,7 @@ def forward(call: Call, save: bool) -> Result:
     """
     like = call.query
     if not save and (causal := at_once(call)) is not None:
-        out, lse = flash_attention_for_cpu(*call[:3], 0.0, causal, attn_mask=None, scale=call.scale)
+        out, lse = attend(*call[:3], causal, None, call.scale)
         return Result(arrange(out, like), lse, out)
     call = _wide(call)
     split, less = parts(call), offset(call) if save else 0.0

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from ..call.form import DIFFERENTIABLE, Call, rank4, results, rows, watched
 from ..call.layout import arrange, dense
-from ..cpu import centre as common, few, flash, run as cpu
+from ..cpu import centre as common, few, flash, kernel, run as cpu
 from ..cpu.parts import Rectangle
 from ..naive import formula
 from ..operators import attention, backward, schema
@@ -49,6 +49,7 @@ class OnCpu:
         self.guards: dict[int, Any] = {}  # that compare it in C++
         self.causal = None if run is not attention.run_on_cpu or any(self.wanted) else flash.at_once(call)
         self.few = save and few.is_few(call)
+        self.short = call.key.shape[2] < kernel.VECTOR
         # Autograd would refuse what is made here in inference mode.
         by_formula = run is attention.run_naively and not any(self.wanted) and not torch.is_inference_mode_enabled()
         self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
@@ -70,10 +71,12 @@ class OnCpu:
             if self.few or centre is not None or current_node is None or saved_tensors_hooks(False) is not None:
                 return _at_once(self, centre, query, key, value)
             options = dict(attn_mask=self.mask, scale=self.scale)
-            out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, **options)
+            out, lse = flash_attention_for_cpu(query, key, value, 0.0, self.causal, **options)
+            if self.short and not lse.all():  # see `kernel.attend`
+                return _at_once(self, centre, query, key, value)
             out.grad_fn.register_prehook(self.before_backward)  # PyTorch's own node: one in Python takes 50 us more
         else:
-            out, _ = flash_attention_for_cpu(query, key, value, 0.0, self.causal, attn_mask=None, scale=self.scale)
+            out, _ = kernel.attend(query, key, value, self.causal, None, self.scale)
         return self.arranged(out, query)
 
     def arranged(self, out: Tensor, query: Tensor) -> Tensor:
@@ -134,15 +137,15 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, known: OnCpu, centre: Tensor | None, query: Tensor, key: Tensor, value: Tensor):
-        options = dict(attn_mask=known.mask, scale=known.scale)
+        options = bool(known.causal), known.mask, known.scale
         if known.few:
             kept, lse = few.attend_to_few((query, key, value), known.scale, known.mask)
         else:
             centred = value if centre is None else value - centre
-            kept, lse = flash_attention_for_cpu(query, key, centred, 0.0, known.causal, **options)
+            kept, lse = kernel.attend(query, key, centred, *options)
         out = kept
         if centre is not None:
-            again = lambda: flash_attention_for_cpu(query, key, value, 0.0, known.causal, **options)[0]  # noqa: E731
+            again = lambda: kernel.attend(query, key, value, *options)[0]  # noqa: E731
             out, kept, centre = common.with_centre(kept, lse, centre, again)
         out = known.arranged(out, query)
         ctx.known = known

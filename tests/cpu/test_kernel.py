@@ -226,6 +226,28 @@ def test_an_lse_of_0_is_no_row_that_sees_nothing():
     assert torch.equal(out[0, 0, 0], value[0, 0, 0]) and (out[0, 0, 1] == 0).all()
 
 
+@pytest.mark.parametrize("keys", [1, 3, 15, 16, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_nan_that_a_row_sees_makes_it_nan(dtype, keys, differentiated):
+    """Of fewer scores than a vector register holds, all of them NaN, the kernel says that the row sees nothing."""
+    query, key, value = draw(2, 2, keys, 16, dtype=dtype)
+    query[0, 1, 0], key[1, 0] = float("nan"), float("nan")
+    bad = torch.zeros(2, 2, keys, dtype=torch.bool)
+    bad[0, 1, 0] = bad[1, 0] = True
+    value += 4  # something in common, which bfloat16 takes off
+    for options in ({}, {"causal": True}, {"sinks": torch.zeros(2)}, {"window": (2, 0)}):
+        for _ in range(2):  # the second call is replayed
+            leaves = [x.clone().requires_grad_(differentiated) for x in (query, key, value)]
+            out, lse = fa.attention(*leaves, **options, return_lse=True, backend="cpu")
+            alone = fa.attention(*leaves, **options, backend="cpu")
+            for x in (out, alone, lse[..., None]):
+                assert torch.equal(x.isnan().all(-1), bad) and torch.equal(x.isnan().any(-1), bad)
+    lengths = torch.full((2,), keys, dtype=torch.int32)
+    cache = fa.attention_decode(query[:, :, :1], key, value, cache_seqlens=lengths, backend="cpu")
+    assert torch.equal(cache.isnan().all(-1), bad[:, :, :1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_a_bias_in_another_dtype(dtype):
     """The kernel reads a mask of float32 beside a query of float64 as if it were float64."""

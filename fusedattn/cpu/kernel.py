@@ -1,0 +1,19 @@
+"""PyTorch's fused kernel for CPUs, forward, which is asked twice where it passes over NaN."""
+
+from torch import Tensor
+
+from ..private import flash_attention_for_cpu
+
+VECTOR = 16  # float32 numbers in the widest vector register
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(output, lse of any strides), lse 0 of a row that sees nothing; added: to the scores, None is nothing."""
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    if added is None and key.shape[2] < VECTOR and not lse.all():
+        # It gives a row of NaN an lse of 0, as if it saw nothing, where no register is full and nothing is added.
+        nothing = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
+        out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=nothing, scale=scale)
+    return out, lse
