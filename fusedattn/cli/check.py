@@ -61,7 +61,7 @@ def _named(names, known, what):
     """What is known by these names, everything if there are none; a Problem for an unknown name."""
     for name in names or ():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, known, 1, 0.7)
             hint = f": did you mean {near[0]}?" if near else ""
             raise Problem(f"{what}: expected one of {', '.join(known)}, got {name}{hint}")
     return [known[name] for name in names or known]

@@ -45,7 +45,8 @@ def packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | Non
     def unpad(tensor, nothing=0.0):
         return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
 
-    return unpad(out), unpad(lse, float("-inf")), unpad(weights)
+    statistics = unpad(lse, float("-inf")), unpad(weights)
+    return unpad(out), *(x if x is None else x.contiguous() for x in statistics)
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:

@@ -127,6 +127,7 @@ def test_a_sequence_does_not_see_its_neighbours(backend, device, two_passes):
         inputs = leaves(*inputs)
         kept = slice(20, 53), slice(17, 57)
         results = fa.attention_varlen(*inputs, *cu, causal=True, return_lse=True, return_weights=True, backend=backend)
+        assert all(x.is_contiguous() for x in results)
         dq, dk, dv = torch.autograd.grad(results[0], inputs, grad)
         out, lse, weights = results
         return [out[kept[0]], lse[:, kept[0]], weights[:, kept[0]], dq[kept[0]], dk[kept[1]], dv[kept[1]]]
