@@ -173,9 +173,10 @@ def _consume(
     block, member = begin, begin * 0
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
-    k, v = ring.tile(shared.k, g), ring.at(shared.v, g)
     for step in range((end - begin) * GROUP):
         ring.wait(shared.q, step)
+        none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
+        k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q = ring.tile(shared.q, step)
         s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         do = ring.at(shared.do, step)
@@ -189,12 +190,12 @@ def _consume(
             if BEHIND:
                 seen &= rows - earliest <= band.high - band.low
             p = gl.where(seen, p, 0.0)
-        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+        w = gl.convert_layout(p.to(dtype), OF_DV)
+        dv = warpgroup_mma(w, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = (p * (dp - _across(shared.rows, step, 2, S_LAYOUT))).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
-        w = gl.convert_layout(p.to(dtype), OF_DV)
-        dv = warpgroup_mma(w, do, dv, is_async=True)
         fence_async_shared()
         ds = gl.convert_layout(ds, OF_DK)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
@@ -206,7 +207,7 @@ def _consume(
             dq = no_dq
             for other in gl.static_range(GROUPS):
                 of_rows = shared.ds.index(both + other).permute((1, 0))
-                columns = ring.tile(shared.k, other).slice(g * PART, PART, dim=1)
+                columns = ring.tile(shared.k, other + none).slice(g * PART, PART, dim=1)
                 dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
         dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))
         ring.release(shared.q, step)
@@ -218,8 +219,8 @@ def _consume(
     if shared.met is not None:  # until the other has read these keys
         mbarrier.arrive(shared.met, count=1)
         mbarrier.wait(shared.met, (end - begin) * GROUP & 1)
-    k.store((dk * scale).to(dtype))
-    v.store(dv.to(dtype))
+    ring.tile(shared.k, g).store((dk * scale).to(dtype))
+    ring.at(shared.v, g).store(dv.to(dtype))
     fence_async_shared()
     mbarrier.arrive(shared.out.index(g), count=1)
 

@@ -113,9 +113,10 @@ SLIPS = {
         "registers given up too soon",
     ),
     "ds is not fenced": (
-        "        dv = warpgroup_mma(w, do, dv, is_async=True)\n        fence_async_shared()\n",
-        "        dv = warpgroup_mma(w, do, dv, is_async=True)\n",
-        "before a fence",
+        ".store(ds)\n        fence_async_shared()\n", ".store(ds)\n", "before a fence",
+    ),
+    "the gradient of the weights is not waited for": (
+        "num_outstanding=1, deps=(dp,)", "num_outstanding=2, deps=(dp,)", "not waited for",
     ),
     "ds has one place for two steps": ("step % 2 * GROUPS", "step % 1 * GROUPS", "changed while it was read"),
     "the ds of the other is not waited for": (
@@ -138,7 +139,7 @@ SLIPS = {
         "    mbarrier.wait(shared.out.index(g), 0)\n", "", "changed while it was stored|'key':",
     ),
     "dk is not fenced": (
-        "    v.store(dv.to(dtype))\n    fence_async_shared()\n", "    v.store(dv.to(dtype))\n", "before a fence",
+        ".store(dv.to(dtype))\n    fence_async_shared()\n", ".store(dv.to(dtype))\n", "before a fence",
     ),
     "both have the same columns of dq": ("slice(g * PART, PART", "slice(0, PART", "'query':"),
     "the diagonal takes no mask": ("(block < full)", "(block < begin)", "'query':|'key':"),
