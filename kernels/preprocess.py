@@ -6,15 +6,16 @@ import triton.language as tl
 from .vocabulary import kept, scores, softmax, span, tiles
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "k_len"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
     Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns,
-    heads, q_len, k_len,
+    heads, q_len, k_len, pitch,
     D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
+    They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows.
     Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
@@ -60,7 +61,10 @@ def preprocess(
                 dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
-    table = tiles.table(Rows, plane, q_len, 4)
+    if pitch is None:
+        table = tiles.table(Rows, plane, q_len, 4)
+    else:
+        table = tiles.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
     tiles.store_column(table, rows, q_len, 0, row.pivot)
     tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
     tiles.store_column(table, rows, q_len, 2, delta)

@@ -18,7 +18,8 @@ def _check(query: Any, key: Any, value: Any) -> None:
         if not isinstance(tensor, Tensor):
             fail(TypeError, name, "a tensor", type_name(tensor))
         if not tensor.is_nested or tensor.layout != torch.jagged:
-            fail(TypeError, name, "a nested tensor of torch.jagged" + ", as query is" * (name != "query"), tensor.layout)
+            as_query = "" if name == "query" else ", as query is"
+            fail(TypeError, name, f"a nested tensor of torch.jagged{as_query}", tensor.layout)
         if tensor.dim() != 4 or ragged_dim(tensor) != 2:
             fail(ValueError, name, SHAPE, tuple(tensor.shape))
         if tensor.shape[0] != query.shape[0]:

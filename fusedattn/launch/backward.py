@@ -118,8 +118,13 @@ def _totals(sums, offsets, batch):
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns):
-    """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums and turns, if any."""
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, along):
+    """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums and turns, if any.
+
+    along: whether each of the four numbers of a row lies beside those of its neighbours, not beside its others.
+    """
+    pitch = cdiv(p.length, 4) * 4 if along else None  # the copy engine reads 16 bytes at a time
+    made = p.table(stats, 4) if pitch is None else stats.new_empty((p.batches, p.heads, 4, pitch))
     names = "GradOut", "GradWeights", "heads", "q_len", "D", "DV", "PRECISION"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),
@@ -127,13 +132,14 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns):
         Weights=arguments.of(weights),
         Stats=stats,
         COLUMNS=stats.shape[3],
-        Rows=p.table(stats, 4),
+        Rows=made,
+        pitch=pitch,
         GradQ=arguments.of(query_sums),
         Turns=turns,
         k_len=p.keys,
     )
     run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
-    return launched["Rows"]
+    return made
 
 
 def _dq(p, grad_query, grads):
@@ -252,7 +258,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
     turns = hopper.new_turns(call) if special == "hopper_ordered" else None
     given = None if grad_weights is None else weights
-    launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns)
+    launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns, special is not None)
     partial = 1 if call.partial else None
     of_rows = Grads(None, None, of_scores, *by_row, partial)
     grad_key, grad_value = map(arguments.of, (grad_key, grad_value))

@@ -170,8 +170,7 @@ def backward_arguments(
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
         GradOut=descriptor(grad_out, taken.rows, width_v),
-        # Of 4 columns: a tile of 16 bytes a row Triton 3.7 takes for one that lies the other way round.
-        Rows=descriptor(rows, taken.rows, 8),
+        Rows=descriptor(rows[..., : call.query.shape[2]], 4, taken.rows),
         Sums=descriptor(sums, taken.rows, min(width_k, 64)),
         **({} if taken.shared else dict(Turns=turns)),
         GradK=descriptor(grads[0], each, width_k),

@@ -92,7 +92,7 @@ def _turn(
 @gluon.jit
 def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
     """[1, rows]: one of the four numbers of each row."""
-    return ring.at(rows, step).slice(column, 1, dim=1).permute((1, 0)).load(LAYOUT)
+    return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.q, step, Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
-        ring.copy(shared.q, shared.rows, step, Rows, plane, block * BLOCK_M)
+        ring.copy(shared.q, shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         block, member = _following(block, member, begin, end, GROUP)
 
 
@@ -147,9 +147,9 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 @gluon.jit
 def _consume(
-    g: gl.constexpr, shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr
+    g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63. BEHIND: whether a row may see a key no more."""
+    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63."""
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
@@ -186,9 +186,7 @@ def _consume(
         p = softmax.weights(s, row, scale)
         if (block < full) | (block >= full_end):
             rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-            seen = rows >= earliest
-            if BEHIND:
-                seen &= rows - earliest <= band.high - band.low
+            seen = (rows >= earliest) & (rows - earliest <= band.high - band.low)
             p = gl.where(seen, p, 0.0)
         w = gl.convert_layout(p.to(dtype), OF_DV)
         dv = warpgroup_mma(w, do, dv, is_async=True)
@@ -235,8 +233,8 @@ def backward(
     """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv); what dq is, less its scale, is added to Sums.
 
     All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of keys and values have the 64 of a
-    warpgroup, those of Sums (B, Hq, Sq, D), in float32, no more than 64 columns. Rows is what `preprocess` wrote, in
-    blocks of 8 columns, of which 4 are there. heads is Hkv.
+    warpgroup, those of Sums (B, Hq, Sq, D), in float32, no more than 64 columns. Rows is what `preprocess` wrote,
+    (B, Hq, 4, Sq) in blocks of as many rows as Q. heads is Hkv.
     Turns, if not None, are zeros, int32, one and then two for each row of each query head; with them Sums has the same
     bits each time.
     """
@@ -267,8 +265,8 @@ def backward(
     first = block * 2 * KEYS
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, scale, left is not None, GROUP)),
-            (_consume, (1, shared, first, band, scale, left is not None, GROUP)),
+            (_consume, (0, shared, first, band, scale, GROUP)),
+            (_consume, (1, shared, first, band, scale, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),

@@ -71,18 +71,18 @@ def reserve(ring, step, nbytes: gl.constexpr):
 
 
 @gluon.jit
-def copy(ring, tiles, step, desc, plane, row):
-    """Begin to copy the rows from `row` on of one head of one batch into tiles of the ring, or that come with it."""
+def copy(ring, tiles, step, desc, plane, row, column=0):
+    """Begin to copy what lies from there on of one head of one batch into tiles of the ring, or that come with it."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    place = [plane.batch, plane.head, row, 0]
+    place = [plane.batch, plane.head, row, column]
     async_load(desc, place, ring.ready.index(step % TILES), tiles.index(step % TILES))
 
 
 @gluon.jit
-def fill(ring, step, desc, plane, row):
-    """Begin to copy the rows from `row` on of one head of one batch, once their tile is free."""
+def fill(ring, step, desc, plane, row, column=0):
+    """Begin to copy what lies from there on of one head of one batch, once its tile is free."""
     reserve(ring, step, desc.block_type.nbytes)
-    copy(ring, ring.tiles, step, desc, plane, row)
+    copy(ring, ring.tiles, step, desc, plane, row, column)
 
 
 @gluon.jit

@@ -56,7 +56,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
-        ring.fill(shared.rows, step, Rows, plane, block * BLOCK_M)
+        ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         ring.fill(shared.do, step, GradOut, plane, block * BLOCK_M)
         block, member = _following(block, member, begin, end, GROUP)
 
@@ -91,7 +91,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _weights(s, shared, step, block, earliest, full, full_end, band, scale, BEHIND: gl.constexpr):
+def _weights(s, shared, step, block, earliest, full, full_end, band, scale):
     """p, from the scores of a step."""
     BLOCK_M: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
@@ -99,9 +99,7 @@ def _weights(s, shared, step, block, earliest, full, full_end, band, scale, BEHI
     p = softmax.weights(s, row, scale)
     if (block < full) | (block >= full_end):
         rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        seen = rows >= earliest
-        if BEHIND:
-            seen &= rows - earliest <= band.high - band.low
+        seen = (rows >= earliest) & (rows - earliest <= band.high - band.low)
         p = gl.where(seen, p, 0.0)
     return p.to(shared.q.tiles.dtype)
 
@@ -155,7 +153,7 @@ def _finish(g: gl.constexpr, shared, dk, dv, scale):
 
 
 @gluon.jit
-def _weigh(shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr):
+def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
     """The warpgroup that computes p, of the step after the one that it multiplies."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
@@ -179,7 +177,7 @@ def _weigh(shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr
         k = ring.tile(shared.k, 0)
         s = warpgroup_mma(k, ring.tile(shared.q, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        ring.put(shared.p, 0, _weights(s, shared, 0, block, earliest, full, full_end, band, scale, BEHIND))
+        ring.put(shared.p, 0, _weights(s, shared, 0, block, earliest, full, full_end, band, scale))
         ring.release(shared.rows, 0)
     for step in range(steps):
         none = (block < begin).to(gl.int32)
@@ -197,7 +195,7 @@ def _weigh(shared, first, band, scale, BEHIND: gl.constexpr, GROUP: gl.constexpr
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         block, member = _following(block, member, begin, end, GROUP)
         ring.wait(shared.rows, following)
-        p = _weights(s, shared, following, block, earliest, full, full_end, band, scale, BEHIND)
+        p = _weights(s, shared, following, block, earliest, full, full_end, band, scale)
         ring.put(shared.p, step + 1, p)
         ring.release(shared.rows, following)
         dk = _give_dq(0, shared, step, ds, k, dk)
@@ -272,7 +270,7 @@ def wide_backward(
     gl.warp_specialize(
         [
             (_differ, (shared, first, band, scale, GROUP)),
-            (_weigh, (shared, first, band, scale, left is not None, GROUP)),
+            (_weigh, (shared, first, band, scale, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),

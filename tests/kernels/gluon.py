@@ -71,7 +71,7 @@ class Memory:
         return self._view(self.array[tuple(places)])
 
     def load(self, layout):
-        return tensor(self.array, self.dtype)
+        return tensor(self.array.copy(), self.dtype)
 
     def store(self, value):
         assert value.dtype == self.dtype

@@ -83,7 +83,7 @@ def _shared_bytes(instruction):
         # A warpgroup reads its operands once. The left one may be in registers: then it stands before the descriptor.
         in_registers = re.search(r"R\d+, R\d+, gdesc", instruction)
         return (columns + (0 if in_registers else rows)) * depth * (4 if tf32 else 2) // 4
-    if name.startswith("LDSM"):
+    if name.startswith(("LDSM", "STSM")):  # 1, 2 or 4 matrices of 8 x 16 bytes
         return LANES * 4 * int(name[-1]) if name[-1] in "24" else LANES * 4
     if name.startswith(("STS", "LDGSTS")):
         return _moved(name)
