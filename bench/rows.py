@@ -78,9 +78,10 @@ class Writer:
         self.path = None if path is None else pathlib.Path(path)
         if self.path and self.path.exists() and not self.path.is_file():
             raise ValueError(f"{path or 'an empty name'} is no file")  # a device may have no end
+        if self.path and not self.path.parent.is_dir():
+            raise ValueError(f"there is no folder {self.path.parent}")
         self.columns, self.rows = _read(self.path) if self.path and self.path.exists() else (COLUMNS, [])
         if self.path and not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._append(COLUMNS)
 
     def _append(self, values):

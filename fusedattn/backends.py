@@ -23,6 +23,8 @@ from .private import constant
 OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
 MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
 
+INTERPRETED = " (for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them)"
+
 
 @functools.cache
 def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
@@ -37,8 +39,7 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
     if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
         return (f"Triton is {version or 'without a version'}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        developers = "for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them"
-        return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU ({developers})",)
+        return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU{INTERPRETED}",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
     try:
@@ -121,7 +122,7 @@ def hopper_reasons(device: torch.device) -> tuple[str, ...]:
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
     """Why this call cannot take the kernel for Hopper; empty if it can."""
     if reasons := _grid_reasons(call):
-        return reasons
+        return [reason.removesuffix(INTERPRETED) for reason in reasons]  # nothing interprets it
     from .launch import hopper
 
     reasons = [*hopper_reasons(call.query.device), *hopper.reasons(call)]

@@ -69,6 +69,11 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
     return tensor.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
 
 
+def alone(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy that fills its memory, as a tangent of it does: torch holds the two to the same layout."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
+
+
 def row_major(tensor: Tensor) -> Tensor:
     """`tensor` with the strides of a new one of its shape. An empty one is contiguous whatever its strides."""
     return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)

@@ -48,5 +48,6 @@ def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
     whole: tuple[int, ...] = (1, 1, 1, 1)
     for name, shape in shapes.items():
         if any(1 != size != other != 1 for size, other in zip(shape, whole, strict=True)):
-            fail(ValueError, name, f"a shape that fits the other masks, {whole}", shape)
+            got = {"key_mask": shape[::3], "query_mask": shape[::2]}.get(name, shape)  # as it was given
+            fail(ValueError, name, f"a shape that fits the other masks, {whole}", got)
         whole = tuple(other if size == 1 else size for size, other in zip(shape, whole, strict=True))

@@ -7,11 +7,14 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..testing.tolerance import Verdict
+
+PICTURE = 2**20  # bytes that a disk must have left for one
 
 
 class Problem(Exception):
@@ -34,8 +37,12 @@ def check_output(option: str, path: str) -> None:
         raise Problem(f"{option}: there is no folder {file.resolve().parent}")
     if file.is_dir():
         raise Problem(f"{option}: {path} is a folder")
+    if file.suffix.lower() != ".png":  # a slip would write over something else
+        raise Problem(f"{option}: expected a name that ends in .png, got {path}")
     if not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
         raise Problem(f"{option}: this user may not write {path}")
+    with writing(option, path), tempfile.TemporaryFile(dir=file.resolve().parent) as space:
+        space.write(bytes(PICTURE))
 
 
 @contextlib.contextmanager

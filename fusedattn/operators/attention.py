@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, wide_dtype
+from ..call.layout import alone
 from ..cpu import run as cpu
 from ..launch.failures import Unusable, take_next
 from ..naive import formula
@@ -51,10 +52,10 @@ def new_forward(*arguments):
 
 def _forward(*arguments):
     call, backend = Call(*arguments[:-_AFTER]), arguments[-1]
-    if backend == "cpu":
-        return cpu.forward(call, *arguments[-_AFTER:-1])
-    if backend == "naive":
-        return fallback.results(call, *arguments[-_AFTER:-1])
+    if backend in ("cpu", "naive"):
+        forward_of = cpu.forward if backend == "cpu" else fallback.results
+        found = forward_of(call, *arguments[-_AFTER:-1])
+        return tuple(map(alone, found)) if arguments[-2] else found  # save: there may be tangents
     out, *rest = results = _new(call, *arguments[-_AFTER:])
     if out.numel():
         # The first call imports Triton, nothing before it does.

@@ -38,8 +38,8 @@ def test_the_columns_are_kept_for_good():
 
 
 def test_a_run_on_the_cpu_measures_every_case(tmp_path, capsys):
-    found = run(tmp_path / "new" / "a.csv", "--providers", "fusedattn,naive,sdpa:math")
-    assert (tmp_path / "new" / "a.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
+    found = run(tmp_path / "a.csv", "--providers", "fusedattn,naive,sdpa:math")
+    assert (tmp_path / "a.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
     assert len(found) == len(cases.TINY) * 3 * 3
     assert {row["provider"] for row in found} == {"fusedattn:cpu", "naive", "sdpa:math"}
     assert {row["status"] for row in found} == {"ok"}

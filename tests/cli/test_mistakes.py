@@ -53,7 +53,9 @@ MISTAKES = [
     (["bench", *ONE, "--csv", ""], "csv: cannot append to it: an empty name is no file"),
     (["demo", "--text", ""], "text: expected the name of a file, got an empty one"),
     (["bench", *ONE, "--plot", "nowhere/bench.png"], "plot: there is no folder "),
-    (["bench", *ONE, "--plot", "/dev/full"], "plot: cannot write /dev/full: No space left on device"),
+    (["bench", *ONE, "--plot", "/dev/full"], "plot: expected a name that ends in .png, got /dev/full"),
+    (["bench", *ONE, "--csv", "a.csv", "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
+    (["bench", *ONE, "--csv", "nowhere/a.csv"], "csv: cannot append to nowhere/a.csv: there is no folder nowhere"),
     (["tune", "--minutes", "nan"], "argument --minutes: expected a finite number above 0, got nan"),
     (["tune", "--minutes", "soon"], "argument --minutes: expected a finite number above 0, got soon"),
     (["warmup"], "the following arguments are required: --shape"),
@@ -107,11 +109,22 @@ def test_a_disk_that_is_full_after_some_rows(monkeypatch, capsys):
 def test_files_that_exist_are_appended_to_and_drawn_over(capsys):
     pytest.importorskip("matplotlib")
     for number in (1, 2):
-        assert cli.main(["bench", *ONE, "--csv", "new/rows.csv", "--plot", "file"]) == 0
-        assert len(rows.read("new/rows.csv")) == number
-        with open("file", "rb") as file:
+        assert cli.main(["bench", *ONE, "--csv", "rows.csv", "--plot", "a.png"]) == 0
+        assert len(rows.read("rows.csv")) == number
+        with open("a.png", "rb") as file:
             assert file.read(4) == b"\x89PNG"
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", [["bench", *ONE, "--plot", "a.png"], ["demo", "--text", "text", "--out", "a.png"]])
+def test_a_disk_that_is_full_is_told_of_before_the_work(command, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **where: open("/dev/full", "wb"))
+    assert cli.main(command) == 2
+    shown = capsys.readouterr()
+    option = command[-2].removeprefix("--")
+    assert shown.err == f"fusedattn {command[0]}: {option}: cannot write a.png: No space left on device\n"
+    assert not shown.out and not os.path.exists("a.png")
 
 
 def run(*arguments, **options):

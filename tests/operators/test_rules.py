@@ -142,7 +142,12 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("mask", ValueError, "rank 4", dict(mask=bools(SQ, SK))),
         ("mask", TypeError, "a bool tensor", dict(mask=ones(B, 1, SQ, SK))),
         ("key_mask", ValueError, "rank 2", dict(key_mask=bools(SK))),
-        ("key_mask", ValueError, "fits the other masks", dict(key_mask=bools(1, SK + 1))),
+        (
+            "key_mask",
+            ValueError,
+            "fits the other masks, (2, 1, 3, 5), got (1, 6)",
+            dict(key_mask=bools(1, SK + 1)),
+        ),
         ("query_mask", ValueError, "fits the other masks", dict(query_mask=bools(3, SQ))),
         ("query_mask", ValueError, "the device of the other masks", dict(query_mask=bools(B, SQ).to("meta"))),
         ("bias", TypeError, "a floating tensor", dict(bias=bools(B, 1, SQ, SK))),

@@ -154,6 +154,19 @@ def test_a_hidden_key_may_be_huge(backend, device):
         same([got], [forward_ad.unpack_dual(few).tangent], atol=1e-5)
 
 
+@pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
+def test_a_row_whose_results_are_parts_of_more(backend, options):
+    """torch holds a tangent to the layout of its result, and one row of a wider tensor is contiguous."""
+    query, key, value = torch.randn(1, 64), torch.randn(3, 64), torch.randn(3, 32)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        found = fa.attention(dual, key, value, backend=backend, **options)
+        out = found[0] if options else found
+        got = forward_ad.unpack_dual(out).tangent
+    attend = lambda x: fa.attention(x, key, value, backend="naive", sinks=options.get("sinks"))  # noqa: E731
+    same([got], [torch.func.jvp(attend, (query,), (torch.ones_like(query),))[1]], atol=1e-5)
+
+
 def test_what_a_forward_on_a_cpu_kept_is_checked():
     x = torch.randn(1, 1, 100, 16)
     for stats in (torch.empty(0), torch.zeros(1, 1, 7, 1), torch.zeros(1, 1, 100, 1, dtype=torch.float64)):
