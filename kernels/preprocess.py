@@ -15,7 +15,8 @@ def preprocess(
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
-    They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows.
+    They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows, and the fourth is
+    the number of the row, an int32.
     Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
@@ -68,7 +69,7 @@ def preprocess(
     tiles.store_column(table, rows, q_len, 0, row.pivot)
     tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
     tiles.store_column(table, rows, q_len, 2, delta)
-    tiles.store_column(table, rows, q_len, 3, dlse)
+    tiles.store_column(table, rows, q_len, 3, dlse if pitch is None else rows.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])

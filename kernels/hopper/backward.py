@@ -185,8 +185,8 @@ def _consume(
         row = softmax.Row(_across(shared.rows, step, 0, S_LAYOUT), _across(shared.rows, step, 1, S_LAYOUT))
         p = softmax.weights(s, row, scale)
         if (block < full) | (block >= full_end):
-            rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-            seen = (rows >= earliest) & (rows - earliest <= band.high - band.low)
+            rows = _across(shared.rows, step, 3, S_LAYOUT).to(gl.int32, bitcast=True)
+            seen = (rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
             p = gl.where(seen, p, 0.0)
         w = gl.convert_layout(p.to(dtype), OF_DV)
         dv = warpgroup_mma(w, do, dv, is_async=True)

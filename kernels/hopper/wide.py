@@ -93,13 +93,12 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 @gluon.jit
 def _weights(s, shared, step, block, earliest, full, full_end, band, scale):
     """p, from the scores of a step."""
-    BLOCK_M: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     row = softmax.Row(_across(shared.rows.tiles, step, 0, LAYOUT), _across(shared.rows.tiles, step, 1, LAYOUT))
     p = softmax.weights(s, row, scale)
     if (block < full) | (block >= full_end):
-        rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        seen = (rows >= earliest) & (rows - earliest <= band.high - band.low)
+        rows = _across(shared.rows.tiles, step, 3, LAYOUT).to(gl.int32, bitcast=True)
+        seen = (rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
         p = gl.where(seen, p, 0.0)
     return p.to(shared.q.tiles.dtype)
 

@@ -307,6 +307,7 @@ class Emulator:
             constexpr=tl.constexpr,
             float32=tl.float32,
             int32=tl.int32,
+            uint32=tl.uint32,
             int64=tl.int64,
             static_range=range,
             static_assert=lambda *_: None,

@@ -143,6 +143,11 @@ SLIPS = {
     ),
     "both have the same columns of dq": ("slice(g * PART, PART", "slice(0, PART", "'query':"),
     "the diagonal takes no mask": ("(block < full)", "(block < begin)", "'query':|'key':"),
+    "a row before all that see a key sees it": (
+        "(rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)",
+        "rows - earliest <= band.high - band.low",
+        "'query':|'key':",
+    ),
     "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
 }  # fmt: skip
 SOME = "'query':|'key':|'value':|wait for each other|before a fence"

@@ -115,9 +115,8 @@ SLIPS = {
     ),
     "the weights are of the step itself": ("gl.minimum(step + 1, steps - 1)", "gl.minimum(step, steps - 1)", None),
     "the weights are masked as those of the step before": (
-        "        block, member = _following(block, member, begin, end, GROUP)\n"
-        "        ring.wait(shared.rows, following)\n",
-        "        ring.wait(shared.rows, following)\n",
+        "_weights(s, shared, following, block, earliest,",
+        "_weights(s, shared, following, gl.maximum(block - 1, begin), earliest,",
         None,
     ),
     "keys are written over while the other reads them": (

@@ -11,7 +11,8 @@ _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # unless under a condition
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that there is multiplies the matrices
-_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of what is not there for a mask
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of what is not there for a mask, but for what a mask reads
+_READS = "LDS", "LDL"
 
 
 class Block(NamedTuple):
@@ -123,6 +124,10 @@ def loops(blocks):
     return found
 
 
+def _acts(instruction):
+    return kind(instruction) in _EFFECTS and not operation(instruction).startswith(_READS)
+
+
 def _turn(blocks, head, body, inner):
     """Instructions of the way once around a loop that has the most effects outside of `inner`, then the shortest."""
     best = {}
@@ -139,7 +144,7 @@ def _turn(blocks, head, body, inner):
             if ways:
                 effects, length, follower = min(ways)
                 if n not in inner:
-                    effects -= sum(kind(text) in _EFFECTS for text in blocks[n].code)
+                    effects -= sum(map(_acts, blocks[n].code))
                 best[n] = effects, length + len(blocks[n].code), follower
         return best[n]
 
