@@ -157,13 +157,14 @@ def attention_decode(
         query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Under autocast it is cast, as torch's SDPA
             casts it; caches and what is new have its dtype then.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
-            strides. Written to in place, where something is new, and nowhere but there.
+            strides. Written to in place, where something is new, and nowhere but there; so they share no memory then.
         cache_seqlens: int32 (B,), how many keys each sequence has, before the new ones; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. What stands beyond a length is not used.
         new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches. Sn may differ from Sq.
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of query and new_key
             are turned, in float32: a new key by its place in the cache, a query by the place that it is level with. A
-            turned key is what the cache keeps.
+            turned key is what the cache keeps. No query may stand before position 0, unless causal or a query_mask
+            hides all keys from it.
         rotary_interleaved: whether columns 2n and 2n + 1 are a pair that is turned, or n and n + rotary_dim / 2.
         mask, bias: broadcast to (B, Hq, Sq, capacity). key_mask: (B, capacity).
         causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last

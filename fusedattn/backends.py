@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .call.cached import Decode
-from .call.form import Arguments, Call, asked, asking
+from .call.form import Arguments, Call, asked, asking, check_names
 from .call.rules import check_flags, checked, fail
 from .cpu import run as cpu
 from .launch import tiles as tile_table, tuned
@@ -274,8 +274,7 @@ def explain(
     Raises: what it raises for wrong arguments.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    for name in options.keys() - set(Arguments._fields):
-        raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
+    check_names("explain", options, Arguments._fields)
     check_name(backend)
     chosen = named(backend)
     call = checked(Arguments(query, key, value, **options), named=chosen is not None)

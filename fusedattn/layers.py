@@ -3,6 +3,7 @@
 With `backend="naive"` each computes by the textbook's formula, on the same parameters. True in a mask = may attend.
 """
 
+import inspect
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from .call.form import check_names
 from .call.numbers import as_python, is_number
 from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name
 from .modules import MultiHeadAttention, check_beside, check_dtype, check_fits, check_input, check_shares, check_sizes
@@ -204,6 +206,10 @@ class FeedForward(_Configurable):
         return out
 
 
+# Keys and values of a self-attention are as wide as its queries.
+_OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim", "num_heads", "kdim", "vdim", "dropout"}
+
+
 class TransformerEncoderLayer(_Configurable):
     """Pre-norm: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
 
@@ -233,6 +239,7 @@ class TransformerEncoderLayer(_Configurable):
         device: Device = None, dtype: torch.dtype | None = None, **options: Any,
     ):  # fmt: skip
         super().__init__()
+        check_names(type(self).__name__, options, _OPTIONS)
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)

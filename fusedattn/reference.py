@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import api
-from .call.form import Arguments, results
+from .call.form import Arguments, check_names, results
 from .call.rules import check_flags, checked
 from .naive import formula
 
@@ -49,5 +49,6 @@ def eager(
     Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
+    check_names("eager", options, Arguments._fields)
     call = checked(Arguments(query, key, value, **options))
     return results(query.dim(), *formula.run_eagerly(call, return_lse, return_weights))

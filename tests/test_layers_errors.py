@@ -45,6 +45,7 @@ def decode(input=(1,), hidden=(1, 4), encoded=(1, 3, 5), dtype=torch.int64, floa
         ("dropout: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16, -0.1)),
         ("scale: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16, scale=math.nan)),
         ("backend: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16, backend="fast")),
+        (r"TransformerEncoderLayer\(\) .*'kdim'", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16, kdim=3)),
         ("x: ", ValueError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 7))),
         ("x: ", ValueError, lambda: layers.TransformerEncoder(1, 8, 2, 16)(torch.zeros(3, 8))),
         ("mask: ", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16)(torch.zeros(1, 3, 8), torch.ones(3, 3))),

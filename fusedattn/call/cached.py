@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import rules
-from .form import Arguments, Call, autocast_dtype, differentiated, is_known, normalise
+from .form import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
+from .layout import share
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
@@ -180,8 +181,11 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
 def check_values(a: CacheArguments, options: Arguments) -> list[int]:
     """The lengths, where they are known; empty otherwise.
 
-    Raises: ValueError for lengths, pages and positions on the CPU that lie outside of what they count.
+    Raises: ValueError for lengths, pages and positions on the CPU that lie outside of what they count, and for caches
+        that would be written over by each other.
     """
+    if a.new_key is not None and not is_compiling() and in_memory(a[1:3]) and share(a.key_cache, a.value_cache):
+        fail(ValueError, "value_cache", "memory of its own beside new_key", "some of key_cache")
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
         return []
     room = capacity(a)
@@ -227,7 +231,7 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
     early = (after > 0) & (after < rows)
     # What a query_mask hides sees nothing either; it may lie on a GPU.
     if bottom_right and options.query_mask is None and bool(early.any()) and (right is None or right > 0):
-        expected = "no query that stands before position 0 and sees keys"
+        expected = "no query that stands before position 0, unless causal or a query_mask hides all keys from it"
         fail(ValueError, "query", expected, f"{rows} rows for {int(after[early][0])} keys")
 
 

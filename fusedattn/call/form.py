@@ -217,6 +217,13 @@ def plain(arguments: Iterable[Any]) -> bool:
     return not watched() and in_memory(arguments)
 
 
+def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the name of an option that a function does not have, as Python would."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
 def is_known(x: Tensor) -> bool:
     """Whether what a tensor holds can be read without waiting: on a CPU, neither compiled nor mapped, no wrapper."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)

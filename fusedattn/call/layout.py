@@ -69,6 +69,25 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
     return tensor.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
 
 
+def share(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors have memory in common; of other strides than each other, whether they begin at one place."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not (a.numel() and b.numel()):
+        return False
+    distance = b.storage_offset() - a.storage_offset()
+    if a.stride() != b.stride():
+        return distance == 0
+    return _reaches(int(distance), sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True))
+
+
+def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Whether an element of one tensor lies so much further than one of another; dims: (stride, size, other size)."""
+    if not dims:
+        return distance == 0
+    (stride, size, other), *rest = dims
+    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # the rest reaches less than a stride
+    return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
+
+
 def alone(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy that fills its memory, as a tangent of it does: torch holds the two to the same layout."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()

@@ -71,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--providers", action="append", metavar="LIST", help="these, as fusedattn,sdpa,sdpa:flash,naive")
     bench.add_argument("--csv", metavar="FILE", help="append every row to this file as soon as it is measured")
     bench.add_argument(
-        "--plot", nargs="?", const="bench.png", metavar="PNG", help="draw speeds and a roofline (bench.png)"
+        "--plot",
+        nargs="?",
+        const="bench.png",
+        metavar="PNG",
+        help="draw speeds and a roofline, over an older picture (bench.png)",
     )
     tune = command(
         "tune",
@@ -116,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--text", metavar="FILE", help="what to learn (the README of fusedattn)")
     demo.add_argument("--steps", type=_positive, metavar="N", default=300, help="steps of training (%(default)s)")
-    demo.add_argument("--out", metavar="PNG", default="demo.png", help="where to save the picture (%(default)s)")
+    demo.add_argument(
+        "--out", metavar="PNG", default="demo.png", help="save the picture here, over an older one (%(default)s)"
+    )
     demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of everything random (%(default)s)")
     return parser
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..testing.tolerance import Verdict
 
-PICTURE = 2**20  # bytes that a disk must have left for one
+PICTURE, PNG = 2**20, b"\x89PNG"  # bytes that a disk must have left for one, and what it begins with
 
 
 class Problem(Exception):
@@ -39,6 +39,10 @@ def check_output(option: str, path: str) -> None:
         raise Problem(f"{option}: {path} is a folder")
     if file.suffix.lower() != ".png":  # a slip would write over something else
         raise Problem(f"{option}: expected a name that ends in .png, got {path}")
+    if file.is_file() and file.stat().st_size:
+        with open(file, "rb") as other:
+            if other.read(len(PNG)) != PNG:
+                raise Problem(f"{option}: {path} is there, and is no PNG that may be drawn over")
     if not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
         raise Problem(f"{option}: this user may not write {path}")
     with writing(option, path), tempfile.TemporaryFile(dir=file.resolve().parent) as space:

@@ -242,14 +242,14 @@ WRONG = [
     (
         "query",
         ValueError,
-        "no query that stands before position 0 and sees keys, got 2 rows for 1 keys",
+        "unless causal or a query_mask hides all keys from it, got 2 rows for 1 keys",
         given(**rotary(), cache_seqlens=ints(1, 4)),
         given(**rotary(), cache_seqlens=ints(1, 4), causal=True),
     ),
     (
         "query",
         ValueError,
-        "no query that stands before position 0 and sees keys",
+        "no query that stands before position 0, unless",
         given(**rotary(), cache_seqlens=ints(1, 4), window=(None, 1)),
         given(**rotary(), cache_seqlens=ints(1, 4), window=(None, 0)),
     ),
@@ -300,6 +300,22 @@ def test_a_wrong_argument_raises_and_nothing_is_written(argument, error, text, w
 def frozen(*shape):
     with torch.inference_mode():
         return floats(*shape)
+
+
+@pytest.mark.parametrize("apart", [0, 3, 6, 9, 12])
+def test_caches_share_no_memory_where_something_is_written(apart):
+    """One tensor of twelve columns or of rows; a call that is replayed is looked at as well."""
+    both = torch.zeros(1, 1, 8, 24)
+    for key_cache, value_cache in ((both[..., :6], both[..., apart : apart + 6]), (both[..., :6], both[..., 6:12])):
+        inputs = torch.randn(1, 1, 1, 6), key_cache, value_cache
+        more = dict(cache_seqlens=torch.tensor([2], dtype=torch.int32), new_key=torch.randn(1, 1, 1, 6))
+        for _ in range(2):
+            if abs(key_cache.storage_offset() - value_cache.storage_offset()) < 6:
+                with pytest.raises(ValueError, match="^value_cache: expected memory of its own beside new_key"):
+                    fa.attention_decode(*inputs, **more, new_value=torch.randn(1, 1, 1, 6))
+            else:
+                fa.attention_decode(*inputs, **more, new_value=torch.randn(1, 1, 1, 6))
+        fa.attention_decode(*inputs, cache_seqlens=more["cache_seqlens"])  # what is only read may be
 
 
 @pytest.mark.parametrize("backend", [None, "naive", "cpu"])

@@ -290,7 +290,7 @@ def test_a_flag_is_true_or_false_where_a_call_is_launched_again(device):
 
 
 def test_an_unknown_option_is_named():
-    for function in (fa.attention, fa.explain):
+    for function in (fa.attention, fa.explain, fa.reference.eager):
         with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'causall'$"):
             function(**tensors(), causall=True)
 

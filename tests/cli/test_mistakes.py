@@ -24,6 +24,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("no table\n")
     (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "mine.png").write_text("no picture\n")
 
 
 # A command, and what its one line says.
@@ -56,6 +57,8 @@ MISTAKES = [
     (["bench", *ONE, "--plot", "/dev/full"], "plot: expected a name that ends in .png, got /dev/full"),
     (["bench", *ONE, "--csv", "a.csv", "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
     (["bench", *ONE, "--csv", "nowhere/a.csv"], "csv: cannot append to nowhere/a.csv: there is no folder nowhere"),
+    (["bench", *ONE, "--plot", "mine.png"], "plot: mine.png is there, and is no PNG that may be drawn over"),
+    (["demo", "--text", "text", "--out", "mine.png"], "out: mine.png is there, and is no PNG"),
     (["tune", "--minutes", "nan"], "argument --minutes: expected a finite number above 0, got nan"),
     (["tune", "--minutes", "soon"], "argument --minutes: expected a finite number above 0, got soon"),
     (["warmup"], "the following arguments are required: --shape"),
