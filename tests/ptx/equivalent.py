@@ -110,6 +110,9 @@ EQUIVALENT = (
     Equivalent("barrier left out", "backward.py: p = gl.where(seen, p, 0.0)", NO_WARP, ("hopper_bwd",), ("in 2",)),
     Equivalent("mbarrier not waited for", "ring.py: mbarrier.wait(ring.free", FIRST_USE, ("hopper_bwd",), ("in 7",)),
     Equivalent(">= for >", "backward.py: for step in range(", MASKED_TOO, ("hopper_bwd",), ("in 3",)),
+    Equivalent("> for >=", "backward.py: if (block < full)", MASKED_TOO, ("hopper_bwd",), ("in 0", "in 3")),
+    # Of two such comparisons the one in the loop: the other is of the first step, and not the same.
+    Equivalent("> for >=", "wide.py: if (block < full)", MASKED_TOO, ("hopper_bwd_256",), ("in 2",), text="%r1485"),
     Equivalent(">= for >", "wide.py: if steps > 0", MASKED_TOO, ("hopper_bwd_256",), ("in 2",)),
     Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper_bwd_256",), ("in 9",)),
     Equivalent("unsigned shift", "backward.py: for step in range(", NEVER_NEGATIVE, ("hopper_bwd",)),
