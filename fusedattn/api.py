@@ -157,7 +157,8 @@ def attention_decode(
         query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Under autocast it is cast, as torch's SDPA
             casts it; caches and what is new have its dtype then.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
-            strides. Written to in place, where something is new, and nowhere but there; so they share no memory then.
+            strides. Written to in place, where something is new, and nowhere but there; so they share no memory then,
+            unless values are the first columns of keys that are not turned.
         cache_seqlens: int32 (B,), how many keys each sequence has, before the new ones; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. What stands beyond a length is not used.
         new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches. Sn may differ from Sq.

@@ -184,8 +184,8 @@ def check_values(a: CacheArguments, options: Arguments) -> list[int]:
     Raises: ValueError for lengths, pages and positions on the CPU that lie outside of what they count, and for caches
         that would be written over by each other.
     """
-    if a.new_key is not None and not is_compiling() and in_memory(a[1:3]) and share(a.key_cache, a.value_cache):
-        fail(ValueError, "value_cache", "memory of its own beside new_key", "some of key_cache")
+    if a.new_key is not None and not is_compiling():
+        _check_apart(a)
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
         return []
     room = capacity(a)
@@ -201,6 +201,19 @@ def check_values(a: CacheArguments, options: Arguments) -> list[int]:
     if a.rotary_cos is not None:
         _check_positions(a, options, a.cache_seqlens.long() + new, a.query.shape[2], new)
     return lengths
+
+
+def _check_apart(a: CacheArguments) -> None:
+    """Raise for caches of which one would be written over by the other.
+
+    Values may be the first columns of keys, where what is new is as well, and is not turned.
+    """
+    pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
+    if not in_memory(a[1:3]) or not share(*pairs[0]):
+        return
+    alike = in_memory(pairs[1]) and all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
+    if not alike or a.rotary_cos is not None:
+        fail(ValueError, "value_cache", "memory of its own beside new_key", "some of key_cache")
 
 
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:

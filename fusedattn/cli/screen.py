@@ -40,13 +40,14 @@ def check_output(option: str, path: str) -> None:
     if file.suffix.lower() != ".png":  # a slip would write over something else
         raise Problem(f"{option}: expected a name that ends in .png, got {path}")
     if file.is_file() and file.stat().st_size:
-        with open(file, "rb") as other:
+        with writing(option, path), open(file, "rb") as other:
             if other.read(len(PNG)) != PNG:
                 raise Problem(f"{option}: {path} is there, and is no PNG that may be drawn over")
     if not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
         raise Problem(f"{option}: this user may not write {path}")
-    with writing(option, path), tempfile.TemporaryFile(dir=file.resolve().parent) as space:
-        space.write(bytes(PICTURE))
+    if os.access(file.resolve().parent, os.W_OK):  # else the file is there, and may have room
+        with writing(option, path), tempfile.TemporaryFile(dir=file.resolve().parent) as space:
+            space.write(bytes(PICTURE))
 
 
 @contextlib.contextmanager

@@ -146,9 +146,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume(
-    g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr
-):  # fmt: skip
+def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     """A warpgroup: keys first + g * 64 .. first + g * 64 + 63."""
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]

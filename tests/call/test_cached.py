@@ -318,6 +318,20 @@ def test_caches_share_no_memory_where_something_is_written(apart):
         fa.attention_decode(*inputs, cache_seqlens=more["cache_seqlens"])  # what is only read may be
 
 
+@pytest.mark.parametrize("backend", [None, "naive"])
+def test_values_may_be_the_first_columns_of_keys(backend):
+    """As where both are made of one latent vector: what is new must be alike, and not turned."""
+    cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
+    query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
+    options = dict(cache_seqlens=lengths, new_key=new, backend=backend)
+    out = fa.attention_decode(query, cache, cache[..., :12], **options, new_value=new[..., :12])
+    assert torch.equal(out, fa.attention_decode(query, cache.clone(), apart, **options, new_value=new[..., :12]))
+    turned = dict(rotary_cos=torch.ones(8, 4), rotary_sin=torch.zeros(8, 4))
+    for wrong in (dict(new_value=new[..., 2:14]), dict(new_value=new[..., :12], **turned)):
+        with pytest.raises(ValueError, match="^value_cache: expected memory of its own"):
+            fa.attention_decode(query, cache, cache[..., :12], **options, **wrong)
+
+
 @pytest.mark.parametrize("backend", [None, "naive", "cpu"])
 @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
 def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):

@@ -56,6 +56,7 @@ MISTAKES = [
     (["bench", *ONE, "--plot", "nowhere/bench.png"], "plot: there is no folder "),
     (["bench", *ONE, "--plot", "/dev/full"], "plot: expected a name that ends in .png, got /dev/full"),
     (["bench", *ONE, "--csv", "a.csv", "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
+    (["bench", *ONE, "--csv", "a.png", "--plot", "a.png"], "plot: a.png is where the rows go"),
     (["bench", *ONE, "--csv", "nowhere/a.csv"], "csv: cannot append to nowhere/a.csv: there is no folder nowhere"),
     (["bench", *ONE, "--plot", "mine.png"], "plot: mine.png is there, and is no PNG that may be drawn over"),
     (["demo", "--text", "text", "--out", "mine.png"], "out: mine.png is there, and is no PNG"),

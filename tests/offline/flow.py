@@ -12,7 +12,7 @@ _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # unless under a condition
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that there is multiplies the matrices
 _EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of what is not there for a mask, but for what a mask reads
-_READS = "LDS", "LDL"
+_READS = re.compile(r"LD[SL]\b")  # of one place a lane
 
 
 class Block(NamedTuple):
@@ -125,7 +125,7 @@ def loops(blocks):
 
 
 def _acts(instruction):
-    return kind(instruction) in _EFFECTS and not operation(instruction).startswith(_READS)
+    return kind(instruction) in _EFFECTS and not _READS.match(operation(instruction))
 
 
 def _turn(blocks, head, body, inner):

@@ -1,5 +1,6 @@
 """fusedattn bench: attention against its peers on this machine, how fast each is and whether it is right."""
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ def run(arguments) -> int:
     if plot is not None:
         need("matplotlib")
         check_output("plot", plot)
+        if arguments.csv and os.path.realpath(arguments.csv) == os.path.realpath(plot):
+            raise Problem(f"plot: {plot} is where the rows go")
     try:
         writer = rows.Writer(arguments.csv)
     except (OSError, ValueError) as error:
