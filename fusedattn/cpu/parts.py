@@ -18,6 +18,7 @@ ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel;
 BAND = 64, 256  # the fewest and the most rows of a rectangle along a window
 WASTE = 1  # how much more than the scores of its sequences those of one part may be
 CALL = 2**12  # scores of one head that take as long as a call of the kernel does
+PART = 2**17  # scores that take as long as a part of its own does, with its copies
 
 
 class Part(NamedTuple):
@@ -96,6 +97,9 @@ def _of_batches(call: Call) -> list[Part]:
         groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
     else:
         groups = list(runs(lengths, WASTE, CALL // heads))
+        saved = batch * max(a for a, _ in lengths) * max(b for _, b in lengths) - sum(a * b for a, b in lengths)
+        if saved * heads < PART * (len(groups) - 1):
+            groups = [(0, batch)]
     for start, stop in groups:
         some = [number for number in range(start, stop) if 0 not in lengths[number]]
         if not some:

@@ -309,6 +309,14 @@ def test_rows_and_keys_of_other_numbers(rows, keys):
         torch.testing.assert_close(got, naive(query, key, value, **options), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("keys, alone", [(128, 1), (1024, 4)])
+def test_short_batches_of_any_lengths_are_one_call(keys, alone):
+    """A part of its own, with its copies, takes longer than what a few short keys would."""
+    x = torch.randn(4, 8, keys, 16)
+    real = torch.arange(keys) < torch.tensor([1.0, 0.4, 0.7, 0.1])[:, None] * keys
+    assert len(list(parts.parts(checked(Arguments(x, x, x, key_mask=real))))) == alone
+
+
 def test_packed_sequences_are_computed_alone():
     lengths = [512, 100, 100, 100, 0, 300]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)

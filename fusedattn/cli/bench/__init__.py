@@ -66,7 +66,7 @@ def run(arguments) -> int:
         with writing("plot", picture):
             cpu.draw(written).savefig(picture, format="png")
     if plot:
-        screen.say(f"{plot} is drawn." if picture else f"{plot} is not drawn: nothing was measured.")
+        screen.say(f"{plot} is drawn, by medians." if picture else f"{plot} is not drawn: nothing was measured.")
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)[0]
     screen.say(f"{len(written)} of {len(work)} rows ({seconds} s).")
     answer = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)

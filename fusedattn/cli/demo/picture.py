@@ -20,7 +20,7 @@ def draw(path: str, points: list[Point], text: Text, sentence: str, maps: Tensor
     figure = Figure(figsize=(13.2, 7.0), dpi=150, facecolor="white")
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 2.2), squeeze=False)[0]
-    title = f"A byte-level language model learns {Path(text.name).name}"
+    title = f"A byte-level language model learns\n{Path(text.name).name}"
     _losses(left.subplots(), points, byte_frequencies(text), title)
     attention_map(
         maps,
