@@ -148,7 +148,10 @@ _seed = _number(int, "an int of 64 bits", lambda number: -(2**63) <= number < 2*
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if a check failed, 2 if it could not be run."""
+    """Run one command; returns the exit status: 0, 1 if a check failed, 2 if it could not be run, and those of signals.
+
+    130 if it was interrupted, 141 if nobody reads any more.
+    """
     command = "fusedattn"
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # a caller has closed it, who wants the exit status alone
@@ -169,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # who reads has seen enough
         _drop_output()
-        return 1
+        return 141
     except OSError as error:  # a disk that is full
         _drop_output()
         print(f"{command}: {error}", file=sys.stderr)

@@ -153,7 +153,7 @@ def test_a_reader_that_has_gone():
     os.close(read)
     command = run("info", "--json", stdout=write)
     os.close(write)
-    assert command.communicate(timeout=60)[1] == "" and command.returncode == 1
+    assert command.communicate(timeout=60)[1] == "" and command.returncode == 141
 
 
 def test_an_interrupt():

@@ -148,7 +148,7 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim
         assert all(other == long for other in others)
     ours, theirs = ([kernel for kernel, *_ in said[backend][0][1]] for backend in ("hopper", "triton"))
     assert len(ours) == len(theirs) == 3 and ours[1] != theirs[1]
-    assert (ours[0] == theirs[0]) == (not ordered and dim <= 128), "what comes before two passes has nothing to zero"
+    assert ours[0] != theirs[0], "the numbers of rows lie otherwise"
     ((name, grid, arguments),) = said["hopper"][0][0]
     assert name != said["triton"][0][0][0][0] and grid[0] == 4  # one block of rows in each plane
     assert [x[0] for x in arguments if isinstance(x, tuple)] == ["given [0]", "given [1]", "given [2]", "made"]
