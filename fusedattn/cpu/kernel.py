@@ -7,13 +7,18 @@ from ..private import flash_attention_for_cpu
 VECTOR = 16  # float32 numbers in the widest vector register
 
 
+def passes_over(keys: int, lse: Tensor) -> bool:
+    """Whether the kernel may have passed over NaN: it then says, by an lse of 0, that a row sees nothing."""
+    return keys < VECTOR and not lse.all()
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(output, lse of any strides), lse 0 of a row that sees nothing; added: to the scores, None is nothing."""
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
-    if added is None and key.shape[2] < VECTOR and not lse.all():
-        # It gives a row of NaN an lse of 0, as if it saw nothing, where no register is full and nothing is added.
+    if added is None and passes_over(key.shape[2], lse):
+        # Where something is added it looks at every score.
         nothing = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=nothing, scale=scale)
     return out, lse

@@ -49,7 +49,6 @@ class OnCpu:
         self.guards: dict[int, Any] = {}  # that compare it in C++
         self.causal = None if run is not attention.run_on_cpu or any(self.wanted) else flash.at_once(call)
         self.few = save and few.is_few(call)
-        self.short = call.key.shape[2] < kernel.VECTOR
         # Autograd would refuse what is made here in inference mode.
         by_formula = run is attention.run_naively and not any(self.wanted) and not torch.is_inference_mode_enabled()
         self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
@@ -72,7 +71,7 @@ class OnCpu:
                 return _at_once(self, centre, query, key, value)
             options = dict(attn_mask=self.mask, scale=self.scale)
             out, lse = flash_attention_for_cpu(query, key, value, 0.0, self.causal, **options)
-            if self.short and not lse.all():  # see `kernel.attend`
+            if kernel.passes_over(key.shape[2], lse):
                 return _at_once(self, centre, query, key, value)
             out.grad_fn.register_prehook(self.before_backward)  # PyTorch's own node: one in Python takes 50 us more
         else:
