@@ -73,7 +73,7 @@ def judged(rows: Sequence[Row], busy: bool = False) -> Judged:
     else:
         return Judged(list(rows))
     least = [row if "" in (row.ms_p50, row.ms_min) else _by_the_least(row) for row in rows]
-    return Judged(least, f"{why} Each is judged by the least of its repeats.")
+    return Judged(least, f"{why} Each is judged by the least of its repeats, and up to {DISTURBED:g} times is noise.")
 
 
 def _by_the_least(row):
@@ -165,7 +165,7 @@ class Goal(NamedTuple):
         met = sum(value <= self.ask if self.at_most else value >= self.ask for value in values.values())
         worst = (max if self.at_most else min)(values, key=lambda case: values[case])
         median = statistics.median(values.values())
-        number = f"met in {met} of {count(len(values), 'case')}, median {median:.2f}, worst {values[worst]:.2f}"
+        number = f"met in {met} of {count(len(values), 'case')}, median {median:.3f}, worst {values[worst]:.3f}"
         return f"{said}: {number} ({worst.name})"
 
 
@@ -332,12 +332,12 @@ def _speed(mode, standing, rows):
         f"the fastest other, {standing.other}" if cases == 1 else f"the fastest other of each case ({standing.other})"
     )
     if standing.is_clear:
-        verdict = f"is {speed} {'as' if speed == 'as fast' else 'than'} {other}"
+        verdict = f"{'are' if ',' in standing.ours else 'is'} {speed} {'as' if speed == 'as fast' else 'than'} {other}"
         verdict += "" if cases == 1 else f", by the median of {cases} cases"
     else:
         verdict = f"and {other}{',' * (cases == 1)} differ by no more than noise"
         verdict += "" if cases == 1 else f" in {cases - clear} of {cases} cases"
-    wins = "" if cases == 1 else f" It is the fastest of all in {standing.faster}."
+    wins = "" if cases == 1 else f" It is clearly the fastest of all in {standing.faster}."
     return f"{mode}: {standing.ours} {verdict}.{wins}"
 
 

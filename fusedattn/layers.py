@@ -13,7 +13,7 @@ from torch.types import Device
 
 from .call.form import check_names
 from .call.numbers import as_python, is_number
-from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name
+from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name, unfit
 from .modules import MultiHeadAttention, check_beside, check_dtype, check_fits, check_input, check_shares, check_sizes
 
 
@@ -110,7 +110,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises: ValueError, TypeError otherwise."""
         check_input("x", x, ("batch", "length", self.embed_dim))
         if x.dtype not in FLOATING:
-            fail(TypeError, "x", "a floating dtype", x.dtype)
+            fail(TypeError, "x", "a floating dtype", unfit(x))
         if x.device != self.pe.device:
             fail(ValueError, "x", f"the device of pe, {self.pe.device}", x.device)
         if x.shape[1] > self.max_len:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .form import Plan, rank4, rows
-from .rules import FLOATING, boolean, check_strided, fail, kind
+from .rules import FLOATING, boolean, check_strided, fail, kind, unfit
 
 
 def check_plan(plan: Plan) -> None:
@@ -25,8 +25,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
     for name, mask in masks.items():
         floating = name == "bias"
         if not isinstance(mask, Tensor) or not (mask.dtype in FLOATING if floating else mask.dtype == torch.bool):
-            expected = "a floating tensor" if floating else boolean(mask)
-            fail(TypeError, name, expected, kind(mask))
+            fail(TypeError, name, *("a floating tensor", unfit(mask)) if floating else (boolean(mask), kind(mask)))
         check_strided(**{name: mask})
         if mask.dim() not in ranks[name]:
             least, most = ranks[name][0], ranks[name][-1]

@@ -78,6 +78,12 @@ def kind(x: Any) -> Any:
     return x.dtype if isinstance(x, Tensor) else type_name(x)
 
 
+def unfit(x: Any) -> Any:
+    """The kind of what should be floating; one of 8 bits is floating, but not for us."""
+    strange = isinstance(x, Tensor) and x.dtype.is_floating_point
+    return f"{x.dtype}, which is none of float16, bfloat16, float32 and float64" if strange else kind(x)
+
+
 def boolean(x: Any, _: Any = None) -> str:
     """What is expected of a mask, by what it is instead."""
     if not isinstance(x, Tensor):
@@ -116,7 +122,7 @@ def is_bool(name: str) -> Rule:
 
 def is_floating(name: str) -> Rule:
     return Rule(
-        name, TypeError, "a floating tensor", lambda x, _: not isinstance(x, Tensor) or x.dtype not in FLOATING, kind
+        name, TypeError, "a floating tensor", lambda x, _: not isinstance(x, Tensor) or x.dtype not in FLOATING, unfit
     )
 
 
@@ -257,7 +263,7 @@ def of_query_key_value(
     return (
         *map(is_tensor, ("query", key, value)),
         *map(is_strided, ("query", key, value)),
-        Rule("query", TypeError, "a floating dtype", lambda q, _: q.dtype not in FLOATING, dtype),
+        Rule("query", TypeError, "a floating dtype", lambda q, _: q.dtype not in FLOATING, unfit),
         *(Rule(x, TypeError, dtype_of_query, lambda x, a: x.dtype != a.query.dtype, dtype) for x in (key, value)),
         *map(_on_device, (key, value)),
         *ranks,

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..testing.tolerance import Verdict
 
@@ -59,6 +59,10 @@ def writing(option: str, path: str | None) -> Iterator[None]:
         raise Problem(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
+def _has_gone() -> NoReturn:
+    raise BrokenPipeError
+
+
 class Screen:
     """Where one command writes. With `only_json` all but `finish` is silent. Without rich the same is plain text."""
 
@@ -72,6 +76,7 @@ class Screen:
             width = None if sys.stdout.isatty() else 140
             # A user's text is shown as it is: in it [bold] and :smile: are no commands.
             self.console = Console(highlight=False, markup=False, emoji=False, width=width)
+            self.console.on_broken_pipe = _has_gone  # rich would end with status 1, which says that something is wrong
 
     def say(self, text: str = "", style: str | None = None) -> None:
         if self.console:

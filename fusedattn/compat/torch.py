@@ -9,7 +9,7 @@ from torch.nn.functional import linear, pad
 from torch.types import Device
 
 from ..call.numbers import as_python
-from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, kind
+from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, unfit
 from ..modules import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
@@ -52,7 +52,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
-        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", kind(mask))
+        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", unfit(mask))
     check_strided(**{name: mask})
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)

@@ -84,8 +84,8 @@ def test_a_value_is_of_ours_over_its_peer():
         return line.partition(": ")[2]
 
     name = {part.said.partition(",")[0]: number for number, part in enumerate(PARTS)}
-    assert value(0, fusedattn_cpu=3.0, sdpa=2.0, naive=1.0).startswith("met in 0 of 1 case, median 1.50")
-    assert value(0, fusedattn_cpu=2.0, sdpa=2.0).startswith("met in 1 of 1 case, median 1.00")
+    assert value(0, fusedattn_cpu=3.0, sdpa=2.0, naive=1.0).startswith("met in 0 of 1 case, median 1.500")
+    assert value(0, fusedattn_cpu=2.0, sdpa=2.0).startswith("met in 1 of 1 case, median 1.000")
     tokens = made(PARTS[name["decode less 40 us"]].cases[0], "x").case
     rows_of = [made(tokens, "fusedattn:cache", ms=0.27), made(tokens, "sdpa+slice", ms=0.2)]
     assert cpu.over_slice(tokens, rows_of) == pytest.approx((0.27 - 0.04) / 0.2)
@@ -286,5 +286,5 @@ def test_it_is_what_fusedattn_bench_asks_on_a_cpu(quickly, monkeypatch, capsys):
     shown = capsys.readouterr().out
     count = len(cpu.units(SIZES["quick"], (1,)))
     assert shown.startswith(f"{count} rows on the CPU, 1 thread, torch ") and f"{count} of {count} rows" in shown
-    assert f"goal {TINY[0].goals()[0].said} <= 1.1: met in" in shown
+    assert "goal" not in shown, "what is asked of us is no answer to a user"
     assert engine.measure is not cpu.measure and torch.get_num_threads() == 1

@@ -54,9 +54,11 @@ def test_what_it_says():
         made(small, "fusedattn:cache", "graph", ms=0.009),
     ]
     shown = QUESTIONS["decode"].text(some)
-    assert f"a copy's speed from 256 MB on >= 0.85: met in 1 of 1 case, median 0.90, worst 0.90 ({large.name})" in shown
-    assert f"sdpa:flash from 256 MB on >= 1.1: met in 1 of 1 case, median 1.20, worst 1.20 ({large.name})" in shown
-    assert f"in a graph <= 8: met in 0 of 1 case, median 9.00, worst 9.00 ({small.name})" in shown
+    assert (
+        f"a copy's speed from 256 MB on >= 0.85: met in 1 of 1 case, median 0.900, worst 0.900 ({large.name})" in shown
+    )
+    assert f"sdpa:flash from 256 MB on >= 1.1: met in 1 of 1 case, median 1.200, worst 1.200 ({large.name})" in shown
+    assert f"in a graph <= 8: met in 0 of 1 case, median 9.000, worst 9.000 ({small.name})" in shown
     assert [goal.line([]).endswith(": not measured") for goal in questions.DECODE] == [True] * 3
     last = QUESTIONS["decode"].text([row._replace(gbps=3000.0) for row in some[:1]])
-    assert f"met in 0 of 1 case, median 0.75, worst 0.75 ({large.name})" in last
+    assert f"met in 0 of 1 case, median 0.750, worst 0.750 ({large.name})" in last

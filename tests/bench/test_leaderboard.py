@@ -51,13 +51,15 @@ def test_the_first_form_of_a_width_is_held_to_the_goals():
     assert "d128 causal: 128x128s2 1.000, 128x128s2+grid 0.667 of the fastest, in 1 cell" in shown
     assert shown.endswith("first of d128: 128x128s2")
     # By the pipeline that is first, 1.8 / 2.0 here; not by the best of each cell.
-    assert f"goal hopper d128 full S > 1024 >= 0.95: met in 0 of 1 case, median 0.90, worst 0.90 ({full.name})" in shown
     assert (
-        f"goal hopper d128 causal S > 1024 >= 1: met in 1 of 1 case, median 1.20, worst 1.20 ({causal.name})" in shown
+        f"goal hopper d128 full S > 1024 >= 0.95: met in 0 of 1 case, median 0.900, worst 0.900 ({full.name})" in shown
     )
-    assert f"goal hopper S <= 1024 >= 0.95: met in 0 of 1 case, median 0.80, worst 0.80 ({short.name})" in shown
-    assert f"goal hopper everywhere >= 0.85: met in 2 of 3 cases, median 0.90, worst 0.80 ({short.name})" in shown
-    assert f"goal universal d128 >= 0.8: met in 0 of 1 case, median 0.72, worst 0.72 ({full.name})" in shown
+    assert (
+        f"goal hopper d128 causal S > 1024 >= 1: met in 1 of 1 case, median 1.200, worst 1.200 ({causal.name})" in shown
+    )
+    assert f"goal hopper S <= 1024 >= 0.95: met in 0 of 1 case, median 0.800, worst 0.800 ({short.name})" in shown
+    assert f"goal hopper everywhere >= 0.85: met in 2 of 3 cases, median 0.900, worst 0.800 ({short.name})" in shown
+    assert f"goal universal d128 >= 0.8: met in 0 of 1 case, median 0.720, worst 0.720 ({full.name})" in shown
     assert "goal hopper d64 full S > 1024 >= 1.15: not measured" in shown and HOPPER.text([]) == "no rows"
 
 
@@ -212,11 +214,11 @@ def test_the_first_backward_is_held_to_the_goals():
     ]
     assert leaderboard.winners(some, providers.BACKWARD) == {128: "64x128w8s2+bulk"}
     shown = BACKWARD.text(some)
-    assert f"goal backward d128 full >= 0.85: met in 1 of 1 case, median 0.90, worst 0.90 ({full.name})" in shown
-    assert f"goal backward d128 causal >= 0.85: met in 0 of 1 case, median 0.40, worst 0.40 ({causal.name})" in shown
-    assert f"goal backward everywhere >= 0.7: met in 1 of 2 cases, median 0.65, worst 0.40 ({causal.name})" in shown
+    assert f"goal backward d128 full >= 0.85: met in 1 of 1 case, median 0.900, worst 0.900 ({full.name})" in shown
+    assert f"goal backward d128 causal >= 0.85: met in 0 of 1 case, median 0.400, worst 0.400 ({causal.name})" in shown
+    assert f"goal backward everywhere >= 0.7: met in 1 of 2 cases, median 0.650, worst 0.400 ({causal.name})" in shown
     over = (
-        f"backward over FlexAttention everywhere >= 1.3: met in 1 of 2 cases, median 0.95, worst 0.40 ({causal.name})"
+        f"backward over FlexAttention everywhere >= 1.3: met in 1 of 2 cases, median 0.950, worst 0.400 ({causal.name})"
     )
     assert over in shown and "goal backward d256 full >= 1.2: not measured" in shown
 

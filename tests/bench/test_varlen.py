@@ -240,7 +240,7 @@ def test_packed_is_compared_with_padded_and_where_lengths_are_equal_with_the_den
     ]
     shown = questions.QUESTIONS["varlen"].text(some).splitlines()
     goals = [line for line in shown if line.startswith("goal")]
-    number = "met in 1 of 1 case, median 0.98, worst 0.98", "met in 0 of 1 case, median 0.75, worst 0.75"
+    number = "met in 1 of 1 case, median 0.980, worst 0.980", "met in 0 of 1 case, median 0.750, worst 0.750"
     for line, mode, met in zip(goals, ("forward", "backward"), number, strict=True):
         assert line == f"goal {mode}, equal lengths, speed over the dense kernel's, >= 0.95: {met} ({equal.name})"
     assert sum("x the tokens" in line for line in shown) == len(cases.LENGTHS)

@@ -20,12 +20,15 @@ def bools(*shape):
     return torch.ones(shape, dtype=torch.bool)
 
 
+FLOAT8 = torch.float8_e5m2
 # argument it must name, error, what the sentence must say, what is changed, a neighbour that is right
 WRONG = [
     ("query", TypeError, "a tensor, got list", dict(query=[1.0]), {}),
     ("key", TypeError, "a tensor, got NoneType", dict(key=None), {}),
     ("value", TypeError, "a tensor, got float", dict(value=1.0), {}),
     ("query", TypeError, "a floating dtype, got torch.int64", dict(query=torch.ones(B, Hq, Sq, D).long()), {}),
+    ("query", TypeError, "float8_e5m2, which is none of float16", dict(query=torch.ones(B, Hq, Sq, D).to(FLOAT8)), {}),
+    ("bias", TypeError, "float8_e5m2, which is none of", dict(bias=torch.ones(Sq, Sk).to(FLOAT8)), {}),
     ("query", TypeError, "a strided tensor", dict(query=torch.ones(3, 4).to_sparse()), {}),
     ("key", TypeError, "a strided tensor", dict(key=torch.ones(3, 4).to_sparse()), {}),
     ("value", TypeError, "a strided tensor", dict(value=torch.ones(3, 4).to_sparse()), {}),

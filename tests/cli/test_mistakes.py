@@ -148,10 +148,11 @@ def test_a_screen_that_takes_nothing(arguments):
     assert said.count("\n") == 1 and said.startswith("fusedattn") and "No space left on device" in said
 
 
-def test_a_reader_that_has_gone():
+@pytest.mark.parametrize("arguments", [("info",), ("info", "--json"), ("--help",)], ids=" ".join)
+def test_a_reader_that_has_gone(arguments):
     read, write = os.pipe()
     os.close(read)
-    command = run("info", "--json", stdout=write)
+    command = run(*arguments, stdout=write)
     os.close(write)
     assert command.communicate(timeout=60)[1] == "" and command.returncode == 141
 

@@ -34,7 +34,7 @@ def run(arguments) -> int:
         # 0.05 ms then take 8 to 80 ms, again and again, and no least or median of them says what a quiet machine takes.
         torch.set_num_threads(1)
     threads = (1,) if busy else cpu.threads(arguments.preset)
-    work, goals = presets.units(preset, threads), cpu.goals(preset.parts)
+    work = presets.units(preset, threads)
     screen.say(_of_parts(preset, threads, work) if preset.parts else _heading(device, preset))
     if busy:
         screen.say("Other work keeps this machine busy: one thread is timed, and the least of its times counts.")
@@ -59,7 +59,7 @@ def run(arguments) -> int:
         ended = error
 
     judged = report.judged(written, busy)
-    for text, style in report.lines(judged, whys, goals):
+    for text, style in report.lines(judged, whys):
         screen.say(text, style=style)
     picture = plot if plot and plots.drawable(written) else None
     if picture:
@@ -71,8 +71,7 @@ def run(arguments) -> int:
     screen.say(f"{len(written)} of {len(work)} rows ({seconds} s).")
     answer = dict(ok=ok, complete=ended is None, seconds=seconds, versions=machine.versions(), device=device)
     answer |= dict(threads=torch.get_num_threads(), preset=None if arguments.shape else arguments.preset or "quick")
-    answer |= _answer(written, judged, whys) | dict(goals=[goal.line(judged.rows) for goal in goals])
-    screen.finish(answer | dict(csv=arguments.csv, picture=picture))
+    screen.finish(answer | _answer(written, judged, whys) | dict(csv=arguments.csv, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1
