@@ -43,7 +43,8 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         "hold every backend of this machine to float64",
         "Compute named cases with every backend that runs here, on the GPU or else in Triton's interpreter; compare "
-        "outputs, lse and gradients with float64, beside eager PyTorch in that dtype. Exit status 1 if any is wrong, or if nothing ran.",
+        "outputs, lse and gradients with float64, beside eager PyTorch in that dtype. Exit status 1 if any is wrong, "
+        "or if nothing ran.",
     )
     check.add_argument("--backend", action="append", metavar="NAME", help="only this backend (may be repeated)")
     check.add_argument("--dtype", action="append", choices=DTYPES, help="only this dtype (may be repeated)")
