@@ -18,8 +18,12 @@ from .rows import Row, last_run
 ON_A_CPU = "This is fusedattn on a CPU: this says nothing about its kernels, which need an NVIDIA GPU."
 DISTURBED = 2.5  # where other work runs, all repeats of a step may take up to this many times as long: 2.1 was seen
 UNSTEADY = 1.5  # a quiet machine's 80% quantile of times is below this many of its 20% quantile
-REASON = 54  # letters of a status that fit beside a provider
 LONG = 2048  # tokens from which on the goals are
+
+
+def reason(row: Row) -> str:
+    """Why a row has no time."""
+    return "out of memory" if row.status == "oom" else row.status.removeprefix("unsupported: ")
 
 
 def is_ours(row: Row) -> bool:
@@ -114,6 +118,11 @@ class Standing(NamedTuple):
     def faster(self) -> int:
         """In how many cases ours is clearly faster."""
         return sum(ratio > 1.0 and clear for ratio, clear in zip(self.ratios, self.clear, strict=True))
+
+    @property
+    def slower(self) -> int:
+        """In how many cases ours is clearly slower."""
+        return sum(ratio < 1.0 and clear for ratio, clear in zip(self.ratios, self.clear, strict=True))
 
     @property
     def is_clear(self) -> bool:
@@ -264,15 +273,13 @@ def _cells(texts):
 
 def _beside(row, mine, is_best, shown, factor):
     """(the text beside a provider, its style); shown: names of _COLUMNS."""
-    reason = "out of memory" if row.status == "oom" else row.status.removeprefix("unsupported: ")
-    reason = reason if len(reason) <= REASON else f"{reason[: REASON - 3]}..."
     if row.ms_p50 == "":
-        return f"   {reason}", "yellow"
+        return f"   {reason(row)}", "yellow"
     numbers = [_milliseconds(row.ms_p50), "" if row.tflops == "" else f"{factor * row.tflops:.1f}"]
     numbers += [_COLUMNS[name](row) for name in shown]
     beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
     cells = _cells([*numbers, beside, "" if row.err_max == "" else error(row.err_max)])
-    right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, reason)
+    right = {"ok": tick(), "wrong": "FAIL"}.get(row.status, reason(row))
     style = "bold red" if row.status == "wrong" else "bold green" if is_best else None
     return f"{cells} {right}{' fastest' * is_best}", style
 
@@ -337,7 +344,7 @@ def _speed(mode, standing, rows):
     else:
         verdict = f"and {other}{',' * (cases == 1)} differ by no more than noise"
         verdict += "" if cases == 1 else f" in {cases - clear} of {cases} cases"
-    wins = "" if cases == 1 else f" It is clearly the fastest of all in {standing.faster}."
+    wins = "" if cases == 1 else f" It is clearly faster in {standing.faster} and clearly slower in {standing.slower}."
     return f"{mode}: {standing.ours} {verdict}.{wins}"
 
 

@@ -110,7 +110,9 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
             if whole[axis] == 1:
                 whole[axis] = shape[axis]
             elif shape[axis] not in (1, whole[axis]):
-                fail(ValueError, name, f"leading dimensions that broadcast with {tuple(whole)}", tuple(shape))
+                expected = f"leading dimensions that broadcast with {tuple(whole)}"
+                shares = axis == -1 and name != "query" and divides(whole[axis], shape[axis])
+                fail(ValueError, name, expected + ", or enable_gqa=True" * shares, tuple(shape))
     return tuple(whole)
 
 

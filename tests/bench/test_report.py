@@ -117,12 +117,19 @@ def test_the_verdict_is_the_median_over_cases():
     first_line, *others = sentences(some)
     assert first_line == (
         "forward: fusedattn:triton is 1.20x faster than the fastest other of each case (sdpa:flash, sdpa:cudnn), "
-        "by the median of 3 cases. It is clearly the fastest of all in 2."
+        "by the median of 3 cases. It is clearly faster in 2 and clearly slower in 1."
     )
     assert others == [
         "fusedattn: 3 of 3 results right, by the rule of its tests against float64.",
         "1 of 10 could not be measured; their rows say why.",
     ]
+
+
+def test_a_row_that_could_not_be_measured_says_all_of_why():
+    why = "its causal mask is aligned to the top left, ours to the bottom right, which is another computation"
+    row = timed("sdpa", "", status=f"unsupported: {why}")
+    assert any(line.split(maxsplit=1) == ["sdpa", why] for line, _ in report.lines(report.Judged([row])))
+    assert report.reason(row) == why and report.reason(timed("naive", "", status="oom")) == "out of memory"
 
 
 def test_the_verdict_where_there_is_little_to_compare():
@@ -191,7 +198,7 @@ def test_noise_in_most_cases_is_no_verdict_and_in_few_is():
     ]
     assert sentences(some + peers)[0] == (
         "forward: fusedattn:triton and the fastest other of each case (sdpa:flash) differ by no more than noise in 2 "
-        "of 3 cases. It is clearly the fastest of all in 1."
+        "of 3 cases. It is clearly faster in 1 and clearly slower in 0."
     )
     peers[0] = sampled("sdpa:flash", far, case=first)
     assert "is 1.91x faster than the fastest other of each case" in sentences(some + peers)[0]

@@ -92,10 +92,10 @@ def _of_parts(preset: presets.Preset, threads: Sequence[int], work: Sequence) ->
 
 def _answer(written: Sequence[rows.Row], judged: report.Judged, whys: Sequence[str]) -> dict:
     """The rows as they were measured, and the verdict, for JSON: a column that was not measured is None."""
-    plain = [
-        {column: None if value == "" else value for column, value in row._asdict().items()} | dict(why=why)
-        for row, why in zip(written, whys, strict=True)
-    ]
+    plain = []
+    for row, why in zip(written, whys, strict=True):
+        values = {column: None if value == "" else value for column, value in row._asdict().items()}
+        plain.append(values | dict(why=report.reason(row) if row.ms_p50 == "" else why))
     best, each = ([_standing(one) for one in some] for some in report.standings(judged.rows))
     by = "ms_min" if judged.why else "ms_p50"
     return dict(rows=plain, verdict=dict(text=report.sentences(judged), by=by, fastest=best, each=each))

@@ -40,10 +40,12 @@ def load(path: str | None) -> Text:
             name, content = "the description of fusedattn", metadata.metadata("fusedattn")["Description"].encode()
         else:
             content = Path(name).read_bytes()
-    except (OSError, metadata.PackageNotFoundError) as error:
+    except OSError as error:
+        raise Problem(f"text: cannot read {name}: {error.strerror}") from None
+    except metadata.PackageNotFoundError as error:
         raise Problem(f"text: cannot read {name}: {error}; try --text FILE") from None
     if len(content) < LEAST:
-        raise Problem(f"text: expected at least {LEAST} bytes, got {len(content)} in {name}; try --text FILE")
+        raise Problem(f"text: expected at least {LEAST} bytes, got {len(content)} in {name}")
     windows = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().unfold(0, WINDOW, 1)
     length = len(content) // max(2, len(content) // (10 * WINDOW))  # of a part, with a window to hold out
     place = (torch.arange(len(windows)) - (length - WINDOW) // 2) % length  # 0: in the middle of a part
