@@ -228,9 +228,14 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
         fail(ValueError, "block_table", expected if pages else "no lengths without pages", int(wrong[0]))
     if new:
         position = before[:, None] + torch.arange(new, device=before.device)
-        place = number.gather(1, position // page) * page + position % page
-        if len(place.unique()) < place.numel():
-            fail(ValueError, "block_table", "a place of its own for each new key", "one that two sequences write to")
+        written, place = number.gather(1, position // page), position % page
+        own = "a place of its own for each new key"
+        if len((written * page + place).unique()) < place.numel():
+            fail(ValueError, "block_table", own, "one that two sequences write to")
+        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # in a page and behind it
+        most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
+        if bool((place < most[written]).any()):
+            fail(ValueError, "block_table", own, "one where a sequence has an old key")
 
 
 def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows: int, new: int) -> None:

@@ -117,10 +117,18 @@ WRONG = [
     (
         "block_table",
         ValueError,
-        "a place of its own for each new key",
+        "a place of its own for each new key, got one that two sequences write to",
         paged((0, 3), (3, 0), cache_seqlens=ints(2, 6), **new()),
-        paged((0, 3), (3, 0), cache_seqlens=ints(2, 4), **new()),
+        paged((0, 3), (3, 1), cache_seqlens=ints(2, 6), **new()),
     ),
+    (
+        "block_table",
+        ValueError,
+        "a place of its own for each new key, got one where a sequence has an old key",
+        paged((0, 3), (3, 0), cache_seqlens=ints(2, 4), **new()),
+        paged((0, 3), (3, 0), cache_seqlens=ints(2, 4)),
+    ),
+    ("block_table", ValueError, "an old key", paged((1, 1), (2, 4), **new()), paged((1, 1), (2, 4))),
     ("new_key", ValueError, "a tensor beside new_value, got None", given(new_value=floats(B, Hkv, 1, Dv)), given()),
     ("new_value", ValueError, "a tensor beside new_key, got None", given(new_key=floats(B, Hkv, 1, D)), given()),
     (
