@@ -9,7 +9,7 @@ from torch.types import Device
 from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
-from .call.layout import irregular
+from .call.layout import broadcasts, irregular
 from .call.numbers import as_python, is_int, is_number
 from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
@@ -96,12 +96,15 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
     return layer
 
 
-def _by_head(pairs: Any) -> Any:
-    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads."""
+def _by_head(name: str, pairs: Any, scores: tuple[int, ...] | None) -> Any:
+    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads; scores: what it broadcasts to, if known."""
     if isinstance(pairs, Plan):
-        return pairs._replace(mask=_by_head(pairs.mask))
-    fits = isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3
-    return pairs.unsqueeze(1) if fits else pairs
+        return pairs._replace(mask=_by_head(name, pairs.mask, scores))
+    if not (isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3):
+        return pairs
+    if scores is not None and not broadcasts(pairs, scores):
+        fail(ValueError, name, f"one of rank 3 to broadcast to (B, Sq, Sk), {scores}", tuple(pairs.shape))
+    return pairs.unsqueeze(1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -195,7 +198,9 @@ class MultiHeadAttention(nn.Module):
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
-        options |= dict(mask=_by_head(mask), bias=_by_head(bias), key_mask=key_mask, query_mask=query_mask)
+        scores = None if self.context_parallel else (q.shape[0], q.shape[2], k.shape[2])
+        options |= {name: _by_head(name, x, scores) for name, x in (("mask", mask), ("bias", bias))}
+        options |= dict(key_mask=key_mask, query_mask=query_mask)
         options |= dict(dropout_p=self.dropout if self.training else 0.0, backend=self.backend)
         if self.context_parallel is None:
             out, weights = attend(q, k, v, need_weights, **options)

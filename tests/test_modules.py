@@ -146,6 +146,14 @@ def test_self_attention_is_one_head_without_output_projection():
     assert layer(x)[1] is None
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_pairs_of_rank_3_are_named_by_the_shape_that_they_have(name):
+    """Those of torch.nn.MultiheadAttention are (B * heads, Sq, Sk)."""
+    pairs = torch.zeros(8, 10, 10, dtype=torch.bool if name == "mask" else torch.float32)
+    with pytest.raises(ValueError, match=rf"{name}: expected one of rank 3 .* \(2, 10, 10\), got \(8, 10, 10\)"):
+        fa.MultiHeadAttention(32, 4)(torch.randn(2, 10, 32), **{name: pairs})
+
+
 @pytest.mark.parametrize(
     ("name", "error", "make"),
     [

@@ -20,6 +20,12 @@ class _Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         (file or sys.stdout).write(self.format_help())  # argparse passes over a disk that is full
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # said here, of a command that is the command's, which has the help
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 

@@ -79,6 +79,8 @@ class Screen:
             self.console.on_broken_pipe = _has_gone  # rich would end with status 1, which says that something is wrong
 
     def say(self, text: str = "", style: str | None = None) -> None:
+        encoding = sys.stdout.encoding or "ascii"
+        text = text.encode(encoding, errors="replace").decode(encoding)  # a terminal may lack letters of a user's text
         if self.console:
             self.console.print(text, style=style)
         elif not self.only_json:

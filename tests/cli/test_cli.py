@@ -1,5 +1,6 @@
 """The command line: what each command answers, and its exit status."""
 
+import io
 import json
 import os
 import subprocess
@@ -272,6 +273,14 @@ def test_the_readme_of_somebody_else_is_not_learnt(tmp_path, monkeypatch):
     assert texts.load(None).name == "README.md"
 
 
+def test_a_text_that_a_terminal_cannot_write_or_would_obey(monkeypatch):
+    ascii_alone = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_alone)
+    screen.Screen(only_json=False).say("\u00dcber: " + texts.readable(b"one\x1b[31m\x07\ntwo \xff"))
+    ascii_alone.flush()
+    assert ascii_alone.buffer.getvalue() == b"?ber: one?[31m?\ntwo ?\n"
+
+
 def test_what_is_held_out_is_in_no_window_to_learn_from(tmp_path):
     numbers = torch.randperm(2000).to(torch.int16).view(torch.uint8)  # pairs of bytes that occur once
     (tmp_path / "pairs").write_bytes(bytes(numbers.tolist()))
@@ -287,9 +296,10 @@ def test_what_is_held_out_is_in_no_window_to_learn_from(tmp_path):
     [
         (b"# Title\n\nThis is one sentence. And `code`", "This is one sentence."),
         (b"Here is one that is much too long to be drawn in full.", "Here is one that is much too"),
-        (b"\xff" * 60, "?" * 28),
+        ("Ärger über Übermut. ".encode() * 3, "Ärger über Übermut. Ärge"),
+        (b"\xff" * 60, "?"),
     ],
-    ids=["whole", "cut", "no prose"],
+    ids=["whole", "cut", "not ASCII", "no text"],
 )
 def test_a_sentence_to_draw(content, expected):
     empty = torch.empty(0)

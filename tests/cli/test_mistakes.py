@@ -31,7 +31,8 @@ def folder(tmp_path, monkeypatch):
 MISTAKES = [
     ([], "the following arguments are required: COMMAND"),
     (["nope"], "invalid choice: 'nope'"),
-    (["info", "nope"], "unrecognized arguments: nope"),
+    (["info", "nope"], "fusedattn info: unrecognized arguments: nope (see fusedattn info --help)"),
+    (["bench", "--shpe", "1"], "unrecognized arguments: --shpe 1 (see fusedattn bench --help)"),
     (["check", "--case", "nope"], "case: expected one of plain"),
     (["check", "--backend", "nope"], "backend: expected one of hopper"),
     (["check", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),

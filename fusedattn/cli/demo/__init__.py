@@ -62,7 +62,7 @@ def run(arguments) -> int:
     speeds = {how: 1e3 * count / timing.measure(step, device, 1000.0).p50 for how, step in steps.items()}
     said = ", ".join(f"{speed:,.0f} tokens a second {how}" for how, speed in speeds.items())
     screen.say(f"{said}. {texts.CONTEXT} bytes are soon read again: what a cache saves grows with the text.\n")
-    written = bytes(write(model, prompt, 100, temperature=0.6)[0][0].tolist()).decode("utf-8", errors="replace")
+    written = texts.readable(bytes(write(model, prompt, 100, temperature=0.6)[0][0].tolist()))
     screen.say(f"Asked to go on from {sentence!r}, it writes:\n{written}\n")
     with writing("out", arguments.out):
         picture.draw(arguments.out, points, text, sentence, model.maps(prompt))

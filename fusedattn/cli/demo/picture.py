@@ -24,7 +24,7 @@ def draw(path: str, points: list[Point], text: Text, sentence: str, maps: Tensor
     _losses(left.subplots(), points, byte_frequencies(text), title)
     attention_map(
         maps,
-        sentence,
+        [label for letter in sentence for label in (letter, *[""] * (len(letter.encode()) - 1))],  # one a byte
         mask=torch.ones(maps.shape[1:], dtype=torch.bool).tril(),  # what comes later is hidden
         titles=[f"Last layer, head {head + 1}" for head in range(len(maps))],
         label="attention of a row's byte to a column's",

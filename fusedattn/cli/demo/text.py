@@ -53,9 +53,16 @@ def load(path: str | None) -> Text:
     return Text(name, content, windows, clear.nonzero().squeeze(1), windows[place == 0])
 
 
+def readable(content: bytes) -> str:
+    """Text of bytes, of which a terminal obeys none."""
+    text = content.decode("utf-8", errors="replace")
+    return "".join(x if x.isprintable() or x == "\n" else "\ufffd" for x in text)
+
+
 def sentence(text: Text, longest: int = 28) -> str:
-    """The longest sentence of plain prose, or as many of its first words as fit."""
+    """The longest sentence of plain prose, or as many of its first words as fit, in ASCII; else how the text begins."""
     plain = text.content.decode("ascii", errors="replace")
     sentences = [" ".join(words.split()) for words in re.findall(r"[A-Z][a-z]*(?:\s[A-Za-z,'-]+){3,}[.:]?", plain)]
     cut = [one if len(one) <= longest else one[: longest + 1].rpartition(" ")[0].rstrip(",-") for one in sentences]
-    return max(cut, key=len, default="") or plain[:longest].replace("\ufffd", "?")
+    begins = " ".join(text.content.decode("utf-8", errors="ignore").split()).encode()[:longest]
+    return max(cut, key=len, default="") or begins.decode("utf-8", errors="ignore") or "?"
