@@ -40,7 +40,8 @@ def attention(
             offsets: `attention_varlen` then says what the options are, key_mask and query_mask are nested (B, ragged),
             and what is returned is nested.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). What it hides is finite.
-            Or what `fusedattn.plan` made of masks. Blocks of pairs that masks hide, or -inf, cost no time.
+            Or what `fusedattn.plan` made of masks. Blocks of pairs that masks hide, or -inf, cost no time;
+            on a CPU those left and right of all that masks leave a block of rows.
         bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. What they hide may
             hold anything, NaN included, and changes nothing. Of rows that query_mask hides all incoming gradients are

@@ -97,7 +97,7 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _by_head(name: str, pairs: Any, scores: tuple[int, ...] | None) -> Any:
-    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads; scores: what it broadcasts to, if known."""
+    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads; scores: the sizes of these, if known."""
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_by_head(name, pairs.mask, scores))
     if not (isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3):

@@ -1,7 +1,7 @@
 """Splits a call into dense parts, and a part into rectangles of scores, so that what is hidden is not computed."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel;
 BAND = 64, 256  # the fewest and the most rows of a rectangle along a window
 WASTE = 1  # how much more than the scores of its sequences those of one part may be
 CALL = 2**12  # scores of one head that take as long as a call of the kernel does
+FEWEST = 128  # keys of a rectangle that a mask cuts: of few the gradients in float32 are computed otherwise, and slower
 PART = 2**17  # scores that take as long as a part of its own does, with its copies
 
 
@@ -238,13 +239,63 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
         if call.alibi_slopes is not None:
             planes = max(planes, call.alibi_slopes.numel())
         step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
-    for row in range(first, last, step):
-        after = min(row + step, last)
-        left = begin if low is None else max(begin, row + low)
-        right = end if high is None else min(end, after + high)
+    blocks = [Block(row, min(row + step, last), begin, end) for row in range(first, last, step)]
+    if call.mask is not None:
+        blocks = _worth(call, blocks, lambda: _seen(call.mask, Block(first, last, begin, end), step))
+    for row, after, left, right in blocks:
+        left = left if low is None else max(left, row + low)
+        right = right if high is None else min(right, after + high)
         if left < right:
             cut = (low is not None and after - 1 + low > left) or (high is not None and row + high < right - 1)
             yield Rectangle(row, after, left, right, masked=cut or not dense)
+
+
+def _worth(call: Call, whole: list[Block], less: Callable[[], list[Block]]) -> list[Block]:
+    """What `less` gives, or the whole where it saves less than the calls take that it adds."""
+    planes = call.query.shape[0] * call.query.shape[1]
+    size = sum(map(_size, whole))
+    if size * planes <= PART:
+        return whole
+    blocks = less()
+    saved = size - sum(map(_size, blocks))
+    return blocks if saved * planes > PART * (len(blocks) - len(whole)) else whole
+
+
+def _size(block: Block) -> int:
+    return (block.last - block.first) * (block.end - block.begin)
+
+
+def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
+    """Blocks of rows, and the keys between the first and the last that a mask leaves any of these.
+
+    Neighbours are one block, of up to `most` rows, where that has few more scores than they have.
+    """
+    height, rows, keys = min(BAND[0], most), of.last - of.first, of.end - of.begin
+    planes = pairs.cut(mask, of).view(torch.uint8).flatten(0, 1).expand(-1, -1, keys)
+    if planes.shape[1] == 1:
+        ranges = _ranges(planes.amax(0), 1, keys) * -(-rows // height)
+    else:
+        whole = rows // height
+        groups = [planes[:, : whole * height].unflatten(1, (whole, height)).amax(2)]
+        if whole * height < rows:
+            groups.append(planes[:, whole * height :].amax(1, keepdim=True))
+        ranges = _ranges(torch.cat(groups, 1).amax(0), len(groups) - 1 + whole, keys)
+    blocks: list[Block] = []
+    for row, (left, right) in zip(range(of.first, of.last, height), ranges, strict=True):
+        if left < right:
+            right = min(keys, max(right, left + FEWEST))
+            left = max(0, min(left, right - FEWEST))
+        blocks.append(Block(row, min(row + height, of.last), of.begin + left, of.begin + right))
+        while len(blocks) > 1 and (joined := _joined(*blocks[-2:])) and joined.last - joined.first <= most:
+            blocks[-2:] = [joined]
+    return blocks
+
+
+def _joined(one: Block, other: Block) -> Block | None:
+    """Two neighbouring blocks as one, unless that has many more scores."""
+    seen = [(x.begin, x.end) for x in (one, other) if x.begin < x.end] or [(0, 0)]
+    both = Block(one.first, other.last, min(a for a, _ in seen), max(b for _, b in seen))
+    return both if _size(both) <= _size(one) + _size(other) + CALL else None
 
 
 def additive(call: Call, where: Rectangle, less: float = 0.0) -> Tensor:

@@ -12,7 +12,7 @@ from fusedattn.call.form import Arguments
 from fusedattn.call.packed import Packed, checked_packed
 from fusedattn.call.rules import checked
 from fusedattn.cpu import parts
-from fusedattn.testing.compare import with_gradients
+from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_close
@@ -266,6 +266,9 @@ def test_a_scale_that_turns_the_kernels_causal_mask_into_infinity(scale):
     torch.testing.assert_close(got, naive(*inputs, scale=scale, causal=True), atol=2e-6, rtol=1e-5)
 
 
+DOCUMENTS = torch.arange(512) // 128
+
+
 def scores_of(call):
     """How many scores of one head the kernel computes for a call, the causal half of a square as half."""
     total = 0
@@ -274,6 +277,27 @@ def scores_of(call):
             area = (where.last - where.first) * (where.end - where.begin)
             total += part.call.query.shape[0] * (area // 2 if where.causal else area)
     return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.rand(2, 8, 300, 1, generator=torch.Generator().manual_seed(0)) < 0.5,
+        torch.arange(330) // 100 == torch.arange(300)[:, None] // 100,
+        (torch.arange(330) > 200) & (torch.arange(300)[:, None] > 130),
+        torch.arange(330) < torch.tensor([0, 70, 180, 200, 0, 5, 66, 7]).view(1, 8, 1, 1),
+        torch.arange(330) <= 128 + torch.arange(300)[:, None] // 4,
+        torch.zeros(300, 330, dtype=torch.bool),
+    ],
+    ids=["rows", "documents", "a corner", "heads", "neighbours", "nothing"],
+)
+def test_blocks_that_a_mask_hides_change_nothing(mask, dtype):
+    """Forward, lse and gradients, by the rule."""
+    sizes = dict(query=(300, 16), key=(330, 16), value=(330, 16), out=(300, 16), lse=(300,))
+    tensors = {name: torch.randn(2, 8, *size, dtype=dtype) for name, size in sizes.items()}
+    got = with_gradients(fa.attention, tensors, dict(mask=mask), backend="cpu")
+    assert not [(name, found.why) for name, found in compare(got, tensors, dict(mask=mask)).items() if not found.ok]
 
 
 @pytest.mark.parametrize(
@@ -288,12 +312,18 @@ def scores_of(call):
         (dict(key_mask=torch.arange(512) >= 256), 0.5),
         (dict(key_mask=torch.arange(512) < 256, query_mask=torch.arange(512) < 256), 0.25),
         (dict(key_mask=torch.arange(512) < torch.tensor([[64], [448]])), 0.5),
+        (dict(mask=DOCUMENTS[:, None] == DOCUMENTS), 0.25),
+        (dict(mask=torch.ones(512, 512, dtype=torch.bool).tril()), 0.65),
+        (dict(mask=torch.arange(512)[None] < 128), 0.25),
+        (dict(mask=torch.arange(512)[:, None] < 128), 0.25),
+        (dict(mask=DOCUMENTS[:, None] == DOCUMENTS, causal=True), 0.25),
+        (dict(mask=torch.arange(512 * 512).view(512, 512) % 3 == 0), 1.0),
         (dict(causal=True, key_mask=torch.arange(512) < 256), 0.45),
     ],
     ids=str,
 )
 def test_what_is_hidden_is_not_computed(options, share):
-    call = checked(Arguments(*draw(2, 1, 512, 16), **options))
+    call = checked(Arguments(*draw(2, 8, 512, 16), **options))
     assert scores_of(call) <= share * 2 * 512 * 512 + 512
 
 
