@@ -43,4 +43,5 @@ def test_as_many_places_as_are_known():
     numbers = "zero one two three four five six seven eight nine ten eleven twelve thirteen".split()
     table = (ROOT / "docs/pages/tested.md").read_text().partition("## Known exceptions")[2].partition("##")[0]
     rows = sum(line.startswith("| ") for line in table.splitlines()) - 1
-    assert f"[{numbers[rows]} places](docs/pages/tested.md)" in (ROOT / "README.md").read_text()
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"[{numbers[rows]} places](docs/pages/tested.md)" in (ROOT / page).read_text()

@@ -35,7 +35,11 @@ def run(arguments) -> int:
         for backend, device, dtype in parts:
             for case in cases:
                 advance(f"{backend} {dtype}: {case.name}")
-                verdicts[backend, device, dtype][case.name] = _check(case, backend, device, dtype)
+                found, reason = _check(case, backend, device, dtype)
+                verdicts[backend, device, dtype][case.name] = found
+                if reason:
+                    about = dict(backend=backend, device=device, dtype=dtype)
+                    left_out.append(about | dict(case=case.name, reasons=[reason]))
 
     for (backend, device, dtype), of_cases in verdicts.items():
         fused = torch.cuda.get_device_name() if device == "cuda" else "cpu (interpreted)"
@@ -74,21 +78,25 @@ def _reasons(backend, device, dtype, named):
     return reasons or ([] if named or waits is None else [waits])
 
 
-def _check(case: Case, backend: str, device: str, dtype: str) -> dict[str, Verdict]:
-    """{result: verdict}; nothing where the backend refuses the case."""
+def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:
+    """({result: verdict}, ""), or ({}, why) where the backend refuses the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
-    except NotImplementedError:
-        return {}
+    except NotImplementedError as refused:
+        return {}, str(refused).partition("this call: ")[2] or str(refused)
     except Exception as raised:  # whatever a kernel raises on somebody's machine is what is wrong with it
         nan, why = float("nan"), f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}
-    return {RESULTS[name]: verdict for name, verdict in verdicts.items()}
+    return {RESULTS[name]: verdict for name, verdict in verdicts.items()}, ""
 
 
 def _left_out(parts):
-    """One line for the dtypes that a backend leaves out for the same reasons."""
-    dtypes: dict[tuple, list[str]] = {}
+    """One line for the dtypes, and the cases, that a backend leaves out for the same reasons."""
+    alike: dict[tuple, dict[str, None]] = {}
     for part in parts:
-        dtypes.setdefault((part["backend"], part["device"], "; ".join(part["reasons"])), []).append(part["dtype"])
-    return [f"left out: {backend} on {device}, {', '.join(of)}: {why}" for (backend, device, why), of in dtypes.items()]
+        cases = f", {part['case']}" if "case" in part else ""
+        alike.setdefault((part["backend"], part["device"], cases, "; ".join(part["reasons"])), {})[part["dtype"]] = None
+    return [
+        f"left out: {backend} on {device}{cases}, {', '.join(of)}: {why}"
+        for (backend, device, cases, why), of in alike.items()
+    ]

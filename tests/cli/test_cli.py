@@ -102,6 +102,15 @@ def test_check_runs_the_kernels(device, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels are not interpreted")
+def test_check_says_why_a_backend_leaves_a_case_out(capsys):
+    arguments = ["check", "--device", "cpu", "--backend", "cpu", "--dtype", "float32", "--case", "softcap"]
+    status, found = answer(capsys, *arguments, "--json")
+    part = dict(backend="cpu", device="cpu", dtype="float32", case="softcap", reasons=["it knows no softcap"])
+    assert status == 1 and found["results"] == [] and found["left_out"] == [part]
+    assert cli.main(arguments) == 1
+    assert "left out: cpu on cpu, softcap, float32: it knows no softcap\n" in capsys.readouterr().out
+
+
 def test_check_interprets_kernels_without_being_told():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
