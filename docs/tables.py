@@ -52,9 +52,9 @@ def cpu_lengths() -> str:
 
 
 def cpu_options() -> str:
-    """The same with an option, in modules and in models."""
+    """The same with an option, in modules and in models; masks were measured later."""
     lines = []
-    for (mode, case), times in _cpu("float32").items():
+    for (mode, case), times in (_cpu("float32") | _cpu("float32", "cpu_masks.csv")).items():
         option = case.options.removesuffix(" threads=1").strip('"')
         if not case.options.endswith("threads=1") or option in ("threads=1", "memory"):
             continue
