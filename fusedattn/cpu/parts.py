@@ -271,15 +271,18 @@ def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
     Neighbours are one block, of up to `most` rows, where that has few more scores than they have.
     """
     height, rows, keys = min(BAND[0], most), of.last - of.first, of.end - of.begin
-    planes = pairs.cut(mask, of).view(torch.uint8).flatten(0, 1).expand(-1, -1, keys)
-    if planes.shape[1] == 1:
-        ranges = _ranges(planes.amax(0), 1, keys) * -(-rows // height)
+    seen = pairs.cut(mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
+    for dim in (0, 1):
+        if seen.stride(dim) == 0:  # the same for all batches, or heads
+            seen = seen.narrow(dim, 0, 1)
+    if seen.shape[2] == 1:
+        ranges = _ranges(seen.amax((0, 1)), 1, keys) * -(-rows // height)
     else:
         whole = rows // height
-        groups = [planes[:, : whole * height].unflatten(1, (whole, height)).amax(2)]
+        groups = [seen[:, :, : whole * height].unflatten(2, (whole, height)).amax(3)]
         if whole * height < rows:
-            groups.append(planes[:, whole * height :].amax(1, keepdim=True))
-        ranges = _ranges(torch.cat(groups, 1).amax(0), len(groups) - 1 + whole, keys)
+            groups.append(seen[:, :, whole * height :].amax(2, keepdim=True))
+        ranges = _ranges(torch.cat(groups, 2).amax((0, 1)), len(groups) - 1 + whole, keys)
     blocks: list[Block] = []
     for row, (left, right) in zip(range(of.first, of.last, height), ranges, strict=True):
         if left < right:

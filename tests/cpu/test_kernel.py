@@ -286,11 +286,14 @@ def scores_of(call):
         torch.rand(2, 8, 300, 1, generator=torch.Generator().manual_seed(0)) < 0.5,
         torch.arange(330) // 100 == torch.arange(300)[:, None] // 100,
         (torch.arange(330) > 200) & (torch.arange(300)[:, None] > 130),
+        (torch.arange(330) // torch.tensor([90, 110])[:, None, None] == torch.arange(300)[:, None] // 100)[
+            :, None
+        ].expand(-1, 8, -1, -1),
         torch.arange(330) < torch.tensor([0, 70, 180, 200, 0, 5, 66, 7]).view(1, 8, 1, 1),
         torch.arange(330) <= 128 + torch.arange(300)[:, None] // 4,
         torch.zeros(300, 330, dtype=torch.bool),
     ],
-    ids=["rows", "documents", "a corner", "heads", "neighbours", "nothing"],
+    ids=["rows", "documents", "a corner", "batches", "heads", "neighbours", "nothing"],
 )
 def test_blocks_that_a_mask_hides_change_nothing(mask, dtype):
     """Forward, lse and gradients, by the rule."""
