@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .call.cached import Decode
-from .call.form import Arguments, Call, asked, asking, check_names
+from .call.form import Arguments, Call, asked, asking, check_names, hiding
 from .call.rules import check_flags, checked, fail
 from .cpu import run as cpu
 from .launch import tiles as tile_table, tuned
@@ -81,7 +81,7 @@ def _kernel_reasons(call: Call) -> list[str]:
 
 def _marked_blocks(call: Call) -> int:
     """How many blocks of pairs a block mask of a call has at most; 0 if it needs none."""
-    tensors = [x for x in call.hiding if x is not None]
+    tensors = [x for x in hiding(call) if x is not None]
     if not tensors or call.block_mask is not None:
         return 0
     batch, heads, rows, keys = *call.query.shape[:2], call.query.shape[2], call.key.shape[2]

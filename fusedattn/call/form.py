@@ -129,22 +129,23 @@ class Call(NamedTuple):
     origin: Sequence[int] | None = None
     partial: bool = False
 
-    @property
-    def lengths(self) -> Lengths | None:
-        """The Lengths of packed sequences, or None."""
-        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return None
-        totals = self.query.shape[2], self.key.shape[2]
-        return Lengths(self.cu_seqlens_q, self.cu_seqlens_k, *totals, self.max_seqlen_q, self.max_seqlen_k)
 
-    @property
-    def hiding(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """mask, key_mask, query_mask and bias, as a block mask is made from them.
+# Functions, not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
+def lengths_of(call: Call) -> Lengths | None:
+    """The Lengths of packed sequences, or None."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        return None
+    totals = call.query.shape[2], call.key.shape[2]
+    return Lengths(call.cu_seqlens_q, call.cu_seqlens_k, *totals, call.max_seqlen_q, call.max_seqlen_k)
 
-        Of packed sequences without query_mask: with it, the block mask of each sequence would have the square of the
-        longest length, and rows that query_mask hides give nothing without it as well.
-        """
-        return self.mask, self.key_mask, self.query_mask if self.cu_seqlens_q is None else None, self.bias
+
+def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """mask, key_mask, query_mask and bias, as a block mask is made from them.
+
+    Of packed sequences without query_mask: with it, the block mask of each sequence would have the square of the
+    longest length, and rows that query_mask hides give nothing without it as well.
+    """
+    return call.mask, call.key_mask, call.query_mask if call.cu_seqlens_q is None else None, call.bias
 
 
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.

@@ -21,6 +21,6 @@ def as_python(x: Any) -> Any:
     return int(x) if isinstance(x, numbers.Integral) else float(x)
 
 
-# Asked first: a compiler knows them.
-_INTS = int | torch.SymInt
-_NUMBERS = _INTS | float | torch.SymFloat
+# Asked first: a compiler knows them. Not a union of types, of which torch.compile of torch 2.10 traces no isinstance.
+_INTS = (int, torch.SymInt)
+_NUMBERS = (*_INTS, float, torch.SymFloat)

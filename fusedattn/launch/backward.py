@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv
 
-from ..call.form import Call
+from ..call.form import Call, lengths_of
 from ..call.packing import packing
 from ..kernels.vocabulary.gradient import Grads
 from . import arguments, blocks, failures, hopper, run, tiles
@@ -207,7 +207,7 @@ def _dbias(p, grad_bias):
         p.call,
         lambda tile: cdiv(p.rows, tile.rows) * cdiv(p.keys, tile.keys) * batch * heads,
         launched,
-        lambda tile: dict(extents=blocks.extents(p.call.lengths)),
+        lambda tile: dict(extents=blocks.extents(lengths_of(p.call))),
     )
 
 

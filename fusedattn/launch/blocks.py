@@ -3,6 +3,7 @@
 import torch
 from triton import cdiv
 
+from ..call.form import hiding, lengths_of
 from ..kernels.vocabulary.span import Sequences
 from . import arguments, run, tiles
 
@@ -102,7 +103,7 @@ def sequences_of(call, block, by_keys=False):
     """The Sequences of a call, with slots of blocks of so many rows, or keys; None if it is not packed."""
     if call.cu_seqlens_q is None:
         return None
-    return packed_sequences(call.lengths, block, by_keys, slots(call, block, by_keys))
+    return packed_sequences(lengths_of(call), block, by_keys, slots(call, block, by_keys))
 
 
 def extents(lengths):
@@ -147,9 +148,9 @@ def block_mask_of(call):
     size = block_mask_size(run.device_of(call.query))
     if call.block_mask is not None:
         return call.block_mask, size
-    if all(x is None for x in call.hiding):
+    if all(x is None for x in hiding(call)):
         return None, None
-    return block_mask(*call.hiding, call.lengths, size), size
+    return block_mask(*hiding(call), lengths_of(call), size), size
 
 
 def walks(call, block_mask, mask_size, tile, by_keys=False):

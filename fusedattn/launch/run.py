@@ -12,7 +12,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.form import Call
+from ..call.form import Call, hiding, lengths_of
 from ..kernels import (
     append,
     block_mask,
@@ -269,9 +269,9 @@ def failed(call: Call, names) -> "failures.Unusable | None":
             return none_is_right(name, device)
     kinds = [(name, device) if name in tile_table.ON_HOPPER else kind_of(name, call) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
-    if not reads_caches and (call.block_mask is not None or any(x is not None for x in call.hiding)):
+    if not reads_caches and (call.block_mask is not None or any(x is not None for x in hiding(call))):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]
-    if call.lengths is not None:
+    if lengths_of(call) is not None:
         kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, wide_dtype
+from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, hiding, lengths_of, wide_dtype
 from ..call.layout import alone
 from ..cpu import run as cpu
 from ..launch.failures import Unusable, take_next
@@ -246,9 +246,9 @@ def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None =
 
 def _with_block_mask(call: Call) -> Call:
     """A call with the block mask of its masks."""
-    if call.block_mask is not None or all(x is None for x in call.hiding):
+    if call.block_mask is not None or all(x is None for x in hiding(call)):
         return call
-    return call._replace(block_mask=block_mask_or_none(call.hiding, call.lengths))
+    return call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
 
 
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:

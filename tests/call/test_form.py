@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fusedattn.call import form
-from fusedattn.call.form import Arguments, normalise
+from fusedattn.call.form import Arguments, hiding, lengths_of, normalise
 
 SHAPES = {4: (2, 4, 3, 8), 3: (2, 3, 8), 2: (3, 8)}
 
@@ -99,10 +99,10 @@ def test_seeds():
 def test_lengths_and_what_hides_pairs():
     mask, rows = torch.ones(1, 1, 3, 5, dtype=torch.bool), torch.ones(1, 3, dtype=torch.bool)
     call = normalise(arguments(mask=mask, query_mask=rows))
-    assert call.lengths is None and call.hiding[0] is mask and call.hiding[2] is rows
+    assert lengths_of(call) is None and hiding(call)[0] is mask and hiding(call)[2] is rows
     offsets = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
     packed = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=3, max_seqlen_k=5)
-    assert packed.lengths == (*offsets, 3, 5, 3, 5) and packed.hiding == (mask, None, None, None)
+    assert lengths_of(packed) == (*offsets, 3, 5, 3, 5) and hiding(packed) == (mask, None, None, None)
 
 
 def test_differentiable_fields_and_tensors_come_first():

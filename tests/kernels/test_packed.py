@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.call.form import hiding, lengths_of
 from fusedattn.call.packed import Packed, checked_packed
 from fusedattn.testing.compare import with_gradients
 
@@ -240,7 +241,7 @@ def test_marks_know_how_long_sequences_are(device):
     call = checked_packed(
         Packed(query, key, value, offsets(rows, device), offsets(keys, device), **most, key_mask=seen), {}, False
     )
-    block_mask = blocks.block_mask(*call.hiding, call.lengths, grain)
+    block_mask = blocks.block_mask(*hiding(call), lengths_of(call), grain)
     assert block_mask.shape == (2, 1, 1, -(-33 // grain))
     assert not block_mask[0, 0, 0, : -(-20 // grain)].fmod(2).any() and (block_mask[1] == 3).all()
 
@@ -279,7 +280,7 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
         query, key, value, _ = draw_packed(rows, keys, device, (1, 1), (1, 1))
         call = checked_packed(Packed(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False)
         size = blocks.slots(call, 32, by_keys)
-        turns, extents = blocks.packed_sequences(call.lengths, 32, by_keys, size)
+        turns, extents = blocks.packed_sequences(lengths_of(call), 32, by_keys, size)
         starts = [offsets(lengths)[:-1].tolist() for lengths in (rows, keys)]
         assert extents.tolist() == [list(each) for each in zip(starts[0], rows, starts[1], keys, strict=True)]
         taken = [tuple(turn) for turn in turns.tolist() if turn != [-1, -1]]

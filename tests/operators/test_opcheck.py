@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedattn.call.form import WHOLE
+from fusedattn.call.form import WHOLE, lengths_of
 from fusedattn.operators.namespace import OPERATORS
 
 from ..inside import fields, leaves_of
@@ -197,5 +197,5 @@ def test_mark(device):
     torch.library.opcheck(OPERATORS.block_mask.default, (*given, *WHOLE))
     call = _packed_bias(device)
     torch.library.opcheck(
-        OPERATORS.block_mask.default, (None, call.key_mask, call.query_mask, bias[..., :4], *call.lengths)
+        OPERATORS.block_mask.default, (None, call.key_mask, call.query_mask, bias[..., :4], *lengths_of(call))
     )
