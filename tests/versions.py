@@ -34,6 +34,7 @@ TESTS = [
     "-m",
     "not gpu",
     "--ignore=tests/benchmarks",
+    "--ignore=tests/ptx",  # which needs compiled kernels
 ]
 LAUNCH = ["tests/replay/test_launch_path.py", "tests/launch/test_failures.py"]
 COVER = [f"tests/kernels/test_{name}.py" for name in ("options", "kernels", "contract", "cached")]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fusedattn.call import form
-from fusedattn.call.form import Arguments, hiding, lengths_of, normalise
+from fusedattn.call import form, numbers
+from fusedattn.call.form import Arguments, Call, hiding, lengths_of, normalise
 
 SHAPES = {4: (2, 4, 3, 8), 3: (2, 3, 8), 2: (3, 8)}
 
@@ -161,3 +161,9 @@ def test_what_lies_in_memory():
     assert form.plain([x]) and not form.watched()
     with FakeTensorMode():
         assert form.watched() and not form.plain([x])
+
+
+def test_the_compiler_of_torch_2_10_can_trace_it():
+    """It traces no isinstance of a union of types, and no property of a NamedTuple."""
+    assert {type(kinds) for kinds in (numbers._INTS, numbers._NUMBERS)} == {tuple}
+    assert not [name for name, x in vars(Call).items() if isinstance(x, property)]
