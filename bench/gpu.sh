@@ -99,7 +99,8 @@ run_tests() { # [part=PART] NAME SECONDS KILL STUCK ARGUMENT...
         >"$OUT/warm-$part.log" 2>&1 &
     # INT, so that pytest still says what it had found when its time was over. A kernel that waits for ever heeds KILL alone.
     timeout -s INT -k "$kill" "$left" "$python" -m pytest -v -p no:cacheprovider --tb=short --maxfail=60 $parallel $ends \
-        --continue-on-collection-errors -o faulthandler_timeout="$stuck" --but "$OUT/$name.passed" "$@" >"$OUT/$name.log" 2>&1
+        --continue-on-collection-errors -o faulthandler_timeout="$stuck" \
+        --but "$OUT/$name.passed" --reasons "$OUT/$name.reasons" "$@" >"$OUT/$name.log" 2>&1
     status=$?
     wait
     passed=$(outcomes PASSED | tee -a "$OUT/$name.passed" | wc -l)

@@ -125,6 +125,19 @@ if INTERPRETED and importlib.util.find_spec("triton"):
 
 def pytest_addoption(parser):
     parser.addoption("--but", metavar="FILE", help="leave out the tests that a file names, one a line")
+    parser.addoption("--reasons", metavar="FILE", help="write why a test failed as soon as it has")
+
+
+class Reasons:
+    """Writes why tests failed as soon as they have: a run that is ended before its time says no more."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            with open(self.path, "a") as file:
+                file.write(f"{report.nodeid}: {report.when}\n{report.longreprtext}\n\n")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -139,6 +152,8 @@ def pytest_configure(config):
     """Workers of xdist are as many as there are cores: threads of torch would only wait for each other."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    elif config.getoption("reasons") is not None:
+        config.pluginmanager.register(Reasons(config.getoption("reasons")))
 
 
 def pytest_collection_finish():

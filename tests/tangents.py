@@ -21,7 +21,7 @@ def directions(tensors, options, names=None, seed=1):
     inputs = {name: tensors[name] for name in INPUTS} | {name: options[name] for name in LEARNED if name in options}
     drawn = {}
     for name, x in inputs.items():
-        made = torch.randn(x.shape, generator=generator).to(x.dtype)
+        made = torch.randn(x.shape, generator=generator).to(x)
         drawn[name] = made if name in LEARNED else torch.where(x.isfinite(), made, x)
     return {name: x for name, x in drawn.items() if names is None or name in names}
 

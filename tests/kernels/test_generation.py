@@ -171,8 +171,9 @@ def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, ba
 
 def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
     arguments = Cached("early", Sq=2, lengths=(1, 30), half=4).draw(device)
-    with pytest.raises(ValueError, match="query: expected no query that stands before position 0"):
-        fa.attention_decode(**arguments, backend=backend)
+    if device == "cpu":  # lengths on a GPU are not waited for
+        with pytest.raises(ValueError, match="query: expected no query that stands before position 0"):
+            fa.attention_decode(**arguments, backend=backend)
     hidden = torch.tensor([[False, True], [True, True]], device=device)
     out = fa.attention_decode(**arguments, query_mask=hidden, backend=backend)
     assert out.isfinite().all() and not out[0, :, 0].any()

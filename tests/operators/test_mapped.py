@@ -60,8 +60,11 @@ def test_sinks_of_packed_sequences(backend, lengths, dims, mode, device):
 @pytest.mark.parametrize("backend", ["triton", "cpu", "naive"])
 def test_the_gradient_of_value_alone_from_the_lse_as_well(backend, slopes, device):
     """The lse does not depend on it, but under dropout and with slopes comes back with a gradient all the same."""
-    query, key, value = (torch.randn(2, 1, 2, 5, 16) for _ in range(3))
-    options = dict(alibi_slopes=torch.rand(2), dropout_p=0.3, seed=3) if slopes and backend != "cpu" else {}
+    if backend == "cpu":
+        device = "cpu"
+    query, key, value = (torch.randn(2, 1, 2, 5, 16, device=device) for _ in range(3))
+    slopes = slopes and backend != "cpu"
+    options = dict(alibi_slopes=torch.rand(2, device=device), dropout_p=0.3, seed=3) if slopes else {}
     value.requires_grad_()
 
     def attend(query, key, value):

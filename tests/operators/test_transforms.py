@@ -197,9 +197,8 @@ def test_gradients_by_sample(dropout, backend, device):
 def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device):
     """Each call may have lengths of its own; the bits of dropout are those of one call with all sequences."""
     generator = torch.Generator().manual_seed(4)
-    query, key, value, moved = (
-        torch.randn(3, 8, HQ, 4, generator=generator, dtype=torch.float64).to(device) for _ in range(4)
-    )
+    dtype, error = (torch.float32, 1e-4) if (backend, device) == ("triton", "cuda") else (torch.float64, 1e-9)
+    query, key, value, moved = (torch.randn(3, 8, HQ, 4, generator=generator).to(device, dtype) for _ in range(4))
     starts = torch.stack([offsets(lengths, device) for lengths in ((5, 3), (4, 4), (0, 8))])
 
     def total(query, key, value, starts):
@@ -214,4 +213,4 @@ def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device
     together = torch.cat([together, starts.new_full((1,), 24)]).int()
     joined = [x.flatten(0, 1) for x in (query, key, value)]
     want = derive(*joined, together, moved.flatten(0, 1)).unflatten(0, (3, 8))
-    same([vmap(derive)(query, key, value, starts, moved)], [want], atol=1e-9)
+    same([vmap(derive)(query, key, value, starts, moved)], [want], atol=error)
