@@ -217,9 +217,12 @@ def poison(monkeypatch):
 
 
 @pytest.fixture
-def two_passes(monkeypatch):
-    """The backward that torch gets when it wants the same bits each time; for others, such as cuBLAS, it does not."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+def two_passes():
+    """The backward that torch gets when it wants the same bits each time; where others have none, they only warn."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture

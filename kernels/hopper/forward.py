@@ -21,6 +21,7 @@ from . import ring, schedule
 from .copies import async_store
 
 WARPS = gl.constexpr(4)  # of a warpgroup
+COLUMNS = gl.constexpr(8)  # whose sums threads keep: four that are neighbours have two each
 
 
 class Shared(NamedTuple):
@@ -74,12 +75,34 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
 
 
 @gluon.jit
+def _largest(s, LAYOUT: gl.constexpr):
+    """The largest of each row, by halves: of `gl.max` alone ptxas makes a chain of as many steps as a thread has columns."""
+    HALVINGS: gl.constexpr = (s.shape[1] // COLUMNS).bit_length() - 1
+    for _ in gl.static_range(HALVINGS):
+        s = gl.max(s.reshape([s.shape[0], 2, s.shape[1] // 2]), 1)
+    return gl.convert_layout(gl.max(s, 1), LAYOUT)
+
+
+@gluon.jit
+def _step(state, s, scale):
+    """`softmax.step`, but that the sums of a row's columns stay with the threads that have them."""
+    ROWS: gl.constexpr = s.shape[0]
+    ROW: gl.constexpr = state.row_max.type.layout
+    LAYOUT: gl.constexpr = state.row_sum.type.layout
+    row_max = gl.maximum(state.row_max, _largest(s, ROW))
+    p, decay = softmax.relative(s, row_max, state.row_max, scale)
+    sums = gl.convert_layout(gl.sum(p.reshape([ROWS, p.shape[1] // COLUMNS, COLUMNS]), 1), LAYOUT)
+    rescaled = state.row_sum * gl.convert_layout(decay, gl.SliceLayout(1, LAYOUT))[:, None]
+    return p, decay, softmax.State(row_max, rescaled + sums)
+
+
+@gluon.jit
 def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
     """p in the registers that p @ v reads, the factor for what was summed before, the new State."""
     if masked:  # a branch: p would have to be packed again between the loops of masked and other blocks
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
-    p, decay, state = softmax.step(state, s, scale)
+    p, decay, state = _step(state, s, scale)
     return gl.convert_layout(p.to(dtype), LAYOUT), decay, state
 
 
@@ -110,6 +133,7 @@ def _consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = shared.q.tiles.dtype
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -122,7 +146,7 @@ def _consume(
         zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        state = softmax.State(lowest, gl.zeros([ROWS], gl.float32, S_ROWS))
+        state = softmax.State(lowest, gl.zeros([ROWS, COLUMNS], gl.float32, SUMS))
 
         ring.wait(shared.q, n * GROUPS + g)
         q = ring.tile(shared.q, n * GROUPS + g)
@@ -159,7 +183,8 @@ def _consume(
         ring.release(shared.v, step)
         step += 1
 
-        row_max, row_sum = gl.convert_layout(state.row_max, O_ROWS), gl.convert_layout(state.row_sum, O_ROWS)
+        row_max = gl.convert_layout(state.row_max, O_ROWS)
+        row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), O_ROWS)
         out, lse, log2_sum = softmax.finish(out, softmax.State(row_max, row_sum), scale)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:

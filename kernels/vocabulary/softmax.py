@@ -51,12 +51,17 @@ def _log2(difference, scale):
 
 
 @triton.jit
+def relative(s, row_max, before, scale):
+    """(weights of a tile of scores relative to its rows' largest, the factor for what was summed relative to `before`)."""
+    pivot = _pivot(row_max)
+    return tl.math.exp2(_log2(s - pivot[:, None], scale)), tl.math.exp2(_log2(before - pivot, scale))
+
+
+@triton.jit
 def step(state, s, scale):
     """Weights of one tile of scores, the factor that rescales what was summed before, and the new State."""
     row_max = tl.maximum(state.row_max, tl.max(s, 1))
-    pivot = _pivot(row_max)
-    p = tl.math.exp2(_log2(s - pivot[:, None], scale))
-    decay = tl.math.exp2(_log2(state.row_max - pivot, scale))
+    p, decay = relative(s, row_max, state.row_max, scale)
     return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
 
 

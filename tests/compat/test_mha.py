@@ -41,7 +41,7 @@ def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
 def results(layer, inputs, *masks, **options):
     """Output, weights and gradients of inputs, parameters and float masks."""
     out, weights = layer(*inputs, **options)
-    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)).sum()
     wanted = [*dict.fromkeys(inputs), *layer.parameters(), *(x for x in masks if x is not None and x.requires_grad)]
     grads = torch.autograd.grad(loss, wanted, materialize_grads=True, retain_graph=True)
     if weights is None:

@@ -311,12 +311,16 @@ def test_dropout_draws_anew_from_torchs_generator(device, backend):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_inside_checkpoint(reentrant, device, backend):
+def test_dropout_inside_checkpoint(reentrant, device, backend, deterministic):
     tensors = on(device, torch.float32, requires_grad=True)
+
+    def total(*inputs):
+        return fa.attention(*inputs, dropout_p=0.4, backend=backend).square().sum()
+
     torch.manual_seed(5)
-    plain = torch.autograd.grad(fa.attention(*tensors, dropout_p=0.4).square().sum(), tensors)
+    plain = torch.autograd.grad(total(*tensors), tensors)
     torch.manual_seed(5)
-    checkpoint(lambda *x: fa.attention(*x, dropout_p=0.4).square().sum(), *tensors, use_reentrant=reentrant).backward()
+    checkpoint(total, *tensors, use_reentrant=reentrant).backward()
     assert all(torch.equal(x.grad, want) for x, want in zip(tensors, plain, strict=True))
 
 
