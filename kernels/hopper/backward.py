@@ -96,6 +96,21 @@ def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _half(rows, step, column: gl.constexpr, half: gl.constexpr, LAYOUT: gl.constexpr):
+    """`_across` of half of the rows."""
+    tile = ring.at(rows, step)
+    HALF: gl.constexpr = tile.shape[1] // 2
+    return tile.slice(column, 1, dim=0).slice(half * HALF, HALF, dim=1).load(LAYOUT)
+
+
+@gluon.jit
+def _whole(early, late, LAYOUT: gl.constexpr):
+    """Both halves of the rows, in the registers where they are."""
+    both = gl.join(early, late).permute((0, 2, 1)).reshape([1, 2 * early.shape[1]])
+    return gl.convert_layout(both, LAYOUT)
+
+
+@gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
     """The warp that copies."""
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
@@ -154,6 +169,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     WIDTH: gl.constexpr = shared.k.tiles.shape[4]
     V_WIDTH: gl.constexpr = shared.v.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M // 2, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
     PART: gl.constexpr = shared.dq.tiles.shape[4]
@@ -177,19 +193,25 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q = ring.tile(shared.q, step)
         s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        early = softmax.Row(_half(shared.rows, step, 0, 0, HALF), _half(shared.rows, step, 1, 0, HALF))
         do = ring.at(shared.do, step)
         dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        row = softmax.Row(_across(shared.rows, step, 0, S_LAYOUT), _across(shared.rows, step, 1, S_LAYOUT))
+        late = softmax.Row(_half(shared.rows, step, 0, 1, HALF), _half(shared.rows, step, 1, 1, HALF))
+        row = softmax.Row(
+            _whole(early.pivot, late.pivot, S_LAYOUT), _whole(early.neg_log2_sum, late.neg_log2_sum, S_LAYOUT)
+        )
         p = softmax.weights(s, row, scale)
         if (block < full) | (block >= full_end):
             rows = _across(shared.rows, step, 3, S_LAYOUT).to(gl.int32, bitcast=True)
             seen = (rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
             p = gl.where(seen, p, 0.0)
         w = gl.convert_layout(p.to(dtype), OF_DV)
+        early = _half(shared.rows, step, 2, 0, HALF)
         dv = warpgroup_mma(w, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = (p * (dp - _across(shared.rows, step, 2, S_LAYOUT))).to(dtype)
+        delta = _whole(early, _half(shared.rows, step, 2, 1, HALF), S_LAYOUT)
+        ds = (p * (dp - delta)).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
