@@ -187,16 +187,19 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     block, member = begin, begin * 0
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
-    for step in range((end - begin) * GROUP):
-        ring.wait(shared.q, step)
+    steps = (end - begin) * GROUP
+    ring.wait(shared.q, 0, pred=steps > 0)
+    first_q = ring.tile(shared.q, 0).permute((1, 0))
+    s = warpgroup_mma(ring.tile(shared.k, g), first_q, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q = ring.tile(shared.q, step)
-        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         early = softmax.Row(_half(shared.rows, step, 0, 0, HALF), _half(shared.rows, step, 1, 0, HALF))
         do = ring.at(shared.do, step)
         dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # nothing: the exponentials are to follow the products
         late = softmax.Row(_half(shared.rows, step, 0, 1, HALF), _half(shared.rows, step, 1, 1, HALF))
         row = softmax.Row(
             _whole(early.pivot, late.pivot, S_LAYOUT), _whole(early.neg_log2_sum, late.neg_log2_sum, S_LAYOUT)
@@ -227,12 +230,18 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
                 of_rows = shared.ds.index(both + other).permute((1, 0))
                 columns = ring.tile(shared.k, other + none).slice(g * PART, PART, dim=1)
                 dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
-        dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))
+        # The next scores, under what is left to do of this block; of the last, what lies there, which nobody reads.
+        ring.wait(shared.q, step + 1, pred=step + 1 < steps)
+        next_q = ring.tile(shared.q, step + 1).permute((1, 0))
+        dv, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv, w))
+        next_s = warpgroup_mma(k, next_q, zero, use_acc=False, is_async=True)
+        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))
         ring.release(shared.q, step)
         ring.claim(shared.dq, step * GROUPS + g)
         ring.tile(shared.dq, step * GROUPS + g).store(dq)
         fence_async_shared()
         ring.publish(shared.dq, step * GROUPS + g)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))
         block, member = _following(block, member, begin, end, GROUP)
     if shared.met is not None:  # until the other has read these keys
         mbarrier.arrive(shared.met, count=1)
