@@ -85,15 +85,18 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """`softmax.step`, but that the sums of a row's columns stay with the threads that have them."""
+    """`softmax.step`; row_sum may be of COLUMNS columns, whose sums then stay with the threads that have them."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
-    LAYOUT: gl.constexpr = state.row_sum.type.layout
     row_max = gl.maximum(state.row_max, _largest(s, ROW))
     p, decay = softmax.relative(s, row_max, state.row_max, scale)
-    sums = gl.convert_layout(gl.sum(p.reshape([ROWS, p.shape[1] // COLUMNS, COLUMNS]), 1), LAYOUT)
-    rescaled = state.row_sum * gl.convert_layout(decay, gl.SliceLayout(1, LAYOUT))[:, None]
-    return p, decay, softmax.State(row_max, rescaled + sums)
+    if len(state.row_sum.shape) == 1:
+        row_sum = state.row_sum * decay + gl.sum(p, 1)
+    else:
+        LAYOUT: gl.constexpr = state.row_sum.type.layout
+        sums = gl.convert_layout(gl.sum(p.reshape([ROWS, p.shape[1] // COLUMNS, COLUMNS]), 1), LAYOUT)
+        row_sum = state.row_sum * gl.convert_layout(decay, gl.SliceLayout(1, LAYOUT))[:, None] + sums
+    return p, decay, softmax.State(row_max, row_sum)
 
 
 @gluon.jit
@@ -146,7 +149,11 @@ def _consume(
         zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        state = softmax.State(lowest, gl.zeros([ROWS, COLUMNS], gl.float32, SUMS))
+        if GROUPS == 2:
+            row_sum = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
+        else:  # whose threads have no registers for so many sums
+            row_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
+        state = softmax.State(lowest, row_sum)
 
         ring.wait(shared.q, n * GROUPS + g)
         q = ring.tile(shared.q, n * GROUPS + g)
@@ -184,7 +191,8 @@ def _consume(
         step += 1
 
         row_max = gl.convert_layout(state.row_max, O_ROWS)
-        row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), O_ROWS)
+        row_sum = state.row_sum if GROUPS > 2 else gl.sum(state.row_sum, 1)
+        row_sum = gl.convert_layout(row_sum, O_ROWS)
         out, lse, log2_sum = softmax.finish(out, softmax.State(row_max, row_sum), scale)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:
