@@ -142,10 +142,10 @@ class Backend(NamedTuple):
 
 
 def _hopper_waits(call: Call) -> str | None:
-    """Why the kernel for Hopper takes a call only where it is named: it was not found faster on this machine."""
+    """Why the kernel for Hopper takes a call only where it is named: it was not found faster."""
     if tuned.prefers_hopper("hopper", call, call.query.device):
         return None
-    return "no tuning file says that its forward is right and faster here, so it runs only when named"
+    return tuned.NOT_FASTER
 
 
 BACKENDS = {

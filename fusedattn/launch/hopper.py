@@ -97,7 +97,8 @@ def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
     """How many programs share the blocks of rows."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks = cdiv(rows, taken.rows) * batch * heads
-    return min(blocks, multiprocessors) if taken.persistent else blocks
+    alike = call.left is None and call.right is None
+    return min(blocks, multiprocessors) if taken.persistent and alike else blocks
 
 
 def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
