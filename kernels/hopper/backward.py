@@ -176,6 +176,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
     OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
+    LATER: gl.constexpr = 2 if shared.met is None else 1 + GROUPS  # products that are begun after that of dv
     dtype: gl.constexpr = shared.q.tiles.dtype
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = span.first_to_see(band, cols[:, None])
@@ -233,7 +234,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         # The next scores, under what is left to do of this block; of the last, what lies there, which nobody reads.
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q = ring.tile(shared.q, step + 1).permute((1, 0))
-        dv, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv, w))
+        dv, w = warpgroup_mma_wait(num_outstanding=LATER, deps=(dv, w))  # to have the registers of w
         next_s = warpgroup_mma(k, next_q, zero, use_acc=False, is_async=True)
         dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))
         ring.release(shared.q, step)

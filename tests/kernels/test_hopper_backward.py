@@ -101,17 +101,21 @@ def test_a_slip_in_the_order_is_found(slip, tmp_path, monkeypatch, two_passes):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "q is given back while it is read": (
-        "        dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n"
+        "        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n"
         "        ring.release(shared.q, step)\n",
         "        ring.release(shared.q, step)\n"
-        "        dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n",
+        "        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n",
         "changed while it was read",
     ),
     "the weights are given up while they are read": (
-        "dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))",
-        "dv, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, ds, dq))",
+        "dv, w = warpgroup_mma_wait(num_outstanding=LATER, deps=(dv, w))",
+        "dv = warpgroup_mma_wait(num_outstanding=LATER, deps=(dv,))",
         "registers given up too soon",
     ),
+    "the next scores are not waited for": (
+        "s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))", "s = next_s", "ended before its products",
+    ),
+    "the halves of the rows change places": ("gl.join(early, late)", "gl.join(late, early)", "'query':|'key':"),
     "ds is not fenced": (
         ".store(ds)\n        fence_async_shared()\n", ".store(ds)\n", "before a fence",
     ),
@@ -132,7 +136,7 @@ SLIPS = {
         "        ring.claim(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored",
     ),
     "dq is added before it is there": (
-        "        ring.wait(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored|'query':",
+        "        ring.wait(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored|'query':|wait for each other",
     ),
     "dq is never given back": ("        ring.release(shared.dq, step * GROUPS + g)\n", "", "wait for each other"),
     "dk is stored before it is there": (

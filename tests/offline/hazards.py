@@ -154,16 +154,21 @@ def unfenced(sass):
 
 
 def overlapped(step):
-    """(exponentials of a step of a loop that run while a product does, all of them)."""
-    running, counted = 0, (0, 0)
+    """(exponentials of a step of a loop that run while a product does, all of them).
+
+    A product runs from its first instruction on, and ends at a wait after the last, which commits it.
+    """
+    running, begun, counted = 0, False, (0, 0)
     for _ in range(2):  # the first finds what is running when a step begins
         under = total = 0
         for instruction in step:
             name, wait = operation(instruction), _WAIT.search(instruction)
-            running += name.startswith("HGMMA") and bool(_COMMIT.search(instruction))
+            if name.startswith("HGMMA"):
+                begun = not _COMMIT.search(instruction)
+                running += not begun
             running = min(running, int(wait[1], 16)) if wait else running
             if name == "MUFU.EX2":
                 total += 1
-                under += running > 0
+                under += begun or running > 0
         counted = under, total
     return counted

@@ -23,6 +23,7 @@ def written(*lines):
 
 QK = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0"
 PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
+FIRST_OF_QK = QK.removesuffix(", gsb0")
 LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
@@ -167,6 +168,7 @@ EXP2 = "MUFU.EX2 R24, R24"
         ([QK, PV, LEAVE_ONE, EXP2, LEAVE_NONE, EXP2], (1, 2)),
         ([QK, LEAVE_NONE, EXP2, PV, LEAVE_NONE], (0, 1)),
         ([EXP2, LEAVE_NONE, "MUFU.RCP R2, R2", QK, PV, LEAVE_ONE], (1, 1)),  # the loop begins in the middle
+        ([FIRST_OF_QK, EXP2, QK, EXP2, LEAVE_NONE, EXP2], (2, 3)),
         ([QK, LEAVE_NONE], (0, 0)),
     ],
 )
