@@ -98,7 +98,9 @@ def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks = cdiv(rows, taken.rows) * batch * heads
     alike = call.left is None and call.right is None
-    return min(blocks, multiprocessors) if taken.persistent and alike else blocks
+    keys, wider = call.key.shape[2], max(call.query.shape[3], call.value.shape[3])
+    share = taken.persistent and alike and keys <= tiles.SHARED_KEYS.get(tiles.row_width(wider), keys)
+    return min(blocks, multiprocessors) if share else blocks
 
 
 def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:

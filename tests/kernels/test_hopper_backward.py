@@ -101,15 +101,17 @@ def test_a_slip_in_the_order_is_found(slip, tmp_path, monkeypatch, two_passes):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "q is given back while it is read": (
-        "        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n"
+        "            dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n"
+        "        else:\n"
+        "            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n"
         "        ring.release(shared.q, step)\n",
-        "        ring.release(shared.q, step)\n"
-        "        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n",
+        "            ring.release(shared.q, step)\n"
+        "            dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n",
         "changed while it was read",
     ),
     "the weights are given up while they are read": (
-        "dv, w = warpgroup_mma_wait(num_outstanding=LATER, deps=(dv, w))",
-        "dv = warpgroup_mma_wait(num_outstanding=LATER, deps=(dv,))",
+        "dv, w = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w))",
+        "dv = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv,))",
         "registers given up too soon",
     ),
     "the next scores are not waited for": (

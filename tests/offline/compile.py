@@ -143,9 +143,7 @@ def _faults_on_hopper(row, report, lengths):
         yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
     for number, step in enumerate(report.loops):
         under, exponentials = hazards.overlapped(step)
-        # Of heads of 16 a product is one instruction, which ptxas may place among the exponentials.
-        few = row.dim > 16 and under < exponentials
-        if few or not (exponentials or kernels.differ(row)):
+        if under < exponentials or not (exponentials or kernels.differ(row)):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, (step, length) in enumerate(zip(kernels.steps(row, report), lengths, strict=False)):
         if length is not None and abs(len(step) - length) > DRIFT * length:
