@@ -1,7 +1,7 @@
 """The table of tile sizes by kernel and GPU, and the functions that look them up.
 
-Rows were chosen offline, by registers and spills in compiled code (`make compile`). One that has been timed says so, with
-its GPU and number (`make tune`).
+Rows were chosen offline, by registers and spills in compiled code (`make compile`). One that has been timed says so,
+with its GPU and number (`make tune`).
 """
 
 import functools
@@ -77,12 +77,12 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 FEW_ROWS = 64  # no more than these take no larger tile; as many of several heads may share one
 L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their planes are worked on
 
-# With how many keys at most programs share blocks of rows, by width: with more, one block each is faster (an H200, D 128:
-# 655 and 604 TFLOP/s with 16384 keys, 645 and 631 with 8192, 624 and 631 with 4096).
+# With how many keys at most programs share blocks of rows, by width: with more, one block each is faster (an H200, D
+# 128: 655 and 604 TFLOP/s with 16384 keys, 645 and 631 with 8192, 624 and 631 with 4096).
 SHARED_KEYS = {128: 4096}
 
-# By width: the first is taken, the others are what to time it against. On an H200 the first are the fastest, but for D 64
-# with more than 2048 tokens and no band, where three warpgroups are 1.05 to 1.09 times as fast (bench/results/h200.csv).
+# By width: the first is taken, the others are what to time it against. On an H200 the first are the fastest, but at D 64:
+# from 4096 tokens on three warpgroups are 1.05 to 1.09 times as fast without a band (bench/results/h200.csv).
 HOPPER = {
     64: (
         Pipeline(2, 128, 3),
@@ -110,8 +110,8 @@ ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | {
     for name, shared in BACKWARDS.items()
 }
 
-# Those that full and causal calls of half precision take, by width, where no tuning file says otherwise: on an H200 each
-# was faster than the kernels for every GPU, from 512 tokens to 16384 (Triton 3.6.0; bench/results/h200.csv).
+# Those that full and causal calls of half precision take, by width, where no tuning file says otherwise: an H200 took less
+# time with each than with the kernels for every GPU, forward from 512 tokens to 16384 (bench/results/h200.csv).
 TAKEN_ON_HOPPER = {
     "hopper": (64, 128, 256),
     "hopper_bwd": (64, 128),

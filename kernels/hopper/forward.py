@@ -76,7 +76,7 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit
 def _largest(s, LAYOUT: gl.constexpr):
-    """The largest of each row, by halves: of `gl.max` alone ptxas makes a chain of as many steps as a thread has columns."""
+    """The largest of each row, by halves: of `gl.max` alone ptxas makes a chain, a step for each column of a thread."""
     for _ in gl.static_range(4):
         if s.shape[1] > COLUMNS:
             s = gl.max(s.reshape([s.shape[0], 2, s.shape[1] // 2]), 1)

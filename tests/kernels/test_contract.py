@@ -265,9 +265,9 @@ def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
 @pytest.mark.parametrize("side", [2**31 - 1, 2**31, sys.maxsize, 2**70])
 def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
     tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)
-    for window, same in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
+    for window, like in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
         got = results(Case("wide"), device, backend, tensors, dict(window=window))
-        assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=same)))
+        assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=like)))
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e30, 3e38, -3e38])

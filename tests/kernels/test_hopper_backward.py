@@ -138,7 +138,9 @@ SLIPS = {
         "        ring.claim(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored",
     ),
     "dq is added before it is there": (
-        "        ring.wait(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored|'query':|wait for each other",
+        "        ring.wait(shared.dq, step * GROUPS + g)\n",
+        "",
+        "changed while it was stored|'query':|wait for each other",
     ),
     "dq is never given back": ("        ring.release(shared.dq, step * GROUPS + g)\n", "", "wait for each other"),
     "dk is stored before it is there": (

@@ -108,9 +108,8 @@ def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
 
 
 def test_third_derivatives(device):
-    dtype, error = (
-        (torch.float64, 1e-8) if device == "cpu" else (torch.float32, 1e-4)
-    )  # on a GPU kernels take no float64
+    # On a GPU kernels take no float64.
+    dtype, error = (torch.float64, 1e-8) if device == "cpu" else (torch.float32, 1e-4)
     small = [x.to(dtype).detach().requires_grad_() for x in draw(device, batch=1, sq=3, sk=4)]
     thirds = []
     for backend in BACKENDS:
