@@ -181,6 +181,11 @@ def tile_name(tile):
     return f"{tile.rows}x{tile.keys}w{tile.warps}s{tile.stages}" + "+bulk" * tile.bulk + "+tma" * tile.tma
 
 
+def way_back_name(kernel, form):
+    """A backward for Hopper, as hopper-bwd-64x128s2: its kernel, rows x keys of a block, stages."""
+    return f"{kernel.replace('_', '-')}-{form.rows}x{form.keys}s{form.stages}"
+
+
 def forms(case=None, prefix=""):
     """{provider: (backend, the context in which the form is the one taken)} at the width of a case, or at all.
 
@@ -205,8 +210,7 @@ def forms(case=None, prefix=""):
     for kernel in tile_table.BACKWARDS:
         rows = tile_table.ON_HOPPER[kernel]
         for form in (form for width in fitting((64, 128, 256)) for form in rows.get(width, ())):
-            name = f"{kernel.replace('_', '-')}-{form.rows}x{form.keys}s{form.stages}"
-            every[BACKWARD + name] = "hopper", functools.partial(by_way_back, kernel, form)
+            every[BACKWARD + way_back_name(kernel, form)] = "hopper", functools.partial(by_way_back, kernel, form)
     return {name: form for name, form in every.items() if name.startswith(prefix)}
 
 

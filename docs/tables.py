@@ -4,7 +4,9 @@ import csv
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
-from fusedattn.bench import rows
+from fusedattn.bench import cases, providers, rows
+
+from fusedattn.launch import tiles
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
 PACKAGES = ("fusedattn", "F.scaled_dot_product_attention", "FlexAttention", "flash-attn")
@@ -14,6 +16,8 @@ SAID = {
     "window=64,0": "`window=(64, 0)`",
     "bias": "`bias`",
     "documents=4": "four documents in a sequence, by `mask`",
+    "documents=8": "eight documents in a sequence, by `mask`",
+    "lengths=zipf": "sequences of many lengths",
     "lengths=uniform": "packed sequences, beside a padded batch",
     "module": "`MultiHeadAttention`, projections too",
     "model=encoder": "`nn.TransformerEncoder`, converted",
@@ -86,6 +90,68 @@ def cpu_machine() -> str:
     )
 
 
+def gpu_pairs() -> list[tuple]:
+    """((mode, D, causal, S), case, row of ours, row of cuDNN) of full and causal calls on an H200, a pair of one run.
+
+    Ours is what such a call takes there; of each case, the last run that has both.
+    """
+    found = {}
+    for times in _runs("h200.csv"):
+        for (mode, case), by_name in times.items():
+            ours, theirs = by_name.get(_taken(mode, case)), by_name.get("sdpa:cudnn")
+            if ours is not None and theirs is not None and not case.options:
+                found[mode, case.D, case.causal, case.Sq] = case, ours, theirs
+    return sorted((place, *rest) for place, rest in found.items())
+
+
+def gpu_speeds() -> str:
+    """Full and causal calls on an H200, beside cuDNN in the same run."""
+    lines = []
+    for (mode, *_), case, ours, theirs in sorted(gpu_pairs(), key=lambda each: each[0][0] != "forward"):
+        size = f"{case.B}, {case.Hq}, {case.Sq}, {case.D}"
+        speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
+        lines.append((_mode(mode), size, _yes(case.causal), *speeds))
+    head = "computed", "B, H, S, D", "causal", "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
+    return table(head, lines)
+
+
+def gpu_others() -> str:
+    """Caches, packed sequences and options on an H200, beside the fastest of PyTorch's ways in the same run."""
+    ours = "fusedattn:cache", "fusedattn+packed:triton", "fusedattn:triton"
+    lines = []
+    for times in _runs("h200.csv"):
+        for (mode, case), by_name in times.items():
+            mine = next((by_name[name] for name in ours if name in by_name), None)
+            others = [row for name, row in by_name.items() if not name.startswith("fusedattn")]
+            packed = any("packed" in name for name in by_name)
+            if mine is not None and others and (case.options or case.Sq == 1 or packed):
+                theirs = min(others, key=lambda row: row.ms_p50)
+                option = SAID.get(case.options, case.options)
+                what = (
+                    "one token after a cache, in a CUDA graph"
+                    if case.Sq == 1
+                    else f"packed {option}".strip()
+                    if packed
+                    else option
+                )
+                what += ", causal" if case.causal and case.Sq > 1 else ""
+                size = f"{case.B}, {case.Hq}, {case.Hkv}, {case.Sq}, {case.Sk}, {case.D}"
+                lines.append((what, _mode(mode), size, *_both(mine, theirs), theirs.provider))
+    head = "what", "computed", "B, Hq, Hkv, Sq, Sk, D", "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"
+    return table(head, sorted(lines))
+
+
+def gpu_machine() -> str:
+    """Where and when the rows of h200.csv were measured."""
+    every = rows.read(RESULTS / "h200.csv")
+    last = every[-1]
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row.commit for row in every))
+    return (
+        f"Measured on {last.date[:10]} on an {last.gpu} (driver {last.driver}) with torch {last.torch}, Triton "
+        f"{last.triton} and Python {last.python}, at commits {commits}."
+    )
+
+
 def versions() -> str:
     """The last run with each pair of versions, from versions.csv."""
     last = {(row["torch"], row["triton"], row["what"]): row for row in _read("versions.csv")}
@@ -109,6 +175,29 @@ def _cpu(dtype: str, name: str = "cpu.csv") -> dict:
     return grouped
 
 
+# At this commit the backward of D 64 was another, which was slower and is no more.
+_NO_MORE = ("76a1859c9571", "backward", 64)
+
+
+def _runs(name: str) -> Iterable[dict]:
+    """{(mode, case): {provider: row}} of each run in a file, where all was right."""
+    found: dict = {}
+    for row in rows.read(RESULTS / name):
+        if row.ms_p50 != "" and row.status == "ok" and (row.commit, row.mode, row.D) != _NO_MORE:
+            found.setdefault(row.date, {}).setdefault((row.mode, row.case), {})[row.provider] = row
+    return found.values()
+
+
+def _taken(mode: str, case: cases.Case) -> str:
+    """The provider of a benchmark that is what a full or causal call takes on Hopper."""
+    width = tiles.row_width(max(case.D, case.Dv))
+    if mode == "backward":
+        kernel = "hopper_bwd_256" if width > tiles.ONE_PASS else "hopper_bwd"
+        return f"{providers.BACKWARD}{providers.way_back_name(kernel, tiles.ON_HOPPER[kernel][width][0])}"
+    shared = not case.causal and case.Sk <= tiles.SHARED_KEYS.get(width, case.Sk)
+    return f"{providers.PIPELINE}{providers.pipeline_name(tiles.HOPPER[width][0]._replace(persistent=shared))}"
+
+
 def _ours(times: dict) -> rows.Row:
     return next(row for name, row in times.items() if name.startswith("fusedattn"))
 
@@ -127,10 +216,14 @@ def _yes(flag: bool) -> str:
 
 
 def _mode(mode: str) -> str:
-    return {"forward": "output", "forward_backward": "output and gradients"}.get(mode, mode)
+    modes = dict(forward="output", backward="gradients", forward_backward="output and gradients", graph="output")
+    return modes.get(mode, mode)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (features, cpu_lengths, cpu_options, cpu_tangents, cpu_machine, versions)
+    for function in (
+        *(features, cpu_lengths, cpu_options, cpu_tangents, cpu_machine),
+        *(gpu_speeds, gpu_others, gpu_machine, versions),
+    )
 }

@@ -193,7 +193,8 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
     Args:
         name: "hopper", "triton", "cpu" or "naive"; None gives the choice back.
     Raises: ValueError for another name, at once; calls inside NotImplementedError if the backend cannot take them.
-    What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too.
+    What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too. For tensors on a
+    GPU autograd does so in a thread of its own, for which this names nothing: name the backend in the call.
     """
     check_name(name)
     return asking(backend=name)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from docs import tables
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -127,9 +129,6 @@ CLAIMS = {
     "launch/test_backward.py": {
         "kernels add it up in whatever order they come": "test_in_which_order_programs_run_is_seen_in_dq_alone",
     },
-    "bench/test_bench.py": {
-        "No speed is claimed": "test_what_cannot_run_is_a_row_that_says_why",
-    },
     "cli/test_bench.py": {
         "ends with the answer in words": "test_json_has_every_row_and_the_verdict",
         "runs out of memory, is a row that says so": "test_out_of_memory_is_a_row",
@@ -150,6 +149,7 @@ CLAIMS = {
     "test_claims.py": {
         "you get the speed of PyTorch's fused kernel": "test_times_on_a_cpu",
         "with half of the keys padding": "test_times_on_a_cpu",
+        "times the speed of cuDNN's forward": "test_speeds_on_a_gpu",
     },
     "offline/test_compile.py": {
         "registers, spills and tensor-core instructions counted": "test_a_kernel_is_within_its_budget",
@@ -219,6 +219,23 @@ def ratios(words):
 
 def numbers(pattern):
     return [float(x) for x in re.search(pattern, flat(README)).groups()]
+
+
+def test_speeds_on_a_gpu():
+    pairs = [(place, ours.tflops / theirs.tflops) for place, _, ours, theirs in tables.gpu_pairs()]
+    for mode, pattern in (
+        ("forward", r"([\d.]+) to ([\d.]+) times the speed of cuDNN's forward"),
+        ("backward", r"([\d.]+) to ([\d.]+) times that of its backward"),
+    ):
+        found = sorted((ratio, place) for place, ratio in pairs if place[0] == mode)
+        assert [round(found[0][0], 2), round(found[-1][0], 2)] == numbers(pattern)
+        assert mode == "backward" or found[0][1][3] == 512, "the least is of the shortest"
+    least = [
+        ratio
+        for (mode, dim, causal, length), ratio in pairs
+        if mode == "forward" and causal and dim > 64 and length >= 4096
+    ]
+    assert len(least) == 5 and min(least) > 1
 
 
 def test_times_on_a_cpu():

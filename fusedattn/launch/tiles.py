@@ -81,8 +81,8 @@ L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their
 # 128: 655 and 604 TFLOP/s with 16384 keys, 645 and 631 with 8192, 624 and 631 with 4096).
 SHARED_KEYS = {128: 4096}
 
-# By width: the first is taken, the others are what to time it against. On an H200 the first are the fastest, but at D 64:
-# from 4096 tokens on three warpgroups are 1.05 to 1.09 times as fast without a band (bench/results/h200.csv).
+# By width: the first is taken, the others are what to time it against. On an H200 the first are the fastest, but at D
+# 64: from 4096 tokens on three warpgroups are 1.05 to 1.09 times as fast without a band (bench/results/h200.csv).
 HOPPER = {
     64: (
         Pipeline(2, 128, 3),
@@ -110,8 +110,8 @@ ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | {
     for name, shared in BACKWARDS.items()
 }
 
-# Those that full and causal calls of half precision take, by width, where no tuning file says otherwise: an H200 took less
-# time with each than with the kernels for every GPU, forward from 512 tokens to 16384 (bench/results/h200.csv).
+# Those that full and causal calls of half precision take, by width, where no tuning file says otherwise: an H200 took
+# less time with each than with the kernels for every GPU, forward from 512 tokens to 16384 (bench/results/h200.csv).
 TAKEN_ON_HOPPER = {
     "hopper": (64, 128, 256),
     "hopper_bwd": (64, 128),

@@ -52,7 +52,7 @@ def _log2(difference, scale):
 
 @triton.jit
 def relative(s, row_max, before, scale):
-    """(weights of scores relative to the largest of their rows, the factor for what was summed relative to `before`)."""
+    """(weights of scores relative to the largest of their rows, the factor for sums relative to `before`)."""
     pivot = _pivot(row_max)
     return tl.math.exp2(_log2(s - pivot[:, None], scale)), tl.math.exp2(_log2(before - pivot, scale))
 

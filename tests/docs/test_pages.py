@@ -98,7 +98,7 @@ def test_a_picture_is_small_and_used(picture):
 def test_tables_are_made_from_rows():
     used = re.findall(r"^<!-- table: (\w+) -->$", "".join(page.read_text() for page in PAGES), re.M)
     assert sorted(used) == sorted(tables.TABLES)
-    assert all(tables.TABLES[table]().count("\n") > 3 for table in used if table != "cpu_machine")
+    assert all(tables.TABLES[table]().count("\n") > 3 for table in used if not table.endswith("_machine"))
 
 
 def public():
