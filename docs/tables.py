@@ -93,7 +93,7 @@ def cpu_machine() -> str:
 def gpu_pairs() -> list[tuple]:
     """((mode, D, causal, S), case, row of ours, row of cuDNN) of full and causal calls on an H200, a pair of one run.
 
-    Ours is what such a call takes there; of each case, the last run that has both.
+    Ours is the kernel for Hopper, in the form that such a call takes; of each case, the last run that has both.
     """
     found = {}
     for times in _runs("h200.csv"):
@@ -189,7 +189,7 @@ def _runs(name: str) -> Iterable[dict]:
 
 
 def _taken(mode: str, case: cases.Case) -> str:
-    """The provider of a benchmark that is what a full or causal call takes on Hopper."""
+    """The provider of a benchmark that is the kernel for Hopper in the form that a full or causal call takes."""
     width = tiles.row_width(max(case.D, case.Dv))
     if mode == "backward":
         kernel = "hopper_bwd_256" if width > tiles.ONE_PASS else "hopper_bwd"

@@ -110,15 +110,6 @@ ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | {
     for name, shared in BACKWARDS.items()
 }
 
-# Those that full and causal calls of half precision take, by width, where no tuning file says otherwise: an H200 took
-# less time with each than with the kernels for every GPU, forward from 512 tokens to 16384 (bench/results/h200.csv).
-TAKEN_ON_HOPPER = {
-    "hopper": (64, 128, 256),
-    "hopper_bwd": (64, 128),
-    "hopper_ordered": (128,),
-    "hopper_bwd_256": (256,),
-}
-
 # The widest heads whose universal backward may be one pass: with wider ones there is no room for a tile of dq.
 ONE_PASS = 128
 

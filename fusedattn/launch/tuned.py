@@ -1,8 +1,7 @@
 """What was found out on this machine: which tiles and pipelines gave right numbers, and which of them are the fastest.
 
 A file has the candidates of one GPU. It counts where GPU, driver, torch, Triton and our kernels are what they were when
-it was written, and is read once, at the first call on that GPU. Without one the first rows of `launch.tiles` count,
-and `tiles.TAKEN_ON_HOPPER`.
+it was written, and is read once, at the first call on that GPU. Without one the first rows of `launch.tiles` count.
 """
 
 import functools
@@ -43,8 +42,6 @@ FORMS: Mapping[str, type | None] = {
 }
 DTYPES = ("bfloat16", "float16", "float32")
 LOADS = ("plain", "masked", "rich")
-
-NOT_FASTER = "it was not found faster for such a call, here or on an H200, so it runs only when named"
 
 # What the best of each kernel for Hopper has to be faster than; of the ordered backward only what gives the same bits.
 RIVALS = {"hopper": ("forward",)} | {
@@ -103,19 +100,6 @@ class Choices(NamedTuple):
 
 
 NOTHING = Choices({}, {})
-USUAL = {  # by compute capability, where there is no file
-    (9, 0): Choices(
-        {},
-        {},
-        frozenset(
-            (kernel, dtype, width, causal)
-            for kernel, widths in tiles.TAKEN_ON_HOPPER.items()
-            for dtype in ("bfloat16", "float16")
-            for width in widths
-            for causal in (False, True)
-        ),
-    )
-}
 
 
 def place(kernel: str, dtype: torch.dtype, width: int, load: str = "plain") -> tuple[str, str, int, str]:
@@ -288,19 +272,18 @@ _loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `load`
 
 @functools.cache
 def _found(device):
-    """The Choices of a GPU: from a file that was loaded or that lies in the folder, or else the usual ones."""
-    usual = USUAL.get(torch.cuda.get_device_capability(device), NOTHING)
+    """The Choices of a GPU, from a file that was loaded or that lies in the folder."""
     try:
         if not (_loaded or folder().is_dir()):
-            return usual
+            return NOTHING
     except (OSError, RuntimeError):  # a home that nobody may look into, or none at all
-        return usual
+        return NOTHING
     name = torch.cuda.get_device_name(device)
     if name in _loaded:
         return _loaded[name]
     others = files(name)
     if not others:
-        return usual
+        return NOTHING
     of = about(device)
     file = path(of)
     try:
@@ -313,7 +296,7 @@ def _found(device):
         _warn(str(error))
     else:
         return choose(candidates)
-    return usual
+    return NOTHING
 
 
 def _difference(was, of):

@@ -88,15 +88,16 @@ def _step(state, s, scale):
     """`softmax.step`; row_sum may be of COLUMNS columns, whose sums then stay with the threads that have them."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
-    row_max = gl.maximum(state.row_max, _largest(s, ROW))
-    p, decay = softmax.relative(s, row_max, state.row_max, scale)
+    largest = _largest(s, ROW)
     if len(state.row_sum.shape) == 1:
-        row_sum = state.row_sum * decay + gl.sum(p, 1)
+        return softmax.absorb(state, s, largest, scale)
     else:
         LAYOUT: gl.constexpr = state.row_sum.type.layout
+        row_max = gl.maximum(state.row_max, largest)
+        p, decay = softmax.relative(s, row_max, state.row_max, scale)
         sums = gl.convert_layout(gl.sum(p.reshape([ROWS, p.shape[1] // COLUMNS, COLUMNS]), 1), LAYOUT)
         row_sum = state.row_sum * gl.convert_layout(decay, gl.SliceLayout(1, LAYOUT))[:, None] + sums
-    return p, decay, softmax.State(row_max, row_sum)
+        return p, decay, softmax.State(row_max, row_sum)
 
 
 @gluon.jit

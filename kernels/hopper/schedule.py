@@ -1,4 +1,4 @@
-"""The order in which persistent programs take their blocks of rows."""
+"""The order in which programs take blocks of rows, several where these are alike."""
 
 from typing import NamedTuple
 

@@ -58,11 +58,17 @@ def relative(s, row_max, before, scale):
 
 
 @triton.jit
-def step(state, s, scale):
-    """Weights of one tile of scores, the factor that rescales what was summed before, and the new State."""
-    row_max = tl.maximum(state.row_max, tl.max(s, 1))
+def absorb(state, s, largest, scale):
+    """`step`, where the largest score of each row of the tile is known."""
+    row_max = tl.maximum(state.row_max, largest)
     p, decay = relative(s, row_max, state.row_max, scale)
     return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
+
+
+@triton.jit
+def step(state, s, scale):
+    """Weights of one tile of scores, the factor that rescales what was summed before, and the new State."""
+    return absorb(state, s, tl.max(s, 1), scale)
 
 
 @triton.jit

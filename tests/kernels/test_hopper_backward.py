@@ -117,6 +117,9 @@ SLIPS = {
     "the next scores are not waited for": (
         "s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))", "s = next_s", "ended before its products",
     ),
+    "the first q is not waited for": (
+        "        ring.wait(shared.q, 0, pred=steps > 0)\n", "", "changed while it was read|'query':",
+    ),
     "the halves of the rows change places": ("gl.join(early, late)", "gl.join(late, early)", "'query':|'key':"),
     "ds is not fenced": (
         ".store(ds)\n        fence_async_shared()\n", ".store(ds)\n", "before a fence",
@@ -158,6 +161,24 @@ SLIPS = {
     ),
     "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
 }  # fmt: skip
+# Where the next scores are not multiplied ahead.
+SLIPS_OF_NARROW_HEADS = {
+    "q is given back while it is read": (
+        "            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n"
+        "        ring.release(shared.q, step)\n",
+        "            ring.release(shared.q, step)\n"
+        "            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n",
+        "changed while it was read",
+    ),
+    "the weights are given up while they are read": (
+        "dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))",
+        "dv, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, ds, dq))",
+        "registers given up too soon",
+    ),
+    "q is not waited for": (
+        "        if not AHEAD:\n            ring.wait(shared.q, step)\n", "", "changed while it was read|'query':",
+    ),
+}  # fmt: skip
 SOME = "'query':|'key':|'value':|wait for each other|before a fence"
 
 
@@ -168,6 +189,14 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     with pytest.raises(Exception, match=said or SOME):
         # Many steps, so that what may come at any moment does, and scores that are far from 0.
         check(Case("slip", Sq=80, Sk=70, D=72, window=(60, 0), scale=2.0, **BF16), "cpu")
+
+
+@pytest.mark.parametrize("slip", SLIPS_OF_NARROW_HEADS)
+def test_a_slip_of_narrow_heads_is_found(slip, tmp_path, monkeypatch):
+    before, after, said = SLIPS_OF_NARROW_HEADS[slip]
+    emulate(monkeypatch, backward=slipped(backward, before, after, tmp_path))
+    with pytest.raises(Exception, match=said):
+        check(Case("slip", Sq=80, Sk=70, D=16, window=(60, 0), scale=2.0, **BF16), "cpu")
 
 
 @pytest.mark.parametrize("hidden", [True, False])

@@ -119,7 +119,6 @@ def test_a_tile_that_does_not_fit_takes_back_what_was_recorded_for_it(monkeypatc
 
     monkeypatch.setattr(run, "run_kernel", run_kernel)
     monkeypatch.setattr(run, "capability", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with run.recording(recorder):
         monkeypatch.setattr(run, "surroundings", lambda device: run.contextlib.nullcontext())
         run.run_tiled("forward", call(), lambda tile: 1, {}, more)
