@@ -67,6 +67,14 @@ class Own(NamedTuple):
         return made
 
 
+def _laid_out(axes: Sequence[int], gradient: Tensor) -> Tensor:
+    """A gradient with its dimensions in this order in memory."""
+    back = [0] * len(axes)
+    for place, axis in enumerate(axes):
+        back[axis] = place
+    return gradient.permute(*axes).contiguous().permute(*back)
+
+
 def own(call: Call, seed: Any) -> Own | None:
     """What this rank computes of a checked call; None if no tensor of it is a DTensor.
 
@@ -88,7 +96,8 @@ def own(call: Call, seed: Any) -> Own | None:
     cut = _cut(tensors, mesh)  # for each dimension of the mesh
     if (coordinate := mesh.get_coordinate()) is None:
         fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")
-    place = tuple(mesh.shape), tuple(coordinate)
+    # The compiler of torch 2.10 takes no tuple of mesh.shape.
+    place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
     fields: dict[str, Any] = dict(block_mask=None)  # it is of the whole, and made again
     for name, x in tensors.items():
@@ -100,6 +109,9 @@ def own(call: Call, seed: Any) -> Own | None:
             pairs = zip(placements, cut, strict=True)
             grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
+            if local.requires_grad and not is_compiling():
+                # Else autograd makes a gradient of the layout of x, which torch 2.10 does for all ranks on each.
+                local.register_hook(functools.partial(_laid_out, order(local)))
         for dim in DIMS[name]:
             whole, size = query.shape[dim], x.shape[dim]
             if size == 1 and whole != 1 and name not in ("key", "value"):

@@ -63,6 +63,10 @@ def drawn(heads, key_heads, options=()):
     return {name: x > -0.5 if "mask" in name else x.requires_grad_() for name, x in made.items()}
 
 
+# Its DTensors gather gradients of uneven shards, whose strides it reckons as those of even ones.
+OLDEST = torch.__version__ < (2, 11)
+
+
 def largest(pairs):
     """The largest difference of DTensors from tensors of one process; NaN if one is."""
     differences = [torch.where(mine.full_tensor() == one, 0.0, (mine.full_tensor() - one).abs()) for mine, one in pairs]
@@ -91,7 +95,8 @@ def differences(rank, size, tensors, places, options, compiled=False):
         with CommDebugMode() as sent:
             found = called(ours, options)
             torch.autograd.backward(found, our_grads)
-        assert sent.get_total_counts() == 0, sent.get_comm_counts()
+        uneven = cut == HEADS and tensors["query"].shape[1] % size != 0
+        assert sent.get_total_counts() == 0 or (uneven and OLDEST), sent.get_comm_counts()
     assert all(x.placements == (placement(cut),) for x in found)
     assert [x.stride() for x in found] == [x.stride() for x in wanted]
     pairs = [*zip(found, wanted, strict=True)]
@@ -119,7 +124,10 @@ def test_kernels(pools, name, where):
     assert all(x < TOLERANCE for x in pools(2).run(case, name, where, "triton"))
 
 
-@pytest.mark.parametrize("name", ["dropout", pytest.param("learned", marks=pytest.mark.matrix)])
+_REFUSED = pytest.mark.skipif(OLDEST, reason="the compiler of torch 2.10 takes Shard for another class: it is refused")
+
+
+@pytest.mark.parametrize("name", ["dropout", pytest.param("learned", marks=[pytest.mark.matrix, _REFUSED])])
 def test_compiled(pools, name):
     assert all(x < TOLERANCE for x in pools(2).run(case, name, HEADS, None, True))
 
@@ -155,6 +163,7 @@ def second_derivatives(rank, size):
     return largest(zip(found, of(tensors), strict=True))
 
 
+@pytest.mark.skipif(OLDEST, reason="DTensors of torch 2.10 have no second derivative, and it says so")
 def test_second_derivatives(pools):
     assert all(x < 1e-11 for x in pools(2).run(second_derivatives))
 
