@@ -166,15 +166,21 @@ def backward_arguments(
     """
     each = tiles.WARPGROUP_ROWS
     _, registers, fewer = tiles.REGISTERS[2]
-    least = 128 if taken.shared else 16  # columns of a tile: half of them are those of a product
-    width_k, width_v = (max(width.fn(x.shape[3]), least) for x in (call.key, call.value))
+    narrow = tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
+    # Half of the columns of keys are those of a product, but for the narrowest, where it has half of the rows.
+    width_k = max(width.fn(call.key.shape[3]), 16 if narrow else 128)
+    width_v = max(width.fn(call.value.shape[3]), 128 if taken.shared else 16)
+    if taken.shared:
+        added = taken.rows, 32
+    else:
+        added = (taken.rows // 2, width_k) if narrow else (taken.rows, width_k // 2)
     return dict(
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
         GradOut=descriptor(grad_out, taken.rows, width_v),
         Rows=descriptor(rows[..., : call.query.shape[2]], 4, taken.rows),
-        Sums=descriptor(sums, taken.rows, min(width_k, 64)),
+        Sums=descriptor(sums, *added),
         **({} if taken.shared else dict(Turns=turns)),
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),

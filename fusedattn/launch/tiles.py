@@ -100,7 +100,7 @@ HOPPER = {
 }
 
 # By width, as HOPPER.
-HOPPER_BACKWARD = {64: (Backward(64, 3),), 128: (Backward(64, 2),), 256: (Backward(64, 2, shared=True),)}
+HOPPER_BACKWARD = {64: (Backward(128, 2),), 128: (Backward(64, 2),), 256: (Backward(64, 2, shared=True),)}
 
 # The kernels for Hopper: the forward; the backward, and that whose sums of dq have the same bits each time, by whether
 # its warpgroups share keys. Of wide heads the latter would spill.

@@ -19,18 +19,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import softmax, span, tiles
-from . import ring, turns
+from . import halves, ring, turns
 from .copies import async_add, async_store
-
-WARPS = gl.constexpr(4)  # of a warpgroup
+from .steps import WARPS, across, extent, following, hide, leave, row
 
 
 class Shared(NamedTuple):
     """What lies in shared memory: k, a tile a warpgroup, and with it v; q in a ring, and with it `GradOut` and `Rows`.
 
-    ds are gradients of scores, [step and warpgroup, keys, rows], of two steps. dq is what they give to dq, in float32,
-    a tile a warpgroup. Where heads are wide a warpgroup has half of the columns of dq, from the keys of both, who meet
-    at a barrier; else met is None, and each has what its own keys give. out tells that dk and dv lie in k and v.
+    ds are gradients of scores, [step and warpgroup, keys, rows], of two steps. dq is what they give to dq, in float32:
+    a warpgroup has half of it, from the keys of both, who meet at a barrier; with heads of up to 64, half of the rows,
+    else half of the columns. out tells that dk and dv lie in k and v.
     """
 
     k: ring.Ring
@@ -54,60 +53,14 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def _extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(begin, full, full_end, end) of the blocks of rows that see some of the keys; between the middle two all do."""
-    ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
-    return span.masked_past(ranges, first + KEYS, band.keys)
+def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(the counter of warpgroup g's half of a tile of dq, how many add to it before): the last keys of its rows first.
 
-
-@gluon.jit
-def _following(block, member, begin, end, GROUP: gl.constexpr):
-    """The block of rows and the query head that come next: all blocks of one head, then those of the next."""
-    if GROUP == 1:
-        return block + 1, member
-    else:
-        wrap = block + 1 == end
-        return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
-
-
-@gluon.jit
-def _turn(
-    g: gl.constexpr, results, plane, block, first, band,
-    TOGETHER: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
-    """(the counter of a tile of dq, how many add to it before warpgroup g does): the last keys of its rows come first.
-
-    TOGETHER: whether both warpgroups add to all columns; otherwise each to its own, which have a counter of their own.
     Under a causal band the programs of the last keys have the fewest rows: in this order none waits for a longer one.
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
-    before = last - first // KEYS
     counter = tiles.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
-    if TOGETHER:
-        return counter, before * 2 + g
-    else:
-        return counter + g, before
-
-
-@gluon.jit
-def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, rows]: one of the four numbers of each row."""
-    return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
-
-
-@gluon.jit
-def _half(rows, step, column: gl.constexpr, half: gl.constexpr, LAYOUT: gl.constexpr):
-    """`_across` of half of the rows."""
-    tile = ring.at(rows, step)
-    HALF: gl.constexpr = tile.shape[1] // 2
-    return tile.slice(column, 1, dim=0).slice(half * HALF, HALF, dim=1).load(LAYOUT)
-
-
-@gluon.jit
-def _whole(early, late, LAYOUT: gl.constexpr):
-    """Both halves of the rows, in the registers where they are."""
-    both = gl.join(early, late).permute((0, 2, 1)).reshape([1, 2 * early.shape[1]])
-    return gl.convert_layout(both, LAYOUT)
+    return counter + g, last - first // KEYS
 
 
 @gluon.jit
@@ -120,7 +73,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
-    begin, full, full_end, end = _extent(band, first, GROUPS * KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
@@ -128,7 +81,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.rows, step, Rows, plane, 0, block * BLOCK_M)
-        block, member = _following(block, member, begin, end, GROUP)
+        block, member = following(block, member, begin, end, GROUP)
 
 
 @gluon.jit
@@ -137,22 +90,24 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    begin, full, full_end, end = _extent(band, first, GROUPS * KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    column = 0 if shared.met is None else g * shared.dq.tiles.shape[4]
+    BY_ROWS: gl.constexpr = shared.dq.tiles.shape[3] < BLOCK_M
+    below = g * shared.dq.tiles.shape[3] if BY_ROWS else 0
+    column = 0 if BY_ROWS else g * shared.dq.tiles.shape[4]
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
-        place = [plane.batch, plane.head, block * BLOCK_M, column]
+        place = [plane.batch, plane.head, block * BLOCK_M + below, column]
         if results.Turns is not None:
-            counter, turn = _turn(g, results, plane, block, first, band, shared.met is None, GROUPS * KEYS, BLOCK_M)
+            counter, turn = _turn(g, results, plane, block, first, band, GROUPS * KEYS, BLOCK_M)
             turns.wait(counter, turn)
         async_add(results.Sums, place, shared.dq.tiles.index(g))
         store_wait(0)
         ring.release(shared.dq, step * GROUPS + g)
         if results.Turns is not None:
             turns.end(counter, turn)
-        block, member = _following(block, member, begin, end, GROUP)
+        block, member = following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out.index(g), 0)
     place = [kv.batch, kv.head, first + g * KEYS, 0]
     async_store(results.GradK, place, shared.k.tiles.index(g))
@@ -161,24 +116,32 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63."""
+def _whole(early, late, LAYOUT: gl.constexpr):
+    """Both halves of the numbers of rows, in the registers where they are."""
+    both = gl.join(early, late).permute((0, 2, 1)).reshape([1, 2 * early.shape[1]])
+    return gl.convert_layout(both, LAYOUT)
+
+
+@gluon.jit
+def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+    """A warpgroup with heads wider than 64: keys first + g * 64 .. first + g * 64 + 63.
+
+    The next scores are multiplied under the end of a step, and half of its numbers are read before a product, behind
+    which they would wait: 7 % faster on an H200, 4 % where causal.
+    """
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     WIDTH: gl.constexpr = shared.k.tiles.shape[4]
     V_WIDTH: gl.constexpr = shared.v.shape[4]
+    PART: gl.constexpr = shared.dq.tiles.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M // 2, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
-    PART: gl.constexpr = shared.dq.tiles.shape[4]
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
     OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
-    # Whether the next scores are multiplied under the end of a step, and half of its numbers are read before a product,
-    # behind which they would wait. At D 128 that was 7 % faster on an H200, 4 % where causal; at D 64 6 % slower.
-    AHEAD: gl.constexpr = shared.met is not None
     dtype: gl.constexpr = shared.q.tiles.dtype
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = span.first_to_see(band, cols[:, None])
@@ -186,91 +149,63 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     no_dq = gl.zeros([BLOCK_M, PART], gl.float32, Q_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
-    begin, full, full_end, end = _extent(band, first, GROUPS * KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
+    steps = (end - begin) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
-    steps = (end - begin) * GROUP
-    s = zero
-    if AHEAD:
-        ring.wait(shared.q, 0, pred=steps > 0)
-        first_q = ring.tile(shared.q, 0).permute((1, 0))
-        s = warpgroup_mma(ring.tile(shared.k, g), first_q, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    ring.wait(shared.q, 0, pred=steps > 0)
+    first_q = ring.tile(shared.q, 0).permute((1, 0))
+    s = warpgroup_mma(ring.tile(shared.k, g), first_q, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     for step in range(steps):
-        if not AHEAD:
-            ring.wait(shared.q, step)
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
-        q = ring.tile(shared.q, step)
-        if AHEAD:
-            early = softmax.Row(_half(shared.rows, step, 0, 0, HALF), _half(shared.rows, step, 1, 0, HALF))
-        else:
-            s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        do = ring.at(shared.do, step)
+        q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
+        early = row(shared.rows, step, HALF, 0, 2)
         dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # if they are there, exponentials still follow the product
-        if AHEAD:
-            late = softmax.Row(_half(shared.rows, step, 0, 1, HALF), _half(shared.rows, step, 1, 1, HALF))
-            row = softmax.Row(
-                _whole(early.pivot, late.pivot, S_LAYOUT), _whole(early.neg_log2_sum, late.neg_log2_sum, S_LAYOUT)
-            )
-        else:
-            row = softmax.Row(_across(shared.rows, step, 0, S_LAYOUT), _across(shared.rows, step, 1, S_LAYOUT))
-        p = softmax.weights(s, row, scale)
+        late = row(shared.rows, step, HALF, 1, 2)
+        pivot = _whole(early.pivot, late.pivot, S_LAYOUT)
+        p = softmax.weights(s, softmax.Row(pivot, _whole(early.neg_log2_sum, late.neg_log2_sum, S_LAYOUT)), scale)
         if (block < full) | (block >= full_end):
-            rows = _across(shared.rows, step, 3, S_LAYOUT).to(gl.int32, bitcast=True)
-            seen = (rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
-            p = gl.where(seen, p, 0.0)
+            p = hide(p, shared.rows, step, earliest, band)
         w = gl.convert_layout(p.to(dtype), OF_DV)
-        if AHEAD:
-            early_delta = _half(shared.rows, step, 2, 0, HALF)
+        early_delta = across(shared.rows, step, 2, HALF, 0, 2)
         dv = warpgroup_mma(w, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        if AHEAD:
-            delta = _whole(early_delta, _half(shared.rows, step, 2, 1, HALF), S_LAYOUT)
-        else:
-            delta = _across(shared.rows, step, 2, S_LAYOUT)
+        delta = _whole(early_delta, across(shared.rows, step, 2, HALF, 1, 2), S_LAYOUT)
         ds = (p * (dp - delta)).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
         ds = gl.convert_layout(ds, OF_DK)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-        if shared.met is None:
-            dq = warpgroup_mma(shared.ds.index(both + g).permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
-        else:
-            mbarrier.arrive(shared.met, count=1)
-            mbarrier.wait(shared.met, step & 1)
-            dq = no_dq
-            for other in gl.static_range(GROUPS):
-                of_rows = shared.ds.index(both + other).permute((1, 0))
-                columns = ring.tile(shared.k, other + none).slice(g * PART, PART, dim=1)
-                dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
-        if AHEAD:
-            # Of the last block, what lies there, which nobody reads.
-            ring.wait(shared.q, step + 1, pred=step + 1 < steps)
-            next_q = ring.tile(shared.q, step + 1).permute((1, 0))
-            dv, w = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w))  # to have the registers of w
-            next_s = warpgroup_mma(k, next_q, zero, use_acc=False, is_async=True)
-            dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))
-        else:
-            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))
-        ring.release(shared.q, step)
-        ring.claim(shared.dq, step * GROUPS + g)
-        ring.tile(shared.dq, step * GROUPS + g).store(dq)
-        fence_async_shared()
-        ring.publish(shared.dq, step * GROUPS + g)
-        if AHEAD:
-            s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))
-        block, member = _following(block, member, begin, end, GROUP)
-    if shared.met is not None:  # until the other has read these keys
         mbarrier.arrive(shared.met, count=1)
-        mbarrier.wait(shared.met, (end - begin) * GROUP & 1)
-    ring.tile(shared.k, g).store((dk * scale).to(dtype))
-    ring.at(shared.v, g).store(dv.to(dtype))
-    fence_async_shared()
-    mbarrier.arrive(shared.out.index(g), count=1)
+        mbarrier.wait(shared.met, step & 1)
+        dq = no_dq
+        for other in gl.static_range(GROUPS):
+            of_rows = shared.ds.index(both + other).permute((1, 0))
+            columns = ring.tile(shared.k, other + none).slice(g * PART, PART, dim=1)
+            dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
+        # Of the last block, what lies there, which nobody reads.
+        ring.wait(shared.q, step + 1, pred=step + 1 < steps)
+        next_q = ring.tile(shared.q, step + 1).permute((1, 0))
+        dv, w = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w))  # to have the registers of w
+        next_s = warpgroup_mma(k, next_q, zero, use_acc=False, is_async=True)
+        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))
+        ring.release(shared.q, step)
+        ring.put(shared.dq, step * GROUPS + g, dq)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))
+        block, member = following(block, member, begin, end, GROUP)
+    leave(g, shared, dk * scale, dv, steps)
+
+
+@gluon.jit
+def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+    if shared.dq.tiles.shape[3] < shared.q.tiles.shape[3]:
+        halves.consume(g, shared, first, band, scale, GROUP)
+    else:
+        _consume_whole(g, shared, first, band, scale, GROUP)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
@@ -283,8 +218,8 @@ def backward(
     """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv); what dq is, less its scale, is added to Sums.
 
     All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; those of keys and values have the 64 of a
-    warpgroup, those of Sums (B, Hq, Sq, D), in float32, no more than 64 columns. Rows is what `preprocess` wrote,
-    (B, Hq, 4, Sq) in blocks of as many rows as Q. heads is Hkv.
+    warpgroup, those of Sums (B, Hq, Sq, D), in float32, half of the rows or of the columns. Rows is what `preprocess`
+    wrote, (B, Hq, 4, Sq) in blocks of as many rows as Q. heads is Hkv.
     Turns, if not None, are zeros, int32, one and then two for each row of each query head; with them Sums has the same
     bits each time.
     """
@@ -307,10 +242,8 @@ def backward(
     for g in gl.static_range(2):
         mbarrier.init(out.index(g), count=1)
     gl.static_assert(STAGES >= 2, "the next q is waited for before q is given back")
-    met = None
-    if Sums.block_type.shape[3] < K.block_type.shape[3]:
-        met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(met, count=2)
+    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(met, count=2)
     fence_async_shared()
     shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV, Turns)
     first = block * 2 * KEYS

@@ -20,15 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import softmax, span
 from . import ring
-from .backward import WARPS, Results, _across, _extent, _following
+from .backward import Results
 from .copies import async_add, async_store
+from .steps import WARPS, across, extent, following, hide, row
 
 
 class Shared(NamedTuple):
     """What lies in shared memory: k, and with it v; q; do, `GradOut`; rows, `Rows`; p, ds, [keys, rows].
 
-    dq are what the ds give to dq, in float32, so many columns of it at a time: a ring a warpgroup. met is where the
-    warpgroups meet when they have read k and v, out tells that dk and dv lie there.
+    dq are what the ds give to dq, in float32, so many columns of it at a time: a ring a warpgroup, which waits for a
+    tile less than for all columns. met is where the warpgroups meet when they have read k and v, out tells that dk and
+    dv lie there.
     """
 
     k: ring.Ring
@@ -51,14 +53,14 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
     ring.reserve(shared.k, 0, K.block_type.nbytes + V.block_type.nbytes)
     ring.copy(shared.k, shared.k.tiles, 0, K, kv, first)
     ring.copy(shared.k, shared.v, 0, V, kv, first)
-    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
         ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         ring.fill(shared.do, step, GradOut, plane, block * BLOCK_M)
-        block, member = _following(block, member, begin, end, GROUP)
+        block, member = following(block, member, begin, end, GROUP)
 
 
 @gluon.jit
@@ -70,7 +72,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     PARTS: gl.constexpr = shared.k.tiles.shape[4] // (2 * PART)
     TILES: gl.constexpr = shared.dq[g].tiles.shape[0]
     dq = shared.dq[g]
-    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
@@ -81,7 +83,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
             async_add(results.Sums, place, dq.tiles.index(use % TILES))
             store_wait(0)
             ring.release(dq, use)
-        block, member = _following(block, member, begin, end, GROUP)
+        block, member = following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out, 0)
     if g == 0:
         async_store(results.GradK, [kv.batch, kv.head, first, 0], shared.k.tiles.index(0))
@@ -93,13 +95,9 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 @gluon.jit
 def _weights(s, shared, step, block, earliest, full, full_end, band, scale):
     """p, from the scores of a step."""
-    LAYOUT: gl.constexpr = s.type.layout
-    row = softmax.Row(_across(shared.rows.tiles, step, 0, LAYOUT), _across(shared.rows.tiles, step, 1, LAYOUT))
-    p = softmax.weights(s, row, scale)
+    p = softmax.weights(s, row(shared.rows.tiles, step, s.type.layout), scale)
     if (block < full) | (block >= full_end):
-        rows = _across(shared.rows.tiles, step, 3, LAYOUT).to(gl.int32, bitcast=True)
-        seen = (rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
-        p = gl.where(seen, p, 0.0)
+        p = hide(p, shared.rows.tiles, step, earliest, band)
     return p.to(shared.q.tiles.dtype)
 
 
@@ -124,18 +122,22 @@ def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
     """Wait for dk, and give the warp that adds it what ds give to the columns of dq that a warpgroup has."""
     BLOCK_M: gl.constexpr = ds.shape[1]
     PART: gl.constexpr = shared.dq[g].tiles.shape[4]
-    PARTS: gl.constexpr = k.shape[1] // (2 * PART)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    zero = gl.zeros([BLOCK_M, PART], gl.float32, LAYOUT)
+    TWO: gl.constexpr = 2 * PART
+    PAIRS: gl.constexpr = k.shape[1] // (2 * TWO)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TWO, 16])
+    ONE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
+    zero = gl.zeros([BLOCK_M, TWO], gl.float32, LAYOUT)
     dq = ()
-    for part in gl.static_range(PARTS):
-        columns = _half(k, g).slice(part * PART, PART, dim=1)
+    for pair in gl.static_range(PAIRS):
+        columns = _half(k, g).slice(pair * TWO, TWO, dim=1)
         dq = dq + (warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True),)
-    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))
+    dk = warpgroup_mma_wait(num_outstanding=PAIRS, deps=(dk,))
     ring.release(shared.q, step)  # the next q but one is long in coming
     found = warpgroup_mma_wait(num_outstanding=0, deps=(dk,) + dq)
-    for part in gl.static_range(PARTS):
-        ring.put(shared.dq[g], step * PARTS + part, found[part + 1])
+    for pair in gl.static_range(PAIRS):
+        one, other = gl.split(found[pair + 1].reshape([BLOCK_M, 2, PART]).permute((0, 2, 1)))
+        ring.put(shared.dq[g], (step * PAIRS + pair) * 2, gl.convert_layout(one, ONE))
+        ring.put(shared.dq[g], (step * PAIRS + pair) * 2 + 1, gl.convert_layout(other, ONE))
     return found[0]
 
 
@@ -166,7 +168,7 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
-    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
     ring.wait(shared.k, 0)
@@ -182,21 +184,21 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         none = (block < begin).to(gl.int32)
         ring.wait(shared.do, step)
         dv = warpgroup_mma(_at(shared.p, none), _half(_at(shared.do, none), 0), dv, is_async=True)
-        following = gl.minimum(step + 1, steps - 1)  # once more after the last step: of that nobody reads p
-        ring.wait(shared.q, following)
+        ahead = gl.minimum(step + 1, steps - 1)  # once more after the last step: of that nobody reads p
+        ring.wait(shared.q, ahead)
         k = _at(shared.k, none)
-        s = warpgroup_mma(k, ring.tile(shared.q, following).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k, ring.tile(shared.q, ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
         ring.release(shared.do, step)
         ring.wait(shared.ds, step)
         ds = ring.tile(shared.ds, step)
         dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 0), dk, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        block, member = _following(block, member, begin, end, GROUP)
-        ring.wait(shared.rows, following)
-        p = _weights(s, shared, following, block, earliest, full, full_end, band, scale)
+        block, member = following(block, member, begin, end, GROUP)
+        ring.wait(shared.rows, ahead)
+        p = _weights(s, shared, ahead, block, earliest, full, full_end, band, scale)
         ring.put(shared.p, step + 1, p)
-        ring.release(shared.rows, following)
+        ring.release(shared.rows, ahead)
         dk = _give_dq(0, shared, step, ds, k, dk)
         ring.release(shared.ds, step)
     _finish(0, shared, dk, dv, scale)
@@ -215,7 +217,7 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
-    begin, full, full_end, end = _extent(band, first, KEYS, BLOCK_M)
+    begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
     ring.wait(shared.k, 0)
     k, v = ring.tile(shared.k, 0), ring.at(shared.v, 0)
     for step in range((end - begin) * GROUP):
@@ -223,8 +225,8 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         do = ring.tile(shared.do, step)
         dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         ring.wait(shared.rows, step)
-        delta = _across(shared.rows.tiles, step, 2, S_LAYOUT)
-        ring.release(shared.rows, step)
+        # These are given back when they have been used: an arrival on a barrier does not wait for loads before it.
+        delta = across(shared.rows.tiles, step, 2, S_LAYOUT)
         ring.wait(shared.p, step)
         p = ring.tile(shared.p, step)
         dv = warpgroup_mma(p, _half(do, 1), dv, is_async=True)
@@ -232,6 +234,7 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = p.load(S_LAYOUT).to(gl.float32) * (dp - delta)
         ring.put(shared.ds, step, ds.to(shared.q.tiles.dtype))
+        ring.release(shared.rows, step)
         ds = ring.tile(shared.ds, step)
         dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 1), dk, is_async=True)
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
@@ -248,17 +251,17 @@ def wide_backward(
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns, those of Sums 64."""
+    """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns, those of Sums 32."""
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
     block, kv = span.place(gl.program_id(0), k_len, heads, KEYS)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    k, q, do, rows = ring.ring(K, 1, 1), ring.ring(Q, STAGES, 2), ring.ring(GradOut, 1, 2), ring.ring(Rows, 1, 2)
+    k, q, do, rows = ring.ring(K, 1, 1), ring.ring(Q, STAGES, 2), ring.ring(GradOut, 1, 2), ring.ring(Rows, 2, 2)
     v = gl.allocate_shared_memory(V.dtype, [1] + V.block_type.shape, V.layout)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, BLOCK_M], Q.dtype)
     p = ring.around(gl.allocate_shared_memory(Q.dtype, [1, 1, 1, KEYS, BLOCK_M], SCORES), 1)
     ds = ring.around(gl.allocate_shared_memory(Q.dtype, [1, 1, 1, KEYS, BLOCK_M], SCORES), 1)
-    dq = ring.ring(Sums, 1, 1), ring.ring(Sums, 2, 1)
+    dq = ring.ring(Sums, 3, 1), ring.ring(Sums, 3, 1)
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     out = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)

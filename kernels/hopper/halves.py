@@ -1,0 +1,121 @@
+"""A warpgroup of the backward for Hopper, with heads of up to 64: 128 rows at a time, half after half.
+
+Keys and values lie in registers, as the operand that stays the same: a product then reads half as much of shared
+memory, which is busiest here. A half is worked on while the products of the other run.
+Source: as `backward`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..vocabulary import softmax, span
+from . import ring
+from .steps import WARPS, across, extent, following, hide, leave, row
+
+
+@gluon.jit
+def _half(tile, number: gl.constexpr):
+    """Half of the rows of a tile in shared memory."""
+    ROWS: gl.constexpr = tile.shape[0] // 2
+    return tile.slice(number * ROWS, ROWS, dim=0)
+
+
+@gluon.jit
+def _product(a, rows, zero):
+    """Keys or values, times rows of q or of the gradient of the output, begun: [keys, rows]."""
+    return warpgroup_mma(a, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weights(s, shared, step, half: gl.constexpr, masked, earliest, band, scale):
+    """p, from the scores of half of a step."""
+    p = softmax.weights(s, row(shared.rows, step, s.type.layout, half, 2), scale)
+    if masked:
+        p = hide(p, shared.rows, step, earliest, band, half, 2)
+    return p
+
+
+@gluon.jit
+def _differ(p, dp, shared, step, half: gl.constexpr, tile):
+    """ds of half of a step, which it leaves in its columns of a tile [keys, rows]."""
+    ROWS: gl.constexpr = dp.shape[1]
+    ds = (p * (dp - across(shared.rows, step, 2, dp.type.layout, half, 2))).to(tile.dtype)
+    tile.slice(half * ROWS, ROWS, dim=1).store(ds)
+    return ds
+
+
+@gluon.jit
+def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63."""
+    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    WIDTH: gl.constexpr = shared.k.tiles.shape[4]
+    V_WIDTH: gl.constexpr = shared.v.shape[4]
+    ROWS: gl.constexpr = BLOCK_M // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
+    OF_S: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
+    OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
+    OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = span.first_to_see(band, cols[:, None])
+    zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
+    no_dq = gl.zeros([ROWS, WIDTH], gl.float32, K_LAYOUT)
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
+    dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
+    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
+    block, member = begin, begin * 0
+    steps = (end - begin) * GROUP
+    for other in gl.static_range(GROUPS):
+        ring.wait(shared.k, other)
+    k, v = ring.tile(shared.k, g).load(OF_S), ring.at(shared.v, g).load(OF_S)
+    ring.wait(shared.q, 0, pred=steps > 0)
+    s0 = _product(k, _half(ring.tile(shared.q, 0), 0), zero)
+    s0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0,))
+    for step in range(steps):
+        none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
+        q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
+        masked = (block < full) | (block >= full_end)
+        both = step % 2 * GROUPS
+        dp0 = _product(v, _half(do, 0), zero)
+        s1 = _product(k, _half(q, 1), zero)
+        p0 = _weights(s0, shared, step, 0, masked, earliest, band, scale)
+        w0 = gl.convert_layout(p0.to(dtype), OF_DV)
+        dv = warpgroup_mma(w0, _half(do, 0), dv, is_async=True)
+        dp0 = warpgroup_mma_wait(num_outstanding=2, deps=(dp0,))
+        ds0 = gl.convert_layout(_differ(p0, dp0, shared, step, 0, shared.ds.index(both + g)), OF_DK)
+        dp1 = _product(v, _half(do, 1), zero)
+        dk = warpgroup_mma(ds0, _half(q, 0), dk, is_async=True)
+        s1, dv, w0 = warpgroup_mma_wait(num_outstanding=2, deps=(s1, dv, w0))
+        p1 = _weights(s1, shared, step, 1, masked, earliest, band, scale)
+        w1 = gl.convert_layout(p1.to(dtype), OF_DV)
+        dv = warpgroup_mma(w1, _half(do, 1), dv, is_async=True)
+        dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
+        ds1 = _differ(p1, dp1, shared, step, 1, shared.ds.index(both + g))
+        fence_async_shared()
+        mbarrier.arrive(shared.met, count=1)
+        ds1 = gl.convert_layout(ds1, OF_DK)
+        dk = warpgroup_mma(ds1, _half(q, 1), dk, is_async=True)
+        # Of the last block, what lies there, which nobody reads.
+        ring.wait(shared.q, step + 1, pred=step + 1 < steps)
+        next_s = _product(k, _half(ring.tile(shared.q, step + 1), 0), zero)
+        mbarrier.wait(shared.met, step & 1)
+        dq = no_dq
+        for other in gl.static_range(GROUPS):
+            of_rows = _half(shared.ds.index(both + other).permute((1, 0)), g)
+            dq = warpgroup_mma(of_rows, ring.tile(shared.k, other + none), dq, use_acc=other > 0, is_async=True)
+        dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w1, dk, ds1))
+        ring.release(shared.q, step)
+        dq, s0 = warpgroup_mma_wait(num_outstanding=0, deps=(dq, next_s))
+        ring.put(shared.dq, step * GROUPS + g, dq)
+        block, member = following(block, member, begin, end, GROUP)
+    leave(g, shared, dk * scale, dv, steps)
