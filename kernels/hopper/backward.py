@@ -151,7 +151,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    steps = (end - begin) * GROUP
+    steps = gl.maximum(end - begin, 0) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     ring.wait(shared.q, 0, pred=steps > 0)

@@ -74,7 +74,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    steps = (end - begin) * GROUP
+    steps = gl.maximum(end - begin, 0) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     k, v = ring.tile(shared.k, g).load(OF_S), ring.at(shared.v, g).load(OF_S)

@@ -30,7 +30,7 @@ from ..inside import draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import backward, forward as written, ring, turns, wide
+from fusedattn.kernels.hopper import backward, forward as written, halves, ring, steps, turns, wide
 
 from . import gluon
 
@@ -43,19 +43,21 @@ PIPELINES = (
 )
 
 
-def emulate(
-    monkeypatch, module=written, backward=backward, wide=wide, taken=SMALL, way_back=WAY_BACK, multiprocessors=3
-):
-    """Calls of backend="hopper" on CPU tensors run the kernels of these modules in tiny blocks.
+def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multiprocessors=3, **other):
+    """Calls of backend="hopper" on CPU tensors run the kernels in tiny blocks.
 
     A backward that the kernel does not take is interpreted.
+
+    Args:
+        module: of the forward. other: {name: module} to take for one of those of the backwards.
     """
+    way, steps_of, halves_of, wide_of = (
+        other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, wide)
+    )
     monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
     for name, shared in tiles.BACKWARDS.items():
-        kernel = gluon.Emulator(
-            *((wide.wide_backward, ring, wide) if shared else (backward.backward, ring, turns, backward))
-        )
-        monkeypatch.setitem(run.KERNELS, name, kernel)
+        own = (wide_of.wide_backward, wide_of) if shared else (way.backward, turns, halves_of, way)
+        monkeypatch.setitem(run.KERNELS, name, gluon.Emulator(own[0], ring, steps_of, *own[1:]))
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
@@ -229,15 +231,21 @@ SLIPS = {
 
 
 def slipped(written, before, after, folder):
-    """A module of the kernel's package in which a line has become another."""
+    """A module of the kernel's package, of the same name, in which a line has become another."""
     text = open(written.__file__).read()
     assert text.count(before) == 1
     path = folder / "slip.py"
     path.write_text(text.replace(before, after))
-    specification = importlib.util.spec_from_file_location("fusedattn.kernels.hopper.slip", path)
+    specification = importlib.util.spec_from_file_location(written.__name__, path)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def slipped_in(modules, before, after, folder):
+    """{name: module}: the one of these modules that has a line, in which it has become another."""
+    (module,) = (x for x in modules if before in open(x.__file__).read())
+    return {module.__name__.split(".")[-1]: slipped(module, before, after, folder)}
 
 
 @pytest.mark.parametrize("slip", SLIPS)

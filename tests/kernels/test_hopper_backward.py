@@ -24,9 +24,9 @@ from ..inside import draw
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import backward
+from fusedattn.kernels.hopper import backward, halves, steps
 
-from .test_hopper import CASES as NAMED, check, emulate, launches, slipped
+from .test_hopper import CASES as NAMED, check, emulate, launches, slipped, slipped_in
 
 BF16 = dict(dtype=torch.bfloat16)
 # Heads of more than 64 columns are those whose warpgroups share dq.
@@ -84,9 +84,9 @@ def test_each_block_of_keys_has_its_turn(monkeypatch, two_passes):
 
 
 ORDERED_SLIPS = {
-    "another has the turn": ("before = last - first // KEYS", "before = last - first // KEYS + 1"),
+    "another has the turn": ("last - first // KEYS", "last - first // KEYS + 1"),
     "a block counts as its first row": ("(block + 1) * BLOCK_M - 1 + band.high", "block * BLOCK_M + band.high"),
-    "both warpgroups at once": ("before * 2 + g", "before * 2"),
+    "both warpgroups at once": ("return counter + g,", "return counter,"),
     "a turn has no end": ("            turns.end(counter, turn)\n", "            pass\n"),
 }  # fmt: skip
 
@@ -101,12 +101,10 @@ def test_a_slip_in_the_order_is_found(slip, tmp_path, monkeypatch, two_passes):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "q is given back while it is read": (
-        "            dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n"
-        "        else:\n"
-        "            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n"
+        "        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n"
         "        ring.release(shared.q, step)\n",
-        "            ring.release(shared.q, step)\n"
-        "            dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n",
+        "        ring.release(shared.q, step)\n"
+        "        dk, ds, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dk, ds, dq))\n",
         "changed while it was read",
     ),
     "the weights are given up while they are read": (
@@ -115,10 +113,10 @@ SLIPS = {
         "registers given up too soon",
     ),
     "the next scores are not waited for": (
-        "s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))", "s = next_s", "ended before its products",
+        "s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))", "s = next_s", "ended before its products|'Product'",
     ),
     "the first q is not waited for": (
-        "        ring.wait(shared.q, 0, pred=steps > 0)\n", "", "changed while it was read|'query':",
+        "    ring.wait(shared.q, 0, pred=steps > 0)\n", "", "changed while it was read|'query':",
     ),
     "the halves of the rows change places": ("gl.join(early, late)", "gl.join(late, early)", "'query':|'key':"),
     "ds is not fenced": (
@@ -129,16 +127,24 @@ SLIPS = {
     ),
     "ds has one place for two steps": ("step % 2 * GROUPS", "step % 1 * GROUPS", "changed while it was read"),
     "the ds of the other is not waited for": (
-        "            mbarrier.wait(shared.met, step & 1)\n", "", "changed while it was read|'query':",
+        "        mbarrier.wait(shared.met, step & 1)\n", "", "changed while it was read|'query':",
     ),
     "keys are written over while the other reads them": (
-        "        mbarrier.wait(shared.met, (end - begin) * GROUP & 1)\n", "", "changed while it was read",
+        "    mbarrier.wait(shared.met, steps & 1)\n", "", "changed while it was read",
     ),
     "dq is not fenced": (
-        ".store(dq)\n        fence_async_shared()\n", ".store(dq)\n", "before a fence",
+        "        ring.put(shared.dq, step * GROUPS + g, dq)\n",
+        "        ring.claim(shared.dq, step * GROUPS + g)\n"
+        "        ring.tile(shared.dq, step * GROUPS + g).store(dq)\n"
+        "        ring.publish(shared.dq, step * GROUPS + g)\n",
+        "before a fence",
     ),
     "dq is written over while it is added": (
-        "        ring.claim(shared.dq, step * GROUPS + g)\n", "", "changed while it was stored",
+        "        ring.put(shared.dq, step * GROUPS + g, dq)\n",
+        "        ring.tile(shared.dq, step * GROUPS + g).store(dq)\n"
+        "        fence_async_shared()\n"
+        "        ring.publish(shared.dq, step * GROUPS + g)\n",
+        "changed while it was stored",
     ),
     "dq is added before it is there": (
         "        ring.wait(shared.dq, step * GROUPS + g)\n",
@@ -155,29 +161,54 @@ SLIPS = {
     "both have the same columns of dq": ("slice(g * PART, PART", "slice(0, PART", "'query':"),
     "the diagonal takes no mask": ("(block < full)", "(block < begin)", "'query':|'key':"),
     "a row before all that see a key sees it": (
-        "(rows - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)",
-        "rows - earliest <= band.high - band.low",
+        "(r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)",
+        "r - earliest <= band.high - band.low",
         "'query':|'key':",
     ),
     "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
 }  # fmt: skip
-# Where the next scores are not multiplied ahead.
 SLIPS_OF_NARROW_HEADS = {
     "q is given back while it is read": (
-        "            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n"
+        "        dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w1, dk, ds1))\n"
         "        ring.release(shared.q, step)\n",
-        "            ring.release(shared.q, step)\n"
-        "            dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))\n",
+        "        ring.release(shared.q, step)\n"
+        "        dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w1, dk, ds1))\n",
         "changed while it was read",
     ),
-    "the weights are given up while they are read": (
-        "dv, w, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, w, dk, ds, dq))",
-        "dv, dk, ds, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, ds, dq))",
+    "weights of the first half are given up while they are read": (
+        "s1, dv, w0 = warpgroup_mma_wait(num_outstanding=2, deps=(s1, dv, w0))",
+        "s1, dv = warpgroup_mma_wait(num_outstanding=2, deps=(s1, dv))",
         "registers given up too soon",
     ),
-    "q is not waited for": (
-        "        if not AHEAD:\n            ring.wait(shared.q, step)\n", "", "changed while it was read|'query':",
+    "ds of the first half is given up while it is read": (
+        "dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))",
+        "dp1, dk = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk))",
+        "registers given up too soon",
     ),
+    "the gradient of the weights is not waited for": (
+        "dp0 = warpgroup_mma_wait(num_outstanding=2", "dp0 = warpgroup_mma_wait(num_outstanding=3", "not waited for",
+    ),
+    "the scores of the second half are not waited for": (
+        "warpgroup_mma_wait(num_outstanding=2, deps=(s1,", "warpgroup_mma_wait(num_outstanding=4, deps=(s1,", "not waited for",
+    ),
+    "the first q is not waited for": (
+        "    ring.wait(shared.q, 0, pred=steps > 0)\n", "", "changed while it was read|'query':",
+    ),
+    "the keys are not waited for": ("        ring.wait(shared.k, other)\n", "        pass\n", "changed while it was read|'query':"),
+    "ds is not fenced": (
+        "        fence_async_shared()\n        mbarrier.arrive(shared.met, count=1)\n",
+        "        mbarrier.arrive(shared.met, count=1)\n", "before a fence",
+    ),
+    "the ds of the other is not waited for": (
+        "        mbarrier.wait(shared.met, step & 1)\n", "", "changed while it was read|'query':",
+    ),
+    "ds has one place for two steps": ("step % 2 * GROUPS", "step % 1 * GROUPS", "changed while it was read"),
+    "both have the same rows of dq": (".permute((1, 0)), g)", ".permute((1, 0)), 0)", "'query':"),
+    "both add to the same rows of dq": ("below = g * shared.dq.tiles.shape[3]", "below = 0 * shared.dq.tiles.shape[3]", "'query':"),
+    "the second half has the numbers of the first": ("s.type.layout, half, 2)", "s.type.layout, 0, 2)", "'query':|'key':"),
+    "the second half is where the first is": ("tile.slice(half * ROWS, ROWS, dim=1)", "tile.slice(0, ROWS, dim=1)", "'query':"),
+    "the diagonal takes no mask": ("(block < full) | (block >= full_end)", "block >= full_end", "'query':|'key':"),
+    "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
 }  # fmt: skip
 SOME = "'query':|'key':|'value':|wait for each other|before a fence"
 
@@ -185,7 +216,7 @@ SOME = "'query':|'key':|'value':|wait for each other|before a fence"
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS[slip]
-    emulate(monkeypatch, backward=slipped(backward, before, after, tmp_path))
+    emulate(monkeypatch, **slipped_in((backward, steps), before, after, tmp_path))
     with pytest.raises(Exception, match=said or SOME):
         # Many steps, so that what may come at any moment does, and scores that are far from 0.
         check(Case("slip", Sq=80, Sk=70, D=72, window=(60, 0), scale=2.0, **BF16), "cpu")
@@ -194,16 +225,17 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
 @pytest.mark.parametrize("slip", SLIPS_OF_NARROW_HEADS)
 def test_a_slip_of_narrow_heads_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS_OF_NARROW_HEADS[slip]
-    emulate(monkeypatch, backward=slipped(backward, before, after, tmp_path))
+    way = backward if "below" in before else halves
+    emulate(monkeypatch, **slipped_in((way,), before, after, tmp_path))
     with pytest.raises(Exception, match=said):
-        check(Case("slip", Sq=80, Sk=70, D=16, window=(60, 0), scale=2.0, **BF16), "cpu")
+        check(Case("slip", Sq=80, Sk=70, D=16, window=(40, 0), scale=2.0, **BF16), "cpu")
 
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_keys_past_the_end_weigh_nothing(hidden, tmp_path, monkeypatch):
     """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
-    slip = slipped(backward, "span.masked_past(ranges, first + KEYS, band.keys)", "ranges", tmp_path)
-    emulate(monkeypatch, backward=backward if hidden else slip)
+    slip = slipped(steps, "span.masked_past(ranges, first + KEYS, band.keys)", "ranges", tmp_path)
+    emulate(monkeypatch, steps=steps if hidden else slip)
     inputs = [torch.full((1, 1, size, 16), value) for size, value in ((20, 8.0), (35, -8.0), (35, 1.0))]
     inputs = [(x + torch.randn_like(x) / 8).to(torch.bfloat16).requires_grad_() for x in inputs]
     incoming = torch.randn(1, 1, 20, 16, dtype=torch.bfloat16)

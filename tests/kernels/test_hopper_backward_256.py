@@ -64,8 +64,8 @@ def test_a_named_case(case, monkeypatch, poison):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "q is given back while it is read": (
-        "    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))\n    ring.release(shared.q, step)",
-        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PARTS, deps=(dk,))",
+        "    dk = warpgroup_mma_wait(num_outstanding=PAIRS, deps=(dk,))\n    ring.release(shared.q, step)",
+        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PAIRS, deps=(dk,))",
         "changed while it was read",
     ),
     "do is given back while the first reads it": (
@@ -109,14 +109,14 @@ SLIPS = {
         "changed while it was read",
     ),
     "rows are given back before they are read": (
-        "        delta = _across(shared.rows.tiles, step, 2, S_LAYOUT)\n        ring.release(shared.rows, step)\n",
-        "        ring.release(shared.rows, step)\n        delta = _across(shared.rows.tiles, step, 2, S_LAYOUT)\n",
-        "'query':|'key':",
+        "        delta = across(shared.rows.tiles, step, 2, S_LAYOUT)\n",
+        "        ring.release(shared.rows, step)\n        delta = across(shared.rows.tiles, step, 2, S_LAYOUT)\n",
+        "'query':|'key':|more arrivals|wait for each other",
     ),
     "the weights are of the step itself": ("gl.minimum(step + 1, steps - 1)", "gl.minimum(step, steps - 1)", None),
     "the weights are masked as those of the step before": (
-        "_weights(s, shared, following, block, earliest,",
-        "_weights(s, shared, following, gl.maximum(block - 1, begin), earliest,",
+        "_weights(s, shared, ahead, block, earliest,",
+        "_weights(s, shared, ahead, gl.maximum(block - 1, begin), earliest,",
         None,
     ),
     "keys are written over while the other reads them": (
