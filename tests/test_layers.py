@@ -185,7 +185,7 @@ def check_decoder(heads, dropout, scale, steps, backend, device):
     visible = key_mask[:, None, None].expand(2, heads, 1, 4)
     divisor = math.sqrt(6 // heads) if scale is None else 1 / scale
     state, want_state = hidden, hidden
-    with fa.use_backend(backend):
+    with fa.use_backend(backend), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for tokens in torch.tensor([[1, 6], [0, 1], [5, 2]], device=device)[:steps]:
             torch.manual_seed(7)
             logits, after, weights = decoder(tokens, state, encoded, key_mask=key_mask, need_weights=True)

@@ -303,7 +303,8 @@ def test_deterministic_is_of_one_call(device, monkeypatch):
                 grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, inputs)]))
                 repeated = name == "dense" and len(grads) == 3  # is launched by a recipe
                 assert repeated or names & {"dq", "dkdv", "one_pass"} == kernels, name
-            assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
+            assert torch.equal(grads[0], grads[2])
+            assert device != "cpu" or not torch.equal(grads[0], grads[1])  # on a GPU all these keys are one tile
             torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-5)
     assert not torch.are_deterministic_algorithms_enabled()
 

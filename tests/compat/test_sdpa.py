@@ -25,7 +25,7 @@ def results(function, query, key, value, mask, **options):
         inputs.append(mask.detach().clone().requires_grad_())
         mask = inputs[3]
     out = function(*inputs[:3], mask, **options)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)  # torch drops empty ones
 
 

@@ -113,7 +113,7 @@ SLIPS = {
         "registers given up too soon",
     ),
     "the next scores are not waited for": (
-        "s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))", "s = next_s", "ended before its products|'Product'",
+        "s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))", "s = next_s", "its products|'Product'",
     ),
     "the first q is not waited for": (
         "    ring.wait(shared.q, 0, pred=steps > 0)\n", "", "changed while it was read|'query':",
@@ -189,12 +189,16 @@ SLIPS_OF_NARROW_HEADS = {
         "dp0 = warpgroup_mma_wait(num_outstanding=2", "dp0 = warpgroup_mma_wait(num_outstanding=3", "not waited for",
     ),
     "the scores of the second half are not waited for": (
-        "warpgroup_mma_wait(num_outstanding=2, deps=(s1,", "warpgroup_mma_wait(num_outstanding=4, deps=(s1,", "not waited for",
+        "warpgroup_mma_wait(num_outstanding=2, deps=(s1,",
+        "warpgroup_mma_wait(num_outstanding=4, deps=(s1,",
+        "not waited for",
     ),
     "the first q is not waited for": (
         "    ring.wait(shared.q, 0, pred=steps > 0)\n", "", "changed while it was read|'query':",
     ),
-    "the keys are not waited for": ("        ring.wait(shared.k, other)\n", "        pass\n", "changed while it was read|'query':"),
+    "the keys are not waited for": (
+        "        ring.wait(shared.k, other)\n", "        pass\n", "changed while it was read|'query':",
+    ),
     "ds is not fenced": (
         "        fence_async_shared()\n        mbarrier.arrive(shared.met, count=1)\n",
         "        mbarrier.arrive(shared.met, count=1)\n", "before a fence",
@@ -204,9 +208,15 @@ SLIPS_OF_NARROW_HEADS = {
     ),
     "ds has one place for two steps": ("step % 2 * GROUPS", "step % 1 * GROUPS", "changed while it was read"),
     "both have the same rows of dq": (".permute((1, 0)), g)", ".permute((1, 0)), 0)", "'query':"),
-    "both add to the same rows of dq": ("below = g * shared.dq.tiles.shape[3]", "below = 0 * shared.dq.tiles.shape[3]", "'query':"),
-    "the second half has the numbers of the first": ("s.type.layout, half, 2)", "s.type.layout, 0, 2)", "'query':|'key':"),
-    "the second half is where the first is": ("tile.slice(half * ROWS, ROWS, dim=1)", "tile.slice(0, ROWS, dim=1)", "'query':"),
+    "both add to the same rows of dq": (
+        "below = g * shared.dq.tiles.shape[3]", "below = 0 * shared.dq.tiles.shape[3]", "'query':",
+    ),
+    "the second half has the numbers of the first": (
+        "s.type.layout, half, 2)", "s.type.layout, 0, 2)", "'query':|'key':",
+    ),
+    "the second half is where the first is": (
+        "tile.slice(half * ROWS, ROWS, dim=1)", "tile.slice(0, ROWS, dim=1)", "'query':",
+    ),
     "the diagonal takes no mask": ("(block < full) | (block >= full_end)", "block >= full_end", "'query':|'key':"),
     "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
 }  # fmt: skip

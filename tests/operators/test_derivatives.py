@@ -109,14 +109,14 @@ def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
 
 def test_third_derivatives(device):
     # On a GPU kernels take no float64.
-    dtype, error = (torch.float64, 1e-8) if device == "cpu" else (torch.float32, 1e-4)
+    dtype, error = (torch.float64, 1e-8) if device == "cpu" else (torch.float32, 1e-5)
     small = [x.to(dtype).detach().requires_grad_() for x in draw(device, batch=1, sq=3, sk=4)]
     thirds = []
     for backend in BACKENDS:
         (first,) = torch.autograd.grad(loss(backend)(*small), small[0], create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), small[1], create_graph=True)
         thirds.append(torch.autograd.grad(second.square().sum(), small))
-    same(*thirds, atol=error)
+    same(*thirds, atol=error * max(1, *(x.abs().max().item() for x in thirds[0])))
 
 
 def _gradients(f):

@@ -218,7 +218,7 @@ def test_a_wrong_argument_is_named_before_a_launch(name, device, monkeypatch):
     for argument, error, text, changed in WRONG[name]:
         given = RIGHT[name] | changed
         for where in (device, "meta"):
-            if where == "meta" and ("device" in text or "expanded" in text):
+            if (where == "meta" and "device" in text) or (where != "cpu" and "expanded" in text):
                 continue  # on their way there tensors become dense
             with pytest.raises(error) as raised:
                 operator(name)(**moved(given, where))
