@@ -290,7 +290,7 @@ def report(row, ptx, cubin, log, shared, seconds, read=False):
         loops=loops,
         asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
         copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
-        overtaken=(*hazards.overwritten(sass), *hazards.unfenced(sass)),
+        overtaken=(*hazards.overwritten(sass), *hazards.unfenced(sass), *hazards.given_back(sass)),
         fusible=len(fusing.left(ptx)),
     )
 

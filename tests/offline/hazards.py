@@ -1,4 +1,4 @@
-"""What may go wrong while matrices multiply asynchronously: the compiler's own mistakes, and what nobody waits for.
+"""What may go wrong while matrices multiply and tiles are copied asynchronously: what the compiler or nobody waits for.
 
 A wgmma reads its left operand from registers for as long as it runs, and ptxas before 13.3 may write to them before the
 wait that ends it: triton-lang/triton#9433. What it reads must be written before the fence that comes before it: Triton
@@ -88,24 +88,34 @@ def _after(state, instruction):
     return _merged(state, found) if instruction.startswith("@") else found
 
 
-def overwritten(sass):
-    """Each Overwritten of a kernel, over all ways through it."""
+def _over_all_ways(sass, start, merged, after):
+    """Go all ways through a kernel: a state becomes after(state, instruction); where ways meet, merged(*states)."""
     code = flow.blocks(sass)
-    starts, left, found = [None] * len(code), list(range(min(1, len(code)))), {}
-    starts[:1] = [{}] * len(left)
+    starts, left = [None] * len(code), list(range(min(1, len(code))))
+    starts[:1] = [start] * len(left)
     while left:
         n = left.pop()
         state = starts[n]
         for instruction in code[n].code:
-            for register in written(instruction):
-                if register in state:
-                    found[instruction, register] = Overwritten(instruction, register, state[register][1])
-            state = _after(state, instruction)
+            state = after(state, instruction)
         for follower in code[n].after:
-            merged = state if starts[follower] is None else _merged(starts[follower], state)
-            if merged != starts[follower]:
-                starts[follower] = merged
+            both = state if starts[follower] is None else merged(starts[follower], state)
+            if both != starts[follower]:
+                starts[follower] = both
                 left.append(follower)
+
+
+def overwritten(sass):
+    """Each Overwritten of a kernel, over all ways through it."""
+    found = {}
+
+    def after(state, instruction):
+        for register in written(instruction):
+            if register in state:
+                found[instruction, register] = Overwritten(instruction, register, state[register][1])
+        return _after(state, instruction)
+
+    _over_all_ways(sass, {}, _merged, after)
     return tuple(found.values())
 
 
@@ -131,25 +141,48 @@ def _read(product):
 
 def unfenced(sass):
     """Each Unfenced of a kernel, over all ways through it. PTX ISA, "wgmma.fence"."""
-    code = flow.blocks(sass)
-    starts, left, found = [None] * len(code), list(range(min(1, len(code)))), {}
-    starts[:1] = [frozenset()] * len(left)
-    while left:
-        n = left.pop()
-        state = set(starts[n])  # what was written since the last fence
-        for instruction in code[n].code:
-            name = operation(instruction)
-            if name == "WARPGROUP.ARRIVE" and not instruction.startswith("@"):
-                state.clear()
-            elif name.startswith("HGMMA"):
-                found |= {(instruction, r): Unfenced(instruction, r) for r in _read(instruction) if r in state}
-            else:
-                state.update(written(instruction))
-        for follower in code[n].after:
-            merged = state if starts[follower] is None else starts[follower] | state
-            if merged != starts[follower]:
-                starts[follower] = frozenset(merged)
-                left.append(follower)
+    found = {}
+
+    def after(state, instruction):  # of what was written since the last fence
+        name = operation(instruction)
+        if name == "WARPGROUP.ARRIVE" and not instruction.startswith("@"):
+            return frozenset()
+        if name.startswith("HGMMA"):
+            found.update({(instruction, r): Unfenced(instruction, r) for r in _read(instruction) if r in state})
+            return state
+        return state.union(written(instruction))
+
+    _over_all_ways(sass, frozenset(), frozenset.union, after)
+    return tuple(found.values())
+
+
+class GivenBack(NamedTuple):
+    """An arrival on a barrier, and a load from shared memory that may not have read by then what was to be read."""
+
+    arrival: str
+    load: str
+
+    def __str__(self):
+        return f"'{self.arrival}' may give back what '{self.load}' has not read: nothing uses its result before"
+
+
+def given_back(sass):
+    """Each GivenBack of a kernel, over all ways through it: found as wrong gradients on an H200.
+
+    A load waits in a queue, behind products among others, for which an arrival does not wait; only what uses its result
+    does. Once all have arrived the copy engine may write where it reads.
+    """
+    found = {}
+
+    def after(state, instruction):  # of loads, each with its registers, whose result nothing has used
+        name, new = operation(instruction), written(instruction)
+        used = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}.union(new)
+        state = frozenset((load, registers) for load, registers in state if used.isdisjoint(registers))
+        if name.startswith("SYNCS.ARRIVE"):
+            found.update({(instruction, load): GivenBack(instruction, load) for load, _ in state})
+        return state | {(instruction, new)} if name.startswith(("LDS", "LDSM")) and new else state
+
+    _over_all_ways(sass, frozenset(), frozenset.union, after)
     return tuple(found.values())
 
 

@@ -157,6 +157,31 @@ def test_what_a_product_reads_is_written_before_its_fence(lines, expected):
     assert all("was written after the fence" in str(each) for each in found)
 
 
+LOAD, GIVE = "LDS.64 R190, [R8+0x38000]", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38710], RZ"
+
+
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        ([LOAD, GIVE, "FADD R2, R3, R190"], 1),
+        ([LOAD, "FADD R2, R3, R190", GIVE], 0),
+        ([LOAD, "FADD R2, R3, R191", GIVE], 0),  # of both registers at once
+        ([LOAD, "FADD R2, R3, R192", GIVE], 1),
+        ([LOAD, "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", GIVE], 1),  # threads meet, their loads may not have read
+        (["LDSM.16.M88.4 R24, [R44]", GIVE], 1),
+        (["LDSM.16.M88.4 R24, [R44]", "HADD2.BF16 R2, R27, R3", GIVE], 0),
+        ([LOAD, LOAD.replace("190", "194"), "FADD R2, R3, R190", GIVE], 1),
+        (["LDG.E.64 R190, desc[UR4][R2.64]", GIVE], 0),  # from memory that nobody gives back
+        ([LOAD, "@P0 BRA AFTER", "FADD R2, R3, R190", "AFTER: NOP", GIVE], 1),  # on one of two ways
+        (["LOOP: NOP", GIVE, LOAD, "@P0 BRA LOOP", "FADD R2, R3, R190"], 1),  # in the next step
+    ],
+)
+def test_what_is_given_back_has_been_read(lines, expected):
+    found = hazards.given_back(written(*lines, "EXIT"))
+    assert len(found) == expected
+    assert all("has not read" in str(each) for each in found)
+
+
 EXP2 = "MUFU.EX2 R24, R24"
 
 
