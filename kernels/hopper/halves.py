@@ -35,7 +35,8 @@ def _product(a, rows, zero):
 @gluon.jit
 def _weights(s, shared, step, half: gl.constexpr, masked, earliest, band, scale):
     """p, from the scores of half of a step."""
-    p = softmax.weights(s, row(shared.rows, step, s.type.layout, half, 2), scale)
+    LAYOUT: gl.constexpr = s.type.layout
+    p = softmax.weights(s, row(shared.rows, step, LAYOUT, half, 2), scale)
     if masked:
         p = hide(p, shared.rows, step, earliest, band, half, 2)
     return p
@@ -45,7 +46,8 @@ def _weights(s, shared, step, half: gl.constexpr, masked, earliest, band, scale)
 def _differ(p, dp, shared, step, half: gl.constexpr, tile):
     """ds of half of a step, which it leaves in its columns of a tile [keys, rows]."""
     ROWS: gl.constexpr = dp.shape[1]
-    ds = (p * (dp - across(shared.rows, step, 2, dp.type.layout, half, 2))).to(tile.dtype)
+    LAYOUT: gl.constexpr = dp.type.layout
+    ds = (p * (dp - across(shared.rows, step, 2, LAYOUT, half, 2))).to(tile.dtype)
     tile.slice(half * ROWS, ROWS, dim=1).store(ds)
     return ds
 

@@ -44,7 +44,8 @@ def row(rows, step, LAYOUT: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.cons
 @gluon.jit
 def hide(p, rows, step, earliest, band, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """p, 0 where the band hides a key; earliest is, for each key, `span.first_to_see`."""
-    r = across(rows, step, 3, p.type.layout, part, PARTS).to(gl.int32, bitcast=True)
+    LAYOUT: gl.constexpr = p.type.layout
+    r = across(rows, step, 3, LAYOUT, part, PARTS).to(gl.int32, bitcast=True)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
     return gl.where(seen, p, 0.0)
 

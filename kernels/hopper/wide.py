@@ -95,7 +95,8 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 @gluon.jit
 def _weights(s, shared, step, block, earliest, full, full_end, band, scale):
     """p, from the scores of a step."""
-    p = softmax.weights(s, row(shared.rows.tiles, step, s.type.layout), scale)
+    LAYOUT: gl.constexpr = s.type.layout
+    p = softmax.weights(s, row(shared.rows.tiles, step, LAYOUT), scale)
     if (block < full) | (block >= full_end):
         p = hide(p, shared.rows.tiles, step, earliest, band)
     return p.to(shared.q.tiles.dtype)

@@ -212,7 +212,7 @@ SLIPS_OF_NARROW_HEADS = {
         "below = g * shared.dq.tiles.shape[3]", "below = 0 * shared.dq.tiles.shape[3]", "'query':",
     ),
     "the second half has the numbers of the first": (
-        "s.type.layout, half, 2)", "s.type.layout, 0, 2)", "'query':|'key':",
+        "step, LAYOUT, half, 2), scale)", "step, LAYOUT, 0, 2), scale)", "'query':|'key':",
     ),
     "the second half is where the first is": (
         "tile.slice(half * ROWS, ROWS, dim=1)", "tile.slice(0, ROWS, dim=1)", "'query':",

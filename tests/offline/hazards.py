@@ -88,9 +88,8 @@ def _after(state, instruction):
     return _merged(state, found) if instruction.startswith("@") else found
 
 
-def _over_all_ways(sass, start, merged, after):
-    """Go all ways through a kernel: a state becomes after(state, instruction); where ways meet, merged(*states)."""
-    code = flow.blocks(sass)
+def _over_all_ways(code, start, merged, after):
+    """Go all ways through `flow.blocks`: a state becomes after(state, instruction), where ways meet merged(*states)."""
     starts, left = [None] * len(code), list(range(min(1, len(code))))
     starts[:1] = [start] * len(left)
     while left:
@@ -115,7 +114,7 @@ def overwritten(sass):
                 found[instruction, register] = Overwritten(instruction, register, state[register][1])
         return _after(state, instruction)
 
-    _over_all_ways(sass, {}, _merged, after)
+    _over_all_ways(flow.blocks(sass), {}, _merged, after)
     return tuple(found.values())
 
 
@@ -152,7 +151,7 @@ def unfenced(sass):
             return state
         return state.union(written(instruction))
 
-    _over_all_ways(sass, frozenset(), frozenset.union, after)
+    _over_all_ways(flow.blocks(sass), frozenset(), frozenset.union, after)
     return tuple(found.values())
 
 
@@ -166,13 +165,29 @@ class GivenBack(NamedTuple):
         return f"'{self.arrival}' may give back what '{self.load}' has not read: nothing uses its result before"
 
 
+def _repeated(code):
+    """The instructions of `flow.blocks` that a thread may come to once more."""
+    found = set()
+    for n, block in enumerate(code):
+        seen, left = set(), list(block.after)
+        while left:
+            follower = left.pop()
+            if follower not in seen:
+                seen.add(follower)
+                left += code[follower].after
+        found.update(block.code if n in seen else ())
+    return found
+
+
 def given_back(sass):
     """Each GivenBack of a kernel, over all ways through it: found as wrong gradients on an H200.
 
     A load waits in a queue, behind products among others, for which an arrival does not wait; only what uses its result
-    does. Once all have arrived the copy engine may write where it reads.
+    does. Once all have arrived the copy engine may write where it reads. What is read outside of loops lies in no ring:
+    nothing comes there again.
     """
-    found = {}
+    found, code = {}, flow.blocks(sass)
+    loads = {x for x in _repeated(code) if operation(x).startswith(("LDS", "LDSM"))}
 
     def after(state, instruction):  # of loads, each with its registers, whose result nothing has used
         name, new = operation(instruction), written(instruction)
@@ -180,9 +195,9 @@ def given_back(sass):
         state = frozenset((load, registers) for load, registers in state if used.isdisjoint(registers))
         if name.startswith("SYNCS.ARRIVE"):
             found.update({(instruction, load): GivenBack(instruction, load) for load, _ in state})
-        return state | {(instruction, new)} if name.startswith(("LDS", "LDSM")) and new else state
+        return state | {(instruction, new)} if instruction in loads and new else state
 
-    _over_all_ways(sass, frozenset(), frozenset.union, after)
+    _over_all_ways(code, frozenset(), frozenset.union, after)
     return tuple(found.values())
 
 
