@@ -165,14 +165,19 @@ class GivenBack(NamedTuple):
         return f"'{self.arrival}' may give back what '{self.load}' has not read: nothing uses its result before"
 
 
+# Of warps that have partitions: they meet all others, where each partition begins and ends.
+_ALL_MEET = re.compile(r"BAR\.SYNC\S* 0x1$")
+
+
 def _repeated(code):
-    """The instructions of `flow.blocks` that a thread may come to once more."""
+    """The instructions of `flow.blocks` that a thread may come to once more within a partition."""
     found = set()
+    within = [not any(map(_ALL_MEET.match, block.code)) for block in code]
     for n, block in enumerate(code):
         seen, left = set(), list(block.after)
         while left:
             follower = left.pop()
-            if follower not in seen:
+            if within[follower] and follower not in seen:
                 seen.add(follower)
                 left += code[follower].after
         found.update(block.code if n in seen else ())

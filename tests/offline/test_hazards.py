@@ -215,3 +215,7 @@ def test_additions_that_ptxas_may_fuse():
 
 def test_what_is_read_once_is_not_written_again():
     assert hazards.given_back(written(LOAD, GIVE, "EXIT")) == ()
+    partition = ["AGAIN: NOP", "BAR.SYNC.DEFER_BLOCKING 0x1", LOAD, GIVE, "@P0 BRA AGAIN", "EXIT"]
+    assert hazards.given_back(written(*partition)) == ()
+    partition[1] = "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80"
+    assert len(hazards.given_back(written(*partition))) == 1
