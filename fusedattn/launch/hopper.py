@@ -166,14 +166,14 @@ def backward_arguments(
     """
     each = tiles.WARPGROUP_ROWS
     _, registers, fewer = tiles.REGISTERS[2]
-    narrow = tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
-    # Half of the columns of keys are those of a product, but for the narrowest, where it has half of the rows.
-    width_k = max(width.fn(call.key.shape[3]), 16 if narrow else 128)
+    by_rows = tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
+    # For dq a warpgroup multiplies half of the columns of keys, with heads of up to 64 all of them by half of the rows.
+    width_k = max(width.fn(call.key.shape[3]), 16 if by_rows else 128)
     width_v = max(width.fn(call.value.shape[3]), 128 if taken.shared else 16)
     if taken.shared:
         added = taken.rows, 32
     else:
-        added = (taken.rows // 2, width_k) if narrow else (taken.rows, width_k // 2)
+        added = (taken.rows // 2, width_k) if by_rows else (taken.rows, width_k // 2)
     return dict(
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),

@@ -237,18 +237,18 @@ def candidate_of(entry: dict[str, Any]) -> Candidate:
     ):
         raise ValueError(f"there is no {kernel} of {dtype}, width {width} and {load} calls")
     taken = None if kind is None else kind(**form)
-    if taken is not None and not _is_one(kernel, taken):
-        raise ValueError(f"there is no form {form} of {kernel}")
+    if taken is not None and not _is_one(kernel, taken, width):
+        raise ValueError(f"there is no form {form} of {kernel} at width {width}")
     times = {str(case): float(time) for case, time in ms.items()}
     if not all(0 < time < float("inf") for time in times.values()):
         raise ValueError(f"{kernel} has a time that is none")
     return Candidate(kernel, dtype, width, load, taken, str(status), str(why), times)
 
 
-def _is_one(kernel, form):
+def _is_one(kernel, form, width):
     """Whether a kernel can take a form: what a person, or a damaged disk, wrote into a file may be anything."""
     if kernel in tiles.ON_HOPPER:
-        return any(form in some for some in tiles.ON_HOPPER[kernel].values())
+        return form in tiles.ON_HOPPER[kernel].get(width, ())
     powers = all(type(x) is int and 0 < x <= 1024 and x & (x - 1) == 0 for x in (form.rows, form.keys, form.warps))
     flags, stages = {type(form.bulk), type(form.tma)} == {bool}, type(form.stages) is int and 1 <= form.stages <= 8
     return powers and flags and stages

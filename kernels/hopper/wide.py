@@ -28,9 +28,9 @@ from .steps import WARPS, across, extent, following, hide, row
 class Shared(NamedTuple):
     """What lies in shared memory: k, and with it v; q; do, `GradOut`; rows, `Rows`; p, ds, [keys, rows].
 
-    dq are what the ds give to dq, in float32, so many columns of it at a time: a ring a warpgroup, which waits for a
-    tile less than for all columns. met is where the warpgroups meet when they have read k and v, out tells that dk and
-    dv lie there.
+    dq are what the ds give to dq, in float32, a ring for each warpgroup. Its tiles have few columns, so that one is
+    free sooner. met is where the warpgroups meet when they have read k and v, out tells that dk and dv
+    lie there.
     """
 
     k: ring.Ring
@@ -123,7 +123,7 @@ def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
     """Wait for dk, and give the warp that adds it what ds give to the columns of dq that a warpgroup has."""
     BLOCK_M: gl.constexpr = ds.shape[1]
     PART: gl.constexpr = shared.dq[g].tiles.shape[4]
-    TWO: gl.constexpr = 2 * PART
+    TWO: gl.constexpr = 2 * PART  # a product that is as narrow as a tile reads ds twice as often
     PAIRS: gl.constexpr = k.shape[1] // (2 * TWO)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TWO, 16])
     ONE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])

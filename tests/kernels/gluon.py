@@ -300,7 +300,7 @@ class Emulator:
             self.machine.wait(late=True)
             while len(local.products) > num_outstanding:
                 product = local.products.pop(0)
-                # What is multiplied as it was read is multiplied in each step, and given up after the loop.
+                # Keys and values, multiplied as they were read, are so in each step, and given up after the loop.
                 lives = isinstance(product.a, Memory) or hasattr(product.a, "as_read")
                 assert lives or any(x is product.a for x in deps), "registers given up too soon"
                 product.compute()

@@ -29,7 +29,7 @@ from fusedattn.kernels.hopper import backward, halves, steps
 from .test_hopper import CASES as NAMED, check, emulate, launches, slipped, slipped_in
 
 BF16 = dict(dtype=torch.bfloat16)
-# Heads of more than 64 columns are those whose warpgroups share dq.
+# With heads of up to 64 a warpgroup has half of the rows of dq, with wider ones half of the columns.
 CASES = [
     Case("many blocks", B=2, Hq=4, Hkv=2, Sq=70, Sk=90, **BF16),
     Case("wide", Sq=40, Sk=70, D=80, **BF16),
@@ -45,11 +45,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case, stages",
-    [pytest.param(case, 2, id=case.name) for case in CASES] + [pytest.param(CASES[0], 3, id="three stages")],
+    "case, form",
+    [pytest.param(case, Backward(16, 2), id=case.name) for case in CASES]
+    + [pytest.param(CASES[0], Backward(16, 3), id="three stages")]
+    + [pytest.param(case, Backward(32, 2), id=f"{case.name}, as many rows as keys") for case in (CASES[0], CASES[6])],
 )
-def test_a_case(case, stages, monkeypatch, poison):
-    emulate(monkeypatch, way_back=Backward(16, stages))
+def test_a_case(case, form, monkeypatch, poison):
+    emulate(monkeypatch, way_back=form)
     launched = launches(monkeypatch)
     check(case, "cpu")
     assert "hopper_bwd" in launched and "dkdv" not in launched
@@ -70,11 +72,12 @@ def test_a_named_case_whose_sums_have_an_order(case, monkeypatch, poison, two_pa
     check(case, "cpu")
 
 
-def test_each_block_of_keys_has_its_turn(monkeypatch, two_passes):
+@pytest.mark.parametrize("block", [16, 32])
+def test_each_block_of_keys_has_its_turn(block, monkeypatch, two_passes):
     """For any lengths and bands: what adds to a block of rows counts from 0 on, without a gap."""
-    emulate(monkeypatch, way_back=Backward(16, 2))
-    draw = random.Random(0)
-    for _ in range(40):
+    emulate(monkeypatch, way_back=Backward(block, 2))
+    draw = random.Random(block)
+    for _ in range(20):
         rows, keys = draw.randint(1, 90), draw.randint(1, 130)
         window = tuple(draw.choice((None, 0, 1, 7, 16, 33, 70)) for _ in range(2))
         align = draw.choice(("top_left", "bottom_right"))
@@ -235,8 +238,8 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
 @pytest.mark.parametrize("slip", SLIPS_OF_NARROW_HEADS)
 def test_a_slip_of_narrow_heads_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS_OF_NARROW_HEADS[slip]
-    way = backward if "below" in before else halves
-    emulate(monkeypatch, **slipped_in((way,), before, after, tmp_path))
+    give = slip == "both add to the same rows of dq"
+    emulate(monkeypatch, **slipped_in((backward if give else halves,), before, after, tmp_path))
     with pytest.raises(Exception, match=said):
         check(Case("slip", Sq=80, Sk=70, D=16, window=(40, 0), scale=2.0, **BF16), "cpu")
 

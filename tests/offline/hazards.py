@@ -188,11 +188,14 @@ def given_back(sass):
     """Each GivenBack of a kernel, over all ways through it: found as wrong gradients on an H200.
 
     A load waits in a queue, behind products among others, for which an arrival does not wait; only what uses its result
-    does. Once all have arrived the copy engine may write where it reads. What is read outside of loops lies in no ring:
-    nothing comes there again.
+    does, whether it runs or a predicate skips it. Once all have arrived the copy engine may write where it reads.
+    Operands of products (LDSM) that are read outside of loops lie in no ring: nothing comes there again.
     """
     found, code = {}, flow.blocks(sass)
-    loads = {x for x in _repeated(code) if operation(x).startswith(("LDS", "LDSM"))}
+    again = _repeated(code)
+
+    def is_load(instruction, name):
+        return name.startswith("LDSM") and instruction in again or re.match(r"LDS\b", name)
 
     def after(state, instruction):  # of loads, each with its registers, whose result nothing has used
         name, new = operation(instruction), written(instruction)
@@ -200,7 +203,7 @@ def given_back(sass):
         state = frozenset((load, registers) for load, registers in state if used.isdisjoint(registers))
         if name.startswith("SYNCS.ARRIVE"):
             found.update({(instruction, load): GivenBack(instruction, load) for load, _ in state})
-        return state | {(instruction, new)} if instruction in loads and new else state
+        return state | {(instruction, new)} if new and is_load(instruction, name) else state
 
     _over_all_ways(code, frozenset(), frozenset.union, after)
     return tuple(found.values())

@@ -213,9 +213,13 @@ def test_additions_that_ptxas_may_fuse():
     assert fusing.left(written) == [] and fusing.left("mul.rn.f32 %r3, %r1, %r2;\nadd.f32 %r5, %r3, %r6;") == []
 
 
-def test_what_is_read_once_is_not_written_again():
-    assert hazards.given_back(written(LOAD, GIVE, "EXIT")) == ()
-    partition = ["AGAIN: NOP", "BAR.SYNC.DEFER_BLOCKING 0x1", LOAD, GIVE, "@P0 BRA AGAIN", "EXIT"]
+OPERAND = "LDSM.16.M88.4 R24, [R44]"
+
+
+def test_operands_that_are_read_once_are_not_written_again():
+    assert hazards.given_back(written(OPERAND, GIVE, "EXIT")) == ()
+    assert len(hazards.given_back(written(LOAD, GIVE, "EXIT"))) == 1, "numbers of a first step may be"
+    partition = ["AGAIN: NOP", "BAR.SYNC.DEFER_BLOCKING 0x1", OPERAND, GIVE, "@P0 BRA AGAIN", "EXIT"]
     assert hazards.given_back(written(*partition)) == ()
     partition[1] = "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80"
     assert len(hazards.given_back(written(*partition))) == 1
