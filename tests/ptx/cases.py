@@ -155,7 +155,7 @@ _ON_HOPPER = dense(
             ("far apart", dict(causal=True, **FAR)),
             ("D64, two passes", TWO),
             ("causal D128, two passes", dict(causal=True, Sq=300, Sk=333, **WIDE | TWO)),
-            ("long, two passes", dict(dtype=FP16, Sq=100, Sk=600, **TWO)),
+            ("long, two passes", dict(dtype=FP16, Sq=300, Sk=600, **TWO)),
             ("window, two passes", dict(window=(200, 20), Sq=300, Sk=600, Hq=4, Hkv=2, **TWO)),
             ("many blocks a program", dict(Sq=400, Sk=150, Hq=4, Hkv=2, multiprocessors=3)),
             ("many blocks a program D64 Dv128", dict(Sq=300, Sk=90, Dv=128, multiprocessors=2)),
