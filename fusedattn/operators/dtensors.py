@@ -67,8 +67,10 @@ class Own(NamedTuple):
         return made
 
 
-def _laid_out(axes: Sequence[int], gradient: Tensor) -> Tensor:
-    """A gradient with its dimensions in this order in memory."""
+def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
+    """A gradient, if one came, with its dimensions in this order in memory."""
+    if gradient is None:
+        return None
     back = [0] * len(axes)
     for place, axis in enumerate(axes):
         back[axis] = place
@@ -109,8 +111,8 @@ def own(call: Call, seed: Any) -> Own | None:
             pairs = zip(placements, cut, strict=True)
             grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
-            if local.requires_grad and not is_compiling():
-                # Else autograd makes a gradient of the layout of x, which torch 2.10 does for all ranks on each.
+            if local.grad_fn is not None and not is_compiling():
+                # Else autograd copies a gradient to the layout of x, for which torch 2.10 gathers that of all ranks.
                 local.register_hook(functools.partial(_laid_out, order(local)))
         for dim in DIMS[name]:
             whole, size = query.shape[dim], x.shape[dim]

@@ -168,6 +168,36 @@ def test_second_derivatives(pools):
     assert all(x < 1e-11 for x in pools(2).run(second_derivatives))
 
 
+def gradients_that_do_not_come(rank, size):
+    """(hooks that calls without a gradient leave at a tensor, the gradients of a call whose results get none)"""
+    from torch.distributed.tensor import distribute_tensor
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    mesh = init_device_mesh("cpu", (size,))
+    drawn = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    inputs = [distribute_tensor(x, mesh, [placement(HEADS)]) for x in drawn]
+    for _ in range(2):
+        with torch.no_grad():
+            fa.attention(*inputs)
+    with torch.no_grad():
+        left = [len(x.to_local()._backward_hooks or ()) for x in inputs]
+    leaves = [distributed(torch.randn(1, 2, 4, 8, requires_grad=True), HEADS) for _ in range(3)]
+    found = torch.autograd.grad(Nothing.apply(fa.attention(*leaves)).sum(), leaves, allow_unused=True)
+    return left, [x is None or not x.to_local().any() for x in found]
+
+
+def test_gradients_that_do_not_come_leave_nothing_and_are_none(pools):
+    assert all(found == ([0] * 3, [True] * 3) for found in pools(2).run(gradients_that_do_not_come))
+
+
 def message(rank, size, heads, key_heads, places, options=None):
     """What a call raises."""
     tensors = drawn(heads, key_heads, [name for name in places if name in OPTIONS])
