@@ -111,7 +111,7 @@ def own(call: Call, seed: Any) -> Own | None:
             pairs = zip(placements, cut, strict=True)
             grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
-            if local.grad_fn is not None and not is_compiling():
+            if not is_compiling() and local.grad_fn is not None:
                 # Else autograd copies a gradient to the layout of x, for which torch 2.10 gathers that of all ranks.
                 local.register_hook(functools.partial(_laid_out, order(local)))
         for dim in DIMS[name]:
