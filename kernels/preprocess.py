@@ -6,17 +6,52 @@ import triton.language as tl
 from .vocabulary import kept, scores, softmax, span, tiles
 
 
+@triton.jit
+def _terms(x):
+    """Three numbers of 8 bits each whose sum is x."""
+    first = x.to(tl.bfloat16).to(tl.float32)
+    rest = tl.where(x == first, 0.0, x - first)  # of what is infinite, nothing
+    second = rest.to(tl.bfloat16).to(tl.float32)
+    return first, second, rest - second
+
+
+@triton.jit
+def _store_terms(m, rows, n, x):
+    """Write the `_terms` of x, and zeros, into a matrix of 16 columns."""
+    first, second, third = _terms(x)
+    r, c = rows[:, None], tl.arange(0, 16)[None, :]
+    zero = tl.zeros([rows.shape[0], 16], tl.float32)
+    tile = tl.where(c == 0, first[:, None], tl.where(c == 1, second[:, None], tl.where(c == 2, third[:, None], zero)))
+    tl.store(tiles.pointers(m, r, c), tile.to(tl.bfloat16), mask=r < n)
+
+
+@triton.jit
+def _store_added(Rows, plane, rows, n, row, delta, scale):
+    """Rows as products add them to scores and to dp, (B, 3 Hq, Sq, 16), `_terms` in each row."""
+    # Where nothing was seen, a number as large as any, but of which 0 times makes 0.
+    log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
+    _store_terms(_head_table(Rows, plane, 0, n), rows, n, -row.pivot)
+    _store_terms(_head_table(Rows, plane, 1, n), rows, n, log2_sum)
+    _store_terms(_head_table(Rows, plane, 2, n), rows, n, -delta)
+
+
+@triton.jit
+def _head_table(Rows, plane, which: tl.constexpr, n):
+    """One of the three (n, 16) of a head."""
+    return tiles.View(Rows + (tl.cast(plane.index, tl.int64) * 3 + which) * n * 16, (16, 1))
+
+
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
     Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns,
-    heads, q_len, k_len, pitch,
+    heads, q_len, k_len, pitch, scale,
     D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
     They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows, and the fourth is
-    the number of the row, an int32.
+    the number of the row, an int32. Where Rows is of bfloat16, it is what `_store_added` writes.
     Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
@@ -26,8 +61,13 @@ def preprocess(
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
-        zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
-        tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
+        if UNIT is None:
+            zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
+            tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
+        else:
+            tl.static_assert(BLOCK_M % UNIT == 0)
+            zeros = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+            tiles.store(tiles.matrix(GradQ, plane), rows, tl.cdiv(q_len, UNIT) * UNIT, zeros, WIDTH)
     if Turns is not None:
         counters, none = tiles.table(Turns + 1, plane, q_len, 2), tl.zeros([BLOCK_M], tl.int32)
         tiles.store_column(counters, rows, q_len, 0, none)
@@ -62,20 +102,43 @@ def preprocess(
                 dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
-    if pitch is None:
-        table = tiles.table(Rows, plane, q_len, 4)
+    if Rows.dtype.element_ty == tl.bfloat16:
+        _store_added(Rows, plane, rows, q_len, row, delta, scale)
     else:
-        table = tiles.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
-    tiles.store_column(table, rows, q_len, 0, row.pivot)
-    tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
-    tiles.store_column(table, rows, q_len, 2, delta)
-    tiles.store_column(table, rows, q_len, 3, dlse if pitch is None else rows.to(tl.float32, bitcast=True))
+        if pitch is None:
+            table = tiles.table(Rows, plane, q_len, 4)
+        else:
+            table = tiles.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
+        tiles.store_column(table, rows, q_len, 0, row.pivot)
+        tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
+        tiles.store_column(table, rows, q_len, 2, delta)
+        tiles.store_column(table, rows, q_len, 3, dlse if pitch is None else rows.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, columns] of a matrix from a row on, where the `lines` of the backwards for Hopper lie in it."""
+    line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
+    at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
+    total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
+    parts = total.reshape([ROWS // UNIT, WIDTH // 8, UNIT // 16, 4, 2, 4, 2, 2])
+    return parts.trans(0, 2, 6, 3, 4, 1, 5, 7).reshape([ROWS, WIDTH])
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
-def postprocess(Sums, GradQ, heads, q_len, score, D: tl.constexpr, BLOCK_M: tl.constexpr):
+def postprocess(
+    Sums, GradQ, heads, q_len, score,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """GradQ (B, Hq, Sq, D), from what `dkdv` added up in Sums, another such View or the same."""
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    total = tiles.load(tiles.matrix(Sums, plane), rows, rows < q_len, D)
-    tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)
+    if UNIT is None:
+        total = tiles.load(tiles.matrix(Sums, plane), rows, rows < q_len, D)
+        tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)
+    else:
+        padded = tl.cdiv(q_len, UNIT) * UNIT
+        total = _ordered(tiles.matrix(Sums, plane), block * BLOCK_M, padded, BLOCK_M, UNIT, WIDTH)
+        m, r, c = tiles.matrix(GradQ, plane), rows[:, None], tl.arange(0, WIDTH)[None, :]
+        total = scores.grad(score, total).to(GradQ.base.dtype.element_ty)
+        tl.store(tiles.pointers(m, r, c), total, mask=(r < q_len) & (c < D))

@@ -118,13 +118,17 @@ def _totals(sums, offsets, batch):
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, along):
+def _together(p, taken):
+    """The rows and columns of `hopper.unit`, as `preprocess` and `postprocess` have them."""
+    return dict(zip(("UNIT", "WIDTH"), (None, None) if taken is None else hopper.unit(p.call, taken), strict=True))
+
+
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, taken):
     """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums and turns, if any.
 
-    along: whether each of the four numbers of a row lies beside those of its neighbours, not beside its others.
+    taken: the form of the backward for Hopper that reads them, or None.
     """
-    pitch = cdiv(p.length, 4) * 4 if along else None  # the copy engine reads 16 bytes at a time
-    made = p.table(stats, 4) if pitch is None else stats.new_empty((p.batches, p.heads, 4, pitch))
+    made, pitch = (p.table(stats, 4), None) if taken is None else hopper.new_rows(p.call, stats, taken)
     names = "GradOut", "GradWeights", "heads", "q_len", "D", "DV", "PRECISION"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),
@@ -134,6 +138,8 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, along):
         COLUMNS=stats.shape[3],
         Rows=made,
         pitch=pitch,
+        scale=None if taken is None else arguments.scored(p.call).softmax_scale,
+        **_together(p, taken),
         GradQ=arguments.of(query_sums),
         Turns=turns,
         k_len=p.keys,
@@ -173,10 +179,10 @@ def _dkdv(name, p, query_sums, grads):
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
-def _on_hopper(name, p, query_sums, turns, grads):
+def _on_hopper(name, p, query_sums, turns, grads, taken):
     """The gradients of keys and values, and what dq is the sum of, by a kernel for Hopper."""
     call, device = p.call, run.device_of(p.call.query)
-    taken, rows = run.form_on_hopper(name, call), p.launched["Rows"]
+    rows = p.launched["Rows"]
     launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, turns, grads[1:3], taken)
     registers, *_ = tiles.REGISTERS[2]
     with run.surroundings(device):
@@ -184,10 +190,11 @@ def _on_hopper(name, p, query_sums, turns, grads):
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=registers)
 
 
-def _postprocess(p, query_sums, grad_query):
+def _postprocess(p, query_sums, grad_query, taken):
     """The gradient of queries, from what was summed in one pass."""
     launched = {name: p.launched[name] for name in ("heads", "q_len", "score", "D")}
     launched |= dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query))
+    launched |= _together(p, taken)
     run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched)
 
 
@@ -247,10 +254,13 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
     query_sums, special = None, next((name for name in names if name in tiles.ON_HOPPER), None)
-    if "postprocess" in names:
+    taken = None if special is None else run.form_on_hopper(special, call)
+    if special:
+        query_sums = hopper.new_sums(call, stats, taken)
+    elif "postprocess" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
         width = call.query.shape[3]
-        bulk = special or any(tile.bulk for tile in run.candidates("one_pass", call))
+        bulk = any(tile.bulk for tile in run.candidates("one_pass", call))
         alike = grad_query.dtype == stats.dtype and not bulk
         query_sums = grad_query if alike else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
@@ -258,7 +268,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
     turns = hopper.new_turns(call) if special == "hopper_ordered" else None
     given = None if grad_weights is None else weights
-    launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns, special is not None)
+    launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns, taken)
     partial = 1 if call.partial else None
     of_rows = Grads(None, None, of_scores, *by_row, partial)
     grad_key, grad_value = map(arguments.of, (grad_key, grad_value))
@@ -266,11 +276,11 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     if "dq" in names:
         _dq(p, grad_query, of_rows)
     if special:
-        _on_hopper(special, p, query_sums, turns, grads)
+        _on_hopper(special, p, query_sums, turns, grads, taken)
     elif "dkdv" in names or "one_pass" in names:
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
     if query_sums is not None:
-        _postprocess(p, query_sums, grad_query)
+        _postprocess(p, query_sums, grad_query, taken)
     if "dbias" in names:
         _dbias(p, grad_bias)
     _add_up(p, of_rows, grad_bias, grad_slopes, grad_sinks)

@@ -146,6 +146,40 @@ def reachable(*tensors: Tensor) -> bool:
     return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
 
 
+def _widths(call: Call, taken: Backward) -> tuple[int, int]:
+    """Columns of tiles of keys, and of values.
+
+    For dq a warpgroup multiplies half of the columns of keys, with heads of up to 64 all of them by half of the rows.
+    """
+    width_k, width_v = (width.fn(x.shape[3]) for x in (call.key, call.value))
+    return (width_k if _by_rows(call) else max(width_k, 128)), max(width_v, 128 if taken.shared else 16)
+
+
+def _by_rows(call):
+    """Whether a warpgroup has half of the rows of dq, not half of its columns."""
+    return tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
+
+
+def unit(call: Call, taken: Backward) -> tuple[int, int]:
+    """Rows and columns of dq whose sums lie together, in an order of their own."""
+    return taken.rows // 2 if _by_rows(call) else taken.rows, _widths(call, taken)[0]
+
+
+def new_rows(call: Call, stats: Tensor, taken: Backward) -> tuple[Tensor, int | None]:
+    """What `preprocess` is to write the numbers of rows to, and its pitch."""
+    batch, heads, length, _ = call.query.shape
+    if not taken.shared:
+        return stats.new_empty((batch, 3 * heads, length, 16), dtype=torch.bfloat16), None
+    pitch = cdiv(length, 4) * 4  # the copy engine reads 16 bytes at a time
+    return stats.new_empty((batch, heads, 4, pitch)), pitch
+
+
+def new_sums(call: Call, stats: Tensor, taken: Backward) -> Tensor:
+    """What dq is added up in."""
+    (batch, heads, length, _), (rows, columns) = call.query.shape, unit(call, taken)
+    return stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
+
+
 def new_turns(call: Call) -> Tensor:
     """What programs count with who has added to dq: `preprocess` has them begin."""
     return call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
@@ -166,21 +200,20 @@ def backward_arguments(
     """
     each = tiles.WARPGROUP_ROWS
     _, registers, fewer = tiles.REGISTERS[2]
-    by_rows = tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
-    # For dq a warpgroup multiplies half of the columns of keys, with heads of up to 64 all of them by half of the rows.
-    width_k = max(width.fn(call.key.shape[3]), 16 if by_rows else 128)
-    width_v = max(width.fn(call.value.shape[3]), 128 if taken.shared else 16)
+    width_k, width_v = _widths(call, taken)
+    at_once = 32 if taken.shared else width_k if _by_rows(call) else width_k // 2  # columns of dq
+    lines = sums.view(*sums.shape[:2], -1, 32)
     if taken.shared:
-        added = taken.rows, 32
+        numbers = descriptor(rows[..., : call.query.shape[2]], 4, taken.rows)
     else:
-        added = (taken.rows // 2, width_k) if by_rows else (taken.rows, width_k // 2)
+        numbers = descriptor(rows, taken.rows)
     return dict(
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
         GradOut=descriptor(grad_out, taken.rows, width_v),
-        Rows=descriptor(rows[..., : call.query.shape[2]], 4, taken.rows),
-        Sums=descriptor(sums, *added),
+        Rows=numbers,
+        Sums=descriptor(lines, unit(call, taken)[0] // 2 * at_once // 16),
         **({} if taken.shared else dict(Turns=turns)),
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),

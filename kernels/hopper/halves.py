@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..vocabulary import softmax, span
 from . import ring
-from .steps import WARPS, across, extent, following, hide, leave, row
+from .steps import WARPS, begin_dp, begin_scores, cover, extent, following, leave, lines, ones
 
 
 @gluon.jit
@@ -27,27 +27,25 @@ def _half(tile, number: gl.constexpr):
 
 
 @gluon.jit
-def _product(a, rows, zero):
-    """Keys or values, times rows of q or of the gradient of the output, begun: [keys, rows]."""
-    return warpgroup_mma(a, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
+def _columns(tile, number: gl.constexpr):
+    """Half of the rows of a tile in shared memory, as columns of a right operand."""
+    return _half(tile, number).permute((1, 0))
 
 
 @gluon.jit
-def _weights(s, shared, step, half: gl.constexpr, masked, earliest, band, scale):
-    """p, from the scores of half of a step."""
-    LAYOUT: gl.constexpr = s.type.layout
-    p = softmax.weights(s, row(shared.rows, step, LAYOUT, half, 2), scale)
+def _weights(s, first, masked, earliest, band, scale):
+    """p, from what `begin_scores` gives of rows from `first` on."""
+    p = softmax.powers(s, scale)
     if masked:
-        p = hide(p, shared.rows, step, earliest, band, half, 2)
+        p = cover(p, first, earliest, band)
     return p
 
 
 @gluon.jit
-def _differ(p, dp, shared, step, half: gl.constexpr, tile):
+def _differ(p, dp, half: gl.constexpr, tile):
     """ds of half of a step, which it leaves in its columns of a tile [keys, rows]."""
     ROWS: gl.constexpr = dp.shape[1]
-    LAYOUT: gl.constexpr = dp.type.layout
-    ds = (p * (dp - across(shared.rows, step, 2, LAYOUT, half, 2))).to(tile.dtype)
+    ds = (p * dp).to(tile.dtype)
     tile.slice(half * ROWS, ROWS, dim=1).store(ds)
     return ds
 
@@ -80,44 +78,47 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     k, v = ring.tile(shared.k, g).load(OF_S), ring.at(shared.v, g).load(OF_S)
+    one = ones(ring.tile(shared.k, g), band.keys < 0, OF_S)
     ring.wait(shared.q, 0, pred=steps > 0)
-    s0 = _product(k, _half(ring.tile(shared.q, 0), 0), zero)
+    s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), one, shared.rows, 0, zero, 0, 2)
     s0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         masked = (block < full) | (block >= full_end)
+        row = block * BLOCK_M
         both = step % 2 * GROUPS
-        dp0 = _product(v, _half(do, 0), zero)
-        s1 = _product(k, _half(q, 1), zero)
-        p0 = _weights(s0, shared, step, 0, masked, earliest, band, scale)
+        dp0 = begin_dp(v, _columns(do, 0), one, shared.rows, step, zero, 0, 2)
+        s1 = begin_scores(k, _columns(q, 1), one, shared.rows, step, zero, 1, 2)
+        p0 = _weights(s0, row, masked, earliest, band, scale)
         w0 = gl.convert_layout(p0.to(dtype), OF_DV)
         dv = warpgroup_mma(w0, _half(do, 0), dv, is_async=True)
-        dp0 = warpgroup_mma_wait(num_outstanding=2, deps=(dp0,))
-        ds0 = gl.convert_layout(_differ(p0, dp0, shared, step, 0, shared.ds.index(both + g)), OF_DK)
-        dp1 = _product(v, _half(do, 1), zero)
+        dp0 = warpgroup_mma_wait(num_outstanding=4, deps=(dp0,))
+        ds0 = gl.convert_layout(_differ(p0, dp0, 0, shared.ds.index(both + g)), OF_DK)
+        dp1 = begin_dp(v, _columns(do, 1), one, shared.rows, step, zero, 1, 2)
         dk = warpgroup_mma(ds0, _half(q, 0), dk, is_async=True)
-        s1, dv, w0 = warpgroup_mma_wait(num_outstanding=2, deps=(s1, dv, w0))
-        p1 = _weights(s1, shared, step, 1, masked, earliest, band, scale)
+        s1, dv, w0 = warpgroup_mma_wait(num_outstanding=3, deps=(s1, dv, w0))
+        p1 = _weights(s1, row + ROWS, masked, earliest, band, scale)
         w1 = gl.convert_layout(p1.to(dtype), OF_DV)
         dv = warpgroup_mma(w1, _half(do, 1), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
-        ds1 = _differ(p1, dp1, shared, step, 1, shared.ds.index(both + g))
+        ds1 = _differ(p1, dp1, 1, shared.ds.index(both + g))
         fence_async_shared()
         mbarrier.arrive(shared.met, count=1)
         ds1 = gl.convert_layout(ds1, OF_DK)
         dk = warpgroup_mma(ds1, _half(q, 1), dk, is_async=True)
         # Of the last block, what lies there, which nobody reads.
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
-        next_s = _product(k, _half(ring.tile(shared.q, step + 1), 0), zero)
+        next_q = _columns(ring.tile(shared.q, step + 1), 0)
+        next_s = begin_scores(k, next_q, one, shared.rows, step + 1, zero, 0, 2)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
         for other in gl.static_range(GROUPS):
             of_rows = _half(shared.ds.index(both + other).permute((1, 0)), g)
             dq = warpgroup_mma(of_rows, ring.tile(shared.k, other + none), dq, use_acc=other > 0, is_async=True)
-        dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w1, dk, ds1))
+        dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dv, w1, dk, ds1))
         ring.release(shared.q, step)
         dq, s0 = warpgroup_mma_wait(num_outstanding=0, deps=(dq, next_s))
-        ring.put(shared.dq, step * GROUPS + g, dq)
+        ring.put(shared.dq, step * GROUPS + g, lines(dq))
         block, member = following(block, member, begin, end, GROUP)
     leave(g, shared, dk * scale, dv, steps)

@@ -2,10 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from ..vocabulary import softmax, span
 from . import ring
+from .copies import async_load
 
 WARPS = gl.constexpr(4)  # of a warpgroup
 
@@ -25,6 +26,80 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
     else:
         wrap = block + 1 == end
         return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
+
+
+NUMBERS = gl.constexpr(3)  # tables of a head: what is added to scores, twice, and to dp
+
+
+@gluon.jit
+def ones(tile, never, LAYOUT: gl.constexpr):
+    """A left operand, [rows of a tile, 16], that adds up the three columns of a table.
+
+    never is false, which no compiler knows: constants it would put into other registers for each product.
+    """
+    some = tile.slice(0, 16, dim=1).load(LAYOUT).to(gl.float32)
+    column = gl.zeros(some.shape, gl.int32, LAYOUT) + gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.where((some > 0) & never, some, (column < 3).to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def copy_numbers(ring_of_q, rows, step, Rows, plane, row):
+    """Begin to copy the tables of the rows of a block, with q."""
+    STAGES: gl.constexpr = ring_of_q.tiles.shape[0]
+    for which in gl.static_range(NUMBERS):
+        place = [plane.batch, plane.head * NUMBERS + which, row, 0]
+        tile = rows.index(step % STAGES * NUMBERS + which)
+        async_load(Rows, place, ring_of_q.ready.index(step % STAGES), tile)
+
+
+@gluon.jit
+def numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """[16, rows]: of each row three numbers, whose sum one table adds; of one part of the rows."""
+    STAGES: gl.constexpr = rows.shape[0] // NUMBERS
+    COUNT: gl.constexpr = rows.shape[3] // PARTS
+    tile = rows.index(step % STAGES * NUMBERS + which).reshape([rows.shape[3], 16])
+    return tile.slice(part * COUNT, COUNT, dim=0).permute((1, 0))
+
+
+@gluon.jit
+def begin_scores(k, q, one, rows, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """Scores, [keys, rows], less the pivots of their rows, and what makes them exponents of weights, begun.
+
+    The pivot goes first, alone: where scores are large, their sum with the logarithm would lose it.
+    """
+    s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(one, numbers(rows, step, 0, part, PARTS), s, is_async=True)
+    return warpgroup_mma(one, numbers(rows, step, 1, part, PARTS), s, is_async=True)
+
+
+@gluon.jit
+def begin_dp(v, do, one, rows, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """What ds divided by p is, dp - delta, [keys, rows], begun."""
+    dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(one, numbers(rows, step, 2, part, PARTS), dp, is_async=True)
+
+
+@gluon.jit
+def cover(p, first, earliest, band):
+    """p, [keys, rows from `first` on], 0 where the band hides a key; earliest is, for each, `span.first_to_see`."""
+    r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
+    # What has an effect: what has none would be computed in each step, without a branch.
+    r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
+    seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
+    return gl.where(seen, p, 0.0)
+
+
+@gluon.jit
+def lines(dq):
+    """[rows, columns] of dq in another order, [lines, 32]: what a thread has of 8 columns lies side by side.
+
+    So it is stored 16 bytes at a time, from registers as they are, and no two threads in one bank. A line has 8 columns
+    of 4 rows: two neighbours, and those 8 below. `_ordered` of `preprocess` has the way back.
+    """
+    ROWS: gl.constexpr = dq.shape[0]
+    EIGHTS: gl.constexpr = dq.shape[1] // 8
+    parts = dq.reshape([ROWS // 16, 2, 4, 2, EIGHTS, 4, 2]).permute((4, 0, 2, 3, 5, 1, 6))
+    return parts.reshape([EIGHTS * ROWS // 4, 32])
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from ..vocabulary import softmax, span
 from . import ring
 from .backward import Results
 from .copies import async_add, async_store
-from .steps import WARPS, across, extent, following, hide, row
+from .steps import WARPS, across, extent, following, hide, lines, row
 
 
 class Shared(NamedTuple):
@@ -68,8 +68,8 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     """A warp that adds to dq what a warpgroup has for it, and stores the gradients of keys, or of values."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    PART: gl.constexpr = shared.dq[g].tiles.shape[4]
-    PARTS: gl.constexpr = shared.k.tiles.shape[4] // (2 * PART)
+    LINES: gl.constexpr = shared.dq[g].tiles.shape[3]
+    PARTS: gl.constexpr = shared.k.tiles.shape[4] // LINES  # of half of the columns
     TILES: gl.constexpr = shared.dq[g].tiles.shape[0]
     dq = shared.dq[g]
     begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
@@ -77,7 +77,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         for part in gl.static_range(PARTS):
-            place = [plane.batch, plane.head, block * BLOCK_M, (g * PARTS + part) * PART]
+            place = [plane.batch, plane.head, ((block * 2 + g) * PARTS + part) * LINES, 0]
             use = step * PARTS + part
             ring.wait(dq, use)
             async_add(results.Sums, place, dq.tiles.index(use % TILES))
@@ -122,11 +122,10 @@ def _half(tile, g: gl.constexpr):
 def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
     """Wait for dk, and give the warp that adds it what ds give to the columns of dq that a warpgroup has."""
     BLOCK_M: gl.constexpr = ds.shape[1]
-    PART: gl.constexpr = shared.dq[g].tiles.shape[4]
-    TWO: gl.constexpr = 2 * PART  # a product that is as narrow as a tile reads ds twice as often
+    LINES: gl.constexpr = shared.dq[g].tiles.shape[3]
+    TWO: gl.constexpr = LINES  # a product that is as narrow as a tile reads ds twice as often
     PAIRS: gl.constexpr = k.shape[1] // (2 * TWO)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TWO, 16])
-    ONE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     zero = gl.zeros([BLOCK_M, TWO], gl.float32, LAYOUT)
     dq = ()
     for pair in gl.static_range(PAIRS):
@@ -136,9 +135,9 @@ def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
     ring.release(shared.q, step)  # the next q but one is long in coming
     found = warpgroup_mma_wait(num_outstanding=0, deps=(dk,) + dq)
     for pair in gl.static_range(PAIRS):
-        one, other = gl.split(found[pair + 1].reshape([BLOCK_M, 2, PART]).permute((0, 2, 1)))
-        ring.put(shared.dq[g], (step * PAIRS + pair) * 2, gl.convert_layout(one, ONE))
-        ring.put(shared.dq[g], (step * PAIRS + pair) * 2 + 1, gl.convert_layout(other, ONE))
+        one, other = gl.split(lines(found[pair + 1]).reshape([2, LINES, 32]).permute((1, 2, 0)))
+        ring.put(shared.dq[g], (step * PAIRS + pair) * 2, one)
+        ring.put(shared.dq[g], (step * PAIRS + pair) * 2 + 1, other)
     return found[0]
 
 

@@ -108,3 +108,9 @@ def row(row_max, log2_sum):
 def weights(s, row, scale):
     """The weights again, from scores and their rows, which come already broadcast. Rows that saw nothing weigh 0."""
     return tl.math.exp2(_log2(s - row.pivot, scale) + row.neg_log2_sum)
+
+
+@triton.jit
+def powers(s, scale):
+    """The weights again, from scores less the pivots of their rows that hold the logarithm of the sum as well."""
+    return tl.math.exp2(_log2(s, scale))

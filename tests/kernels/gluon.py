@@ -71,9 +71,7 @@ class Memory:
         return self._view(self.array[tuple(places)])
 
     def load(self, layout):
-        read = tensor(self.array.copy(), self.dtype)
-        read.as_read = True
-        return read
+        return tensor(self.array.copy(), self.dtype)
 
     def store(self, value):
         assert value.dtype == self.dtype
@@ -176,6 +174,7 @@ class Emulator:
             }
             scope = dict(vars(module)) | self._language() | dict(tl=tl)
             scope |= {name: made[name] for name in scope if name in made}
+            scope |= {name: value.value for name, value in scope.items() if isinstance(value, tl.constexpr)}
             for name, function in names.items():
                 home = function.__module__.split(".")[-1]
                 if home in made:
@@ -300,13 +299,17 @@ class Emulator:
             self.machine.wait(late=True)
             while len(local.products) > num_outstanding:
                 product = local.products.pop(0)
-                # Keys and values, multiplied as they were read, are so in each step, and given up after the loop.
-                lives = isinstance(product.a, Memory) or hasattr(product.a, "as_read")
-                assert lives or any(x is product.a for x in deps), "registers given up too soon"
+                # Others, keys that were read once or ones, are multiplied in each step, and given up after the loop.
+                of_a_step = hasattr(product.a, "made")
+                assert not of_a_step or any(x is product.a for x in deps), "registers given up too soon"
                 product.compute()
             found = [x.value if isinstance(x, Product) else x for x in deps]
             assert all(x is not None for x in found), "a product that was not waited for"
             return found[0] if len(found) == 1 else tuple(found)
+
+        def convert_layout(x, layout):
+            x.made = True
+            return x
 
         def without_layout(function):
             return lambda *arguments, layout=None: function(*arguments)
@@ -314,6 +317,7 @@ class Emulator:
         gl = types.SimpleNamespace(
             constexpr=tl.constexpr,
             float32=tl.float32,
+            bfloat16=tl.bfloat16,
             int32=tl.int32,
             uint32=tl.uint32,
             int64=tl.int64,
@@ -326,7 +330,7 @@ class Emulator:
             arange=without_layout(lambda *x: tl.arange(*x)),
             zeros=lambda shape, dtype, layout: tl.zeros(shape, dtype),
             full=lambda shape, value, dtype, layout: tl.full(shape, value, dtype),
-            convert_layout=lambda x, layout: x,
+            convert_layout=convert_layout,
             where=lambda *x: tl.where(*x),
             maximum=lambda *x: tl.maximum(*x),
             max=lambda x, axis: tl.max(x, axis),

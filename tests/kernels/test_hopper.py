@@ -49,7 +49,7 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
     A backward that the kernel does not take is interpreted.
 
     Args:
-        module: of the forward. other: {name: module} to take for one of those of the backwards.
+        module: of the forward. way_back: of a backward; with heads of up to 64 it has twice the rows. other: {name: module} to take for one of those of the backwards.
     """
     way, steps_of, halves_of, wide_of = (
         other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, wide)
@@ -63,6 +63,9 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
     small = {name: way_back._replace(shared=shared) for name, shared in tiles.BACKWARDS.items()} | dict(hopper=taken)
     of_small = {name: dict.fromkeys(rows, (small[name],)) for name, rows in tiles.ON_HOPPER.items()}
+    for name, shared in tiles.BACKWARDS.items():
+        if not shared:
+            of_small[name][64] = (small[name]._replace(rows=2 * way_back.rows),)
     monkeypatch.setattr(tiles, "ON_HOPPER", of_small)
     monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 
