@@ -162,14 +162,14 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, one, shared.rows, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    p = softmax.powers(s, scale)
+    if (block < full) | (block >= full_end):
+        p = cover(p, block * BLOCK_M, earliest, band)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = begin_dp(v, do.permute((1, 0)), one, shared.rows, step, zero)
-        p = softmax.powers(s, scale)
-        if (block < full) | (block >= full_end):
-            p = cover(p, block * BLOCK_M, earliest, band)
         w = gl.convert_layout(p.to(dtype), OF_DV)
         dv = warpgroup_mma(w, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
@@ -180,22 +180,26 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         ds = gl.convert_layout(ds, OF_DK)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         mbarrier.arrive(shared.met, count=1)
+        # Of the last block, what lies there, which nobody reads.
+        ring.wait(shared.q, step + 1, pred=step + 1 < steps)
+        next_q = ring.tile(shared.q, step + 1).permute((1, 0))
+        dv, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv, w))  # to have the registers of w
+        next_s = begin_scores(k, next_q, one, shared.rows, step + 1, zero)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
         for other in gl.static_range(GROUPS):
             of_rows = shared.ds.index(both + other).permute((1, 0))
             columns = ring.tile(shared.k, other + none).slice(g * PART, PART, dim=1)
             dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
-        # Of the last block, what lies there, which nobody reads.
-        ring.wait(shared.q, step + 1, pred=step + 1 < steps)
-        next_q = ring.tile(shared.q, step + 1).permute((1, 0))
-        dv, w = warpgroup_mma_wait(num_outstanding=1 + GROUPS, deps=(dv, w))  # to have the registers of w
-        next_s = begin_scores(k, next_q, one, shared.rows, step + 1, zero)
-        dk, ds, dq = warpgroup_mma_wait(num_outstanding=3, deps=(dk, ds, dq))
+        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, ds))
         ring.release(shared.q, step)
-        ring.put(shared.dq, step * GROUPS + g, lines(dq))
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(next_s,))
+        s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
         block, member = following(block, member, begin, end, GROUP)
+        p = softmax.powers(s, scale)
+        if (block < full) | (block >= full_end):
+            p = cover(p, block * BLOCK_M, earliest, band)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        ring.put(shared.dq, step * GROUPS + g, lines(dq))
     leave(g, shared, dk * scale, dv, steps)
 
 
