@@ -51,6 +51,7 @@ class Shared(NamedTuple):
     rows: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: ring.Ring
+    one: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
 
@@ -142,7 +143,6 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    OF_S: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
     OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -158,7 +158,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     ring.wait(shared.q, 0, pred=steps > 0)
-    one = ones(ring.tile(shared.k, g), band.keys < 0, OF_S)
+    one = shared.one
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, one, shared.rows, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -249,8 +249,8 @@ def backward(
     gl.static_assert(STAGES >= 2, "the next q is waited for before q is given back")
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
+    shared, results = Shared(k, v, q, do, rows, ds, dq, ones(KEYS), met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
-    shared, results = Shared(k, v, q, do, rows, ds, dq, met, out), Results(Sums, GradK, GradV, Turns)
     first = block * 2 * KEYS
     gl.warp_specialize(
         [

@@ -78,7 +78,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     k, v = ring.tile(shared.k, g).load(OF_S), ring.at(shared.v, g).load(OF_S)
-    one = ones(ring.tile(shared.k, g), band.keys < 0, OF_S)
+    one = shared.one
     ring.wait(shared.q, 0, pred=steps > 0)
     s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), one, shared.rows, 0, zero, 0, 2)
     dp0 = begin_dp(v, _columns(ring.at(shared.do, 0), 0), one, shared.rows, 0, zero, 0, 2)

@@ -63,6 +63,18 @@ def put(ring, step, value):
 
 
 @gluon.jit
+def put_two(ring, step, one, other):
+    """`put` the tiles of a step and of the next, with one fence."""
+    claim(ring, step)
+    tile(ring, step).store(one)
+    claim(ring, step + 1)
+    tile(ring, step + 1).store(other)
+    fence_async_shared()
+    publish(ring, step)
+    publish(ring, step + 1)
+
+
+@gluon.jit
 def reserve(ring, step, nbytes: gl.constexpr):
     """`claim` a tile, and expect so many bytes: its own, and of tiles that come with it."""
     TILES: gl.constexpr = ring.tiles.shape[0]

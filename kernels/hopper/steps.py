@@ -32,14 +32,19 @@ NUMBERS = gl.constexpr(3)  # tables of a head: what is added to scores, twice, a
 
 
 @gluon.jit
-def ones(tile, never, LAYOUT: gl.constexpr):
-    """A left operand, [rows of a tile, 16], that adds up the three columns of a table.
+def ones(KEYS: gl.constexpr):
+    """A left operand in shared memory, [keys, 16], that adds up the three columns of a table: the others are zeros.
 
-    never is false, which no compiler knows: constants it would put into other registers for each product.
+    In registers it would be four that most kernels have not, or be copied there for each product, as Triton 3.9 does.
     """
-    some = tile.slice(0, 16, dim=1).load(LAYOUT).to(gl.float32)
-    column = gl.zeros(some.shape, gl.int32, LAYOUT) + gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.where((some > 0) & never, some, (column < 3).to(gl.float32)).to(gl.bfloat16)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 16], gl.bfloat16)
+    return gl.allocate_shared_memory(gl.bfloat16, [KEYS, 16], LAYOUT, _one(KEYS))
+
+
+@gluon.jit
+def _one(KEYS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+    return gl.full([KEYS, 16], 1.0, gl.bfloat16, LAYOUT)
 
 
 @gluon.jit

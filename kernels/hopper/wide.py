@@ -119,26 +119,33 @@ def _half(tile, g: gl.constexpr):
 
 
 @gluon.jit
-def _give_dq(g: gl.constexpr, shared, step, ds, k, dk):
-    """Wait for dk, and give the warp that adds it what ds give to the columns of dq that a warpgroup has."""
+def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
+    """dk, which is waited for, and the last columns of what ds give to the half of dq that a warpgroup has.
+
+    The others are given to the warp that adds them.
+    """
     BLOCK_M: gl.constexpr = ds.shape[1]
-    LINES: gl.constexpr = shared.dq[g].tiles.shape[3]
-    TWO: gl.constexpr = LINES  # a product that is as narrow as a tile reads ds twice as often
-    PAIRS: gl.constexpr = k.shape[1] // (2 * TWO)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TWO, 16])
-    zero = gl.zeros([BLOCK_M, TWO], gl.float32, LAYOUT)
+    COLUMNS: gl.constexpr = shared.dq[g].tiles.shape[3]  # two tiles': as narrow as one it would read ds twice as often
+    PRODUCTS: gl.constexpr = k.shape[1] // (2 * COLUMNS)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+    zero = gl.zeros([BLOCK_M, COLUMNS], gl.float32, LAYOUT)
     dq = ()
-    for pair in gl.static_range(PAIRS):
-        columns = _half(k, g).slice(pair * TWO, TWO, dim=1)
+    for i in gl.static_range(PRODUCTS):
+        columns = _half(k, g).slice(i * COLUMNS, COLUMNS, dim=1)
         dq = dq + (warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True),)
-    dk = warpgroup_mma_wait(num_outstanding=PAIRS, deps=(dk,))
+    dk = warpgroup_mma_wait(num_outstanding=PRODUCTS, deps=(dk,))
     ring.release(shared.q, step)  # the next q but one is long in coming
-    found = warpgroup_mma_wait(num_outstanding=0, deps=(dk,) + dq)
-    for pair in gl.static_range(PAIRS):
-        one, other = gl.split(lines(found[pair + 1]).reshape([2, LINES, 32]).permute((1, 2, 0)))
-        ring.put(shared.dq[g], (step * PAIRS + pair) * 2, one)
-        ring.put(shared.dq[g], (step * PAIRS + pair) * 2 + 1, other)
-    return found[0]
+    for i in gl.static_range(PRODUCTS - 1):
+        _give_columns(g, shared, step, i, PRODUCTS, warpgroup_mma_wait(PRODUCTS - 1 - i, deps=(dq[i],)))
+    return dk, warpgroup_mma_wait(num_outstanding=0, deps=(dq[PRODUCTS - 1],))
+
+
+@gluon.jit
+def _give_columns(g: gl.constexpr, shared, step, i: gl.constexpr, PRODUCTS: gl.constexpr, dq):
+    """Give the warp that adds it one product of dq, two tiles."""
+    LINES: gl.constexpr = shared.dq[g].tiles.shape[3]
+    one, other = gl.split(lines(dq).reshape([2, LINES, 32]).permute((1, 2, 0)))
+    ring.put_two(shared.dq[g], (step * PRODUCTS + i) * 2, one, other)
 
 
 @gluon.jit
@@ -163,6 +170,8 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
+    COLUMNS: gl.constexpr = shared.dq[0].tiles.shape[3]
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = span.first_to_see(band, cols[:, None])
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
@@ -180,10 +189,14 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.put(shared.p, 0, _weights(s, shared, 0, block, earliest, full, full_end, band, scale))
         ring.release(shared.rows, 0)
+    PRODUCTS: gl.constexpr = WIDTH // COLUMNS
+    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, Q_LAYOUT)
     for step in range(steps):
         none = (block < begin).to(gl.int32)
         ring.wait(shared.do, step)
         dv = warpgroup_mma(_at(shared.p, none), _half(_at(shared.do, none), 0), dv, is_async=True)
+        if step > 0:
+            _give_columns(0, shared, step - 1, PRODUCTS - 1, PRODUCTS, dq)
         ahead = gl.minimum(step + 1, steps - 1)  # once more after the last step: of that nobody reads p
         ring.wait(shared.q, ahead)
         k = _at(shared.k, none)
@@ -199,8 +212,10 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         p = _weights(s, shared, ahead, block, earliest, full, full_end, band, scale)
         ring.put(shared.p, step + 1, p)
         ring.release(shared.rows, ahead)
-        dk = _give_dq(0, shared, step, ds, k, dk)
+        dk, dq = _multiply_dq(0, shared, step, ds, k, dk)
         ring.release(shared.ds, step)
+    if steps > 0:
+        _give_columns(0, shared, steps - 1, PRODUCTS - 1, PRODUCTS, dq)
     _finish(0, shared, dk, dv, scale)
 
 
@@ -214,16 +229,23 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
+    COLUMNS: gl.constexpr = shared.dq[0].tiles.shape[3]
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
     ring.wait(shared.k, 0)
     k, v = ring.tile(shared.k, 0), ring.at(shared.v, 0)
-    for step in range((end - begin) * GROUP):
+    PRODUCTS: gl.constexpr = WIDTH // COLUMNS
+    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, Q_LAYOUT)
+    steps = (end - begin) * GROUP
+    for step in range(steps):
         ring.wait(shared.do, step)
         do = ring.tile(shared.do, step)
         dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if step > 0:
+            _give_columns(1, shared, step - 1, PRODUCTS - 1, PRODUCTS, dq)
         ring.wait(shared.rows, step)
         # These are given back when they have been used: an arrival on a barrier does not wait for loads before it.
         delta = across(shared.rows.tiles, step, 2, S_LAYOUT)
@@ -240,7 +262,9 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
         ring.release(shared.do, step)
         ring.release(shared.p, step)
-        dk = _give_dq(1, shared, step, ds, k, dk)
+        dk, dq = _multiply_dq(1, shared, step, ds, k, dk)
+    if steps > 0:
+        _give_columns(1, shared, steps - 1, PRODUCTS - 1, PRODUCTS, dq)
     _finish(1, shared, dk, dv, scale)
 
 
