@@ -16,29 +16,25 @@ def _terms(x):
 
 
 @triton.jit
-def _store_terms(m, rows, n, x):
-    """Write the `_terms` of x, and zeros, into a matrix of 16 columns."""
+def _put_terms(x, columns, at: tl.constexpr, tile):
+    """A tile [rows, columns] with the `_terms` of x in three columns."""
     first, second, third = _terms(x)
-    r, c = rows[:, None], tl.arange(0, 16)[None, :]
-    zero = tl.zeros([rows.shape[0], 16], tl.float32)
-    tile = tl.where(c == 0, first[:, None], tl.where(c == 1, second[:, None], tl.where(c == 2, third[:, None], zero)))
-    tl.store(tiles.pointers(m, r, c), tile.to(tl.bfloat16), mask=r < n)
+    tile = tl.where(columns == at, first[:, None], tile)
+    tile = tl.where(columns == at + 1, second[:, None], tile)
+    return tl.where(columns == at + 2, third[:, None], tile)
 
 
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
-    """Rows as products add them to scores and to dp, (B, 3 Hq, Sq, 16), `_terms` in each row."""
-    # Where nothing was seen, a number as large as any, but of which 0 times makes 0.
+    """Rows as products add them, (B, 2 Hq, Sq, 16): for a head a table for scores and one for dp."""
+    r, c = rows[:, None], tl.arange(0, 16)[None, :]
+    zeros = tl.zeros([rows.shape[0], 16], tl.float32)
+    # Where nothing was seen, a number as large as any of which 0 times is 0.
     log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
-    _store_terms(_head_table(Rows, plane, 0, n), rows, n, -row.pivot)
-    _store_terms(_head_table(Rows, plane, 1, n), rows, n, log2_sum)
-    _store_terms(_head_table(Rows, plane, 2, n), rows, n, -delta)
-
-
-@triton.jit
-def _head_table(Rows, plane, which: tl.constexpr, n):
-    """One of the three (n, 16) of a head."""
-    return tiles.View(Rows + (tl.cast(plane.index, tl.int64) * 3 + which) * n * 16, (16, 1))
+    of_scores = _put_terms(log2_sum, c, 8, _put_terms(-row.pivot, c, 0, zeros))
+    table = Rows + (2 * tl.cast(plane.index, tl.int64) * n + r) * 16 + c
+    tl.store(table, of_scores.to(tl.bfloat16), mask=r < n)
+    tl.store(table + tl.cast(n, tl.int64) * 16, _put_terms(-delta, c, 0, zeros).to(tl.bfloat16), mask=r < n)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
@@ -50,8 +46,8 @@ def preprocess(
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
-    They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows, and the fourth is
-    the number of the row, an int32. Where Rows is of bfloat16, it is what `_store_added` writes.
+    They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows. Where Rows is of
+    bfloat16, it is what `_store_added` writes.
     Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
@@ -112,7 +108,7 @@ def preprocess(
         tiles.store_column(table, rows, q_len, 0, row.pivot)
         tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
         tiles.store_column(table, rows, q_len, 2, delta)
-        tiles.store_column(table, rows, q_len, 3, dlse if pitch is None else rows.to(tl.float32, bitcast=True))
+        tiles.store_column(table, rows, q_len, 3, dlse)
 
 
 @triton.jit

@@ -169,7 +169,7 @@ def new_rows(call: Call, stats: Tensor, taken: Backward) -> tuple[Tensor, int | 
     """What `preprocess` is to write the numbers of rows to, and its pitch."""
     batch, heads, length, _ = call.query.shape
     if not taken.shared:
-        return stats.new_empty((batch, 3 * heads, length, 16), dtype=torch.bfloat16), None
+        return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
     pitch = cdiv(length, 4) * 4  # the copy engine reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
 
@@ -206,7 +206,9 @@ def backward_arguments(
     if taken.shared:
         numbers = descriptor(rows[..., : call.query.shape[2]], 4, taken.rows)
     else:
-        numbers = descriptor(rows, taken.rows)
+        shape, strides, block = kernel_arguments.block(rows, taken.rows)
+        block[1] = 2  # tables of a head
+        numbers = TensorDescriptor(rows, shape, strides, block, _layout(2 * taken.rows, 16, rows.dtype))
     return dict(
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),

@@ -181,7 +181,7 @@ TABLE = {
     ("preprocess", 80, 2, 256): (Tile(16, None, 4, 1),),
     # The rows that wgmma multiplies at once: delta is then summed as dp is.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
-    ("preprocess", 90, 2, 256): (Tile(64, None, 4, 1),),
+    ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 80, 2, 64): (Tile(64, None, 4, 1),),

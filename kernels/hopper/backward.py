@@ -22,14 +22,12 @@ from ..vocabulary import softmax, span, tiles
 from . import halves, ring, turns
 from .copies import async_add, async_store
 from .steps import (
-    NUMBERS,
     WARPS,
     begin_dp,
     begin_scores,
-    copy_numbers,
-    cover,
     extent,
     following,
+    hide,
     leave,
     lines,
     ones,
@@ -86,7 +84,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
-    NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + NUMBERS * Rows.block_type.nbytes
+    NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
@@ -94,7 +92,8 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.q, step, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
-        copy_numbers(shared.q, shared.rows, step, Rows, plane, block * BLOCK_M)
+        tables = span.Plane(plane.batch, 2 * plane.head, 2 * plane.index, ())
+        ring.copy(shared.q, shared.rows, step, Rows, tables, block * BLOCK_M)
         block, member = following(block, member, begin, end, GROUP)
 
 
@@ -158,21 +157,19 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     ring.wait(shared.q, 0, pred=steps > 0)
-    one = shared.one
     first_q = ring.tile(shared.q, 0).permute((1, 0))
-    s = begin_scores(ring.tile(shared.k, g), first_q, one, shared.rows, 0, zero)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
+    dp = begin_dp(ring.at(shared.v, g), ring.at(shared.do, 0).permute((1, 0)), shared, 0, zero)
+    s, dp = warpgroup_mma_wait(num_outstanding=0, deps=(s, dp))
     p = softmax.powers(s, scale)
     if (block < full) | (block >= full_end):
-        p = cover(p, block * BLOCK_M, earliest, band)
+        p = hide(p, block * BLOCK_M, earliest, band)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
-        dp = begin_dp(v, do.permute((1, 0)), one, shared.rows, step, zero)
         w = gl.convert_layout(p.to(dtype), OF_DV)
         dv = warpgroup_mma(w, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = (p * dp).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
@@ -184,7 +181,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q = ring.tile(shared.q, step + 1).permute((1, 0))
         dv, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv, w))  # to have the registers of w
-        next_s = begin_scores(k, next_q, one, shared.rows, step + 1, zero)
+        next_s = begin_scores(k, next_q, shared, step + 1, zero)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
         for other in gl.static_range(GROUPS):
@@ -197,9 +194,11 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         block, member = following(block, member, begin, end, GROUP)
         p = softmax.powers(s, scale)
         if (block < full) | (block >= full_end):
-            p = cover(p, block * BLOCK_M, earliest, band)
-        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+            p = hide(p, block * BLOCK_M, earliest, band)
+        next_dp = begin_dp(v, ring.at(shared.do, step + 1).permute((1, 0)), shared, step + 1, zero)
+        dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
     leave(g, shared, dk * scale, dv, steps)
 
 
@@ -239,7 +238,7 @@ def backward(
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     do = gl.allocate_shared_memory(GradOut.dtype, [STAGES] + GradOut.block_type.shape, GradOut.layout)
-    rows = gl.allocate_shared_memory(Rows.dtype, [NUMBERS * STAGES] + Rows.block_type.shape, Rows.layout)
+    rows = gl.allocate_shared_memory(Rows.dtype, [STAGES] + Rows.block_type.shape, Rows.layout)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)

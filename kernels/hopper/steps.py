@@ -1,12 +1,16 @@
-"""What the backwards for Hopper have in common: the blocks of rows that they walk, and the numbers of each row."""
+"""What the backwards for Hopper have in common: the blocks of rows that they walk, and the numbers of each row.
+
+The numbers of a row, which scores and dp want subtracted, a product adds: a row has them in three terms of 8 bits each
+in a table of 16 columns (`preprocess` writes it), and the left operand is ones. It costs a product of K = 16, no loads
+and no arithmetic.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import softmax, span
+from ..vocabulary import span
 from . import ring
-from .copies import async_load
 
 WARPS = gl.constexpr(4)  # of a warpgroup
 
@@ -28,64 +32,54 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
         return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
 
 
-NUMBERS = gl.constexpr(3)  # tables of a head: what is added to scores, twice, and to dp
-
-
 @gluon.jit
 def ones(KEYS: gl.constexpr):
-    """A left operand in shared memory, [keys, 16], that adds up the three columns of a table: the others are zeros.
-
-    In registers it would be four that most kernels have not, or be copied there for each product, as Triton 3.9 does.
-    """
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 16], gl.bfloat16)
-    return gl.allocate_shared_memory(gl.bfloat16, [KEYS, 16], LAYOUT, _one(KEYS))
-
-
-@gluon.jit
-def _one(KEYS: gl.constexpr):
+    """Left operands, in shared memory, twice [keys, 16]: the first adds up columns 0 to 7 of a table, the second 8 to 15."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
-    return gl.full([KEYS, 16], 1.0, gl.bfloat16, LAYOUT)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * KEYS, 16], gl.bfloat16)
+    which = gl.arange(0, 2 * KEYS, layout=gl.SliceLayout(1, LAYOUT))[:, None] // KEYS
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    one = (column // 8 == which).to(gl.float32).to(gl.bfloat16)
+    return gl.allocate_shared_memory(gl.bfloat16, [2 * KEYS, 16], SHARED, one)
 
 
 @gluon.jit
-def copy_numbers(ring_of_q, rows, step, Rows, plane, row):
-    """Begin to copy the tables of the rows of a block, with q."""
-    STAGES: gl.constexpr = ring_of_q.tiles.shape[0]
-    for which in gl.static_range(NUMBERS):
-        place = [plane.batch, plane.head * NUMBERS + which, row, 0]
-        tile = rows.index(step % STAGES * NUMBERS + which)
-        async_load(Rows, place, ring_of_q.ready.index(step % STAGES), tile)
+def _of(one, which: gl.constexpr):
+    """One of the `ones`."""
+    KEYS: gl.constexpr = one.shape[0] // 2
+    return one.slice(which * KEYS, KEYS, dim=0)
 
 
 @gluon.jit
-def numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """[16, rows]: of each row three numbers, whose sum one table adds; of one part of the rows."""
-    STAGES: gl.constexpr = rows.shape[0] // NUMBERS
-    COUNT: gl.constexpr = rows.shape[3] // PARTS
-    tile = rows.index(step % STAGES * NUMBERS + which).reshape([rows.shape[3], 16])
-    return tile.slice(part * COUNT, COUNT, dim=0).permute((1, 0))
+def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """[16, rows]: one of the two tables of a head, of one part of the rows."""
+    ROWS: gl.constexpr = rows.shape[3]
+    COUNT: gl.constexpr = ROWS // PARTS
+    tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
+    return tables.slice(which * ROWS + part * COUNT, COUNT, dim=0).permute((1, 0))
 
 
 @gluon.jit
-def begin_scores(k, q, one, rows, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Scores, [keys, rows], less the pivots of their rows, and what makes them exponents of weights, begun.
 
     The pivot goes first, alone: where scores are large, their sum with the logarithm would lose it.
     """
+    table = _numbers(shared.rows, step, 0, part, PARTS)
     s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma(one, numbers(rows, step, 0, part, PARTS), s, is_async=True)
-    return warpgroup_mma(one, numbers(rows, step, 1, part, PARTS), s, is_async=True)
+    s = warpgroup_mma(_of(shared.one, 0), table, s, is_async=True)
+    return warpgroup_mma(_of(shared.one, 1), table, s, is_async=True)
 
 
 @gluon.jit
-def begin_dp(v, do, one, rows, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """What ds divided by p is, dp - delta, [keys, rows], begun."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(one, numbers(rows, step, 2, part, PARTS), dp, is_async=True)
+    return warpgroup_mma(_of(shared.one, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 
 
 @gluon.jit
-def cover(p, first, earliest, band):
+def hide(p, first, earliest, band):
     """p, [keys, rows from `first` on], 0 where the band hides a key; earliest is, for each, `span.first_to_see`."""
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # What has an effect: what has none would be computed in each step, without a branch.
@@ -105,29 +99,6 @@ def lines(dq):
     EIGHTS: gl.constexpr = dq.shape[1] // 8
     parts = dq.reshape([ROWS // 16, 2, 4, 2, EIGHTS, 4, 2]).permute((4, 0, 2, 3, 5, 1, 6))
     return parts.reshape([EIGHTS * ROWS // 4, 32])
-
-
-@gluon.jit
-def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """[1, rows]: one of the four numbers of each row, of one part of them."""
-    tile = ring.at(rows, step).slice(column, 1, dim=0)
-    COUNT: gl.constexpr = tile.shape[1] // PARTS
-    return tile.slice(part * COUNT, COUNT, dim=1).load(LAYOUT)
-
-
-@gluon.jit
-def row(rows, step, LAYOUT: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """The `softmax.Row` of each row, of one part of them."""
-    return softmax.Row(across(rows, step, 0, LAYOUT, part, PARTS), across(rows, step, 1, LAYOUT, part, PARTS))
-
-
-@gluon.jit
-def hide(p, rows, step, earliest, band, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """p, 0 where the band hides a key; earliest is, for each key, `span.first_to_see`."""
-    LAYOUT: gl.constexpr = p.type.layout
-    r = across(rows, step, 3, LAYOUT, part, PARTS).to(gl.int32, bitcast=True)
-    seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
-    return gl.where(seen, p, 0.0)
 
 
 @gluon.jit

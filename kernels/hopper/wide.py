@@ -22,7 +22,7 @@ from ..vocabulary import softmax, span
 from . import ring
 from .backward import Results
 from .copies import async_add, async_store
-from .steps import WARPS, across, extent, following, hide, lines, row
+from .steps import WARPS, extent, following, hide, lines
 
 
 class Shared(NamedTuple):
@@ -93,12 +93,19 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
+def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, rows]: one of the numbers of each row."""
+    return ring.tile(rows, step).slice(column, 1, dim=0).load(LAYOUT)
+
+
+@gluon.jit
 def _weights(s, shared, step, block, earliest, full, full_end, band, scale):
     """p, from the scores of a step."""
     LAYOUT: gl.constexpr = s.type.layout
-    p = softmax.weights(s, row(shared.rows.tiles, step, LAYOUT), scale)
+    row = softmax.Row(_across(shared.rows, step, 0, LAYOUT), _across(shared.rows, step, 1, LAYOUT))
+    p = softmax.weights(s, row, scale)
     if (block < full) | (block >= full_end):
-        p = hide(p, shared.rows.tiles, step, earliest, band)
+        p = hide(p, block * shared.q.tiles.shape[3], earliest, band)
     return p.to(shared.q.tiles.dtype)
 
 
@@ -120,7 +127,7 @@ def _half(tile, g: gl.constexpr):
 
 @gluon.jit
 def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
-    """dk, which is waited for, and the last columns of what ds give to the half of dq that a warpgroup has.
+    """dk, which is waited for, and the last columns of what ds give to the half of dq that a warpgroup has, begun.
 
     The others are given to the warp that adds them.
     """
@@ -137,7 +144,7 @@ def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
     ring.release(shared.q, step)  # the next q but one is long in coming
     for i in gl.static_range(PRODUCTS - 1):
         _give_columns(g, shared, step, i, PRODUCTS, warpgroup_mma_wait(PRODUCTS - 1 - i, deps=(dq[i],)))
-    return dk, warpgroup_mma_wait(num_outstanding=0, deps=(dq[PRODUCTS - 1],))
+    return dk, dq[PRODUCTS - 1]
 
 
 @gluon.jit
@@ -213,6 +220,7 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         ring.put(shared.p, step + 1, p)
         ring.release(shared.rows, ahead)
         dk, dq = _multiply_dq(0, shared, step, ds, k, dk)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.release(shared.ds, step)
     if steps > 0:
         _give_columns(0, shared, steps - 1, PRODUCTS - 1, PRODUCTS, dq)
@@ -229,31 +237,27 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
-    COLUMNS: gl.constexpr = shared.dq[0].tiles.shape[3]
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+    PRODUCTS: gl.constexpr = WIDTH // shared.dq[1].tiles.shape[3]
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
     ring.wait(shared.k, 0)
-    k, v = ring.tile(shared.k, 0), ring.at(shared.v, 0)
-    PRODUCTS: gl.constexpr = WIDTH // COLUMNS
-    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, Q_LAYOUT)
     steps = (end - begin) * GROUP
+    ring.wait(shared.do, 0, pred=steps > 0)
+    first_do = ring.tile(shared.do, 0)
+    dp = warpgroup_mma(ring.at(shared.v, 0), first_do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
-        ring.wait(shared.do, step)
-        do = ring.tile(shared.do, step)
-        dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if step > 0:
-            _give_columns(1, shared, step - 1, PRODUCTS - 1, PRODUCTS, dq)
+        none = gl.minimum(band.keys + step, 0)
+        k, v, do = _at(shared.k, none), ring.at(shared.v, none), _at(shared.do, none)
         ring.wait(shared.rows, step)
         # These are given back when they have been used: an arrival on a barrier does not wait for loads before it.
-        delta = across(shared.rows.tiles, step, 2, S_LAYOUT)
+        delta = _across(shared.rows, step, 2, S_LAYOUT)
         ring.wait(shared.p, step)
         p = ring.tile(shared.p, step)
         dv = warpgroup_mma(p, _half(do, 1), dv, is_async=True)
         ring.wait(shared.q, step)
-        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = p.load(S_LAYOUT).to(gl.float32) * (dp - delta)
         ring.put(shared.ds, step, ds.to(shared.q.tiles.dtype))
         ring.release(shared.rows, step)
@@ -263,8 +267,11 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         ring.release(shared.do, step)
         ring.release(shared.p, step)
         dk, dq = _multiply_dq(1, shared, step, ds, k, dk)
-    if steps > 0:
-        _give_columns(1, shared, steps - 1, PRODUCTS - 1, PRODUCTS, dq)
+        ring.wait(shared.do, step + 1, pred=step + 1 < steps)  # after the last step, of what lies there: nobody reads it
+        next_dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
+        _give_columns(1, shared, step, PRODUCTS - 1, PRODUCTS, dq)
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
     _finish(1, shared, dk, dv, scale)
 
 
