@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import softmax, span, tiles
+from ..vocabulary import span, tiles
 from . import halves, ring, turns
 from .copies import async_add, async_store
 from .steps import (
@@ -27,10 +27,10 @@ from .steps import (
     begin_scores,
     extent,
     following,
-    hide,
     leave,
     lines,
     ones,
+    weights,
 )
 
 
@@ -161,9 +161,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
     dp = begin_dp(ring.at(shared.v, g), ring.at(shared.do, 0).permute((1, 0)), shared, 0, zero)
     s, dp = warpgroup_mma_wait(num_outstanding=0, deps=(s, dp))
-    p = softmax.powers(s, scale)
-    if (block < full) | (block >= full_end):
-        p = hide(p, block * BLOCK_M, earliest, band)
+    p = weights(s, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
@@ -192,9 +190,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
         block, member = following(block, member, begin, end, GROUP)
-        p = softmax.powers(s, scale)
-        if (block < full) | (block >= full_end):
-            p = hide(p, block * BLOCK_M, earliest, band)
+        p = weights(s, shared, block, full, full_end, earliest, band, scale)
         next_dp = begin_dp(v, ring.at(shared.do, step + 1).permute((1, 0)), shared, step + 1, zero)
         dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))

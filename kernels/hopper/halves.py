@@ -14,10 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..vocabulary import softmax, span
+from ..vocabulary import span
 from . import ring
-from .steps import WARPS, begin_dp, begin_scores, extent, following, hide, leave, lines
-
+from .steps import WARPS, begin_dp, begin_scores, extent, following, leave, lines, weights
 
 # Whether keys and values lie in registers, as the operand that stays the same: a product then reads half as much of
 # shared memory, 2 % faster on an H200. From 3.9 on Triton copies them for each product, for which there is no room.
@@ -35,15 +34,6 @@ def _half(tile, number: gl.constexpr):
 def _columns(tile, number: gl.constexpr):
     """Half of the rows of a tile in shared memory, as columns of a right operand."""
     return _half(tile, number).permute((1, 0))
-
-
-@gluon.jit
-def _weights(s, first, masked, earliest, band, scale):
-    """p, from what `begin_scores` gives of rows from `first` on."""
-    p = softmax.powers(s, scale)
-    if masked:
-        p = hide(p, first, earliest, band)
-    return p
 
 
 @gluon.jit
@@ -89,8 +79,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), shared, 0, zero, 0, 2)
     dp0 = begin_dp(v, _columns(ring.at(shared.do, 0), 0), shared, 0, zero, 0, 2)
     s0, dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0, dp0))
-    masked = (block < full) | (block >= full_end)
-    p0 = _weights(s0, block * BLOCK_M, masked, earliest, band, scale)
+    p0 = weights(s0, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
@@ -102,7 +91,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         dp1 = begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
         dk = warpgroup_mma(ds0, _half(q, 0), dk, is_async=True)
         s1, dv, w0 = warpgroup_mma_wait(num_outstanding=3, deps=(s1, dv, w0))
-        p1 = _weights(s1, block * BLOCK_M + ROWS, masked, earliest, band, scale)
+        p1 = weights(s1, shared, block, full, full_end, earliest, band, scale, 1)
         w1 = gl.convert_layout(p1.to(dtype), OF_DV)
         dv = warpgroup_mma(w1, _half(do, 1), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
@@ -125,8 +114,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         next_dp = begin_dp(v, next_do, shared, step + 1, zero, 0, 2)
         s0 = warpgroup_mma_wait(num_outstanding=2 + GROUPS, deps=(next_s,))
         block, member = following(block, member, begin, end, GROUP)
-        masked = (block < full) | (block >= full_end)
-        p0 = _weights(s0, block * BLOCK_M, masked, earliest, band, scale)
+        p0 = weights(s0, shared, block, full, full_end, earliest, band, scale)
         dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import span
+from ..vocabulary import softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # of a warpgroup
@@ -34,7 +34,7 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def ones(KEYS: gl.constexpr):
-    """Left operands, in shared memory, twice [keys, 16]: the first adds up columns 0 to 7 of a table, the second 8 to 15."""
+    """Left operands, in shared memory, twice [keys, 16]: one adds up columns 0 to 7 of a table, the other 8 to 15."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * KEYS, 16], gl.bfloat16)
     which = gl.arange(0, 2 * KEYS, layout=gl.SliceLayout(1, LAYOUT))[:, None] // KEYS
@@ -86,6 +86,15 @@ def hide(p, first, earliest, band):
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
     return gl.where(seen, p, 0.0)
+
+
+@gluon.jit
+def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.constexpr = 0):
+    """p of a block of rows, or of one part of it, from what `begin_scores` gives."""
+    p = softmax.powers(s, scale)
+    if (block < full) | (block >= full_end):
+        p = hide(p, block * shared.q.tiles.shape[3] + part * p.shape[1], earliest, band)
+    return p
 
 
 @gluon.jit

@@ -69,7 +69,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     LINES: gl.constexpr = shared.dq[g].tiles.shape[3]
-    PARTS: gl.constexpr = shared.k.tiles.shape[4] // LINES  # of half of the columns
+    PARTS: gl.constexpr = shared.k.tiles.shape[4] * BLOCK_M // (64 * LINES)  # tiles of half of the columns
     TILES: gl.constexpr = shared.dq[g].tiles.shape[0]
     dq = shared.dq[g]
     begin, full, full_end, end = extent(band, first, KEYS, BLOCK_M)
@@ -132,7 +132,9 @@ def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
     The others are given to the warp that adds them.
     """
     BLOCK_M: gl.constexpr = ds.shape[1]
-    COLUMNS: gl.constexpr = shared.dq[g].tiles.shape[3]  # two tiles': as narrow as one it would read ds twice as often
+    COLUMNS: gl.constexpr = (
+        64 * shared.dq[g].tiles.shape[3] // BLOCK_M
+    )  # of two tiles: of one, ds is read twice as often
     PRODUCTS: gl.constexpr = k.shape[1] // (2 * COLUMNS)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     zero = gl.zeros([BLOCK_M, COLUMNS], gl.float32, LAYOUT)
@@ -177,7 +179,7 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
-    COLUMNS: gl.constexpr = shared.dq[0].tiles.shape[3]
+    COLUMNS: gl.constexpr = 64 * shared.dq[0].tiles.shape[3] // BLOCK_M
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = span.first_to_see(band, cols[:, None])
@@ -237,7 +239,7 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
-    PRODUCTS: gl.constexpr = WIDTH // shared.dq[1].tiles.shape[3]
+    PRODUCTS: gl.constexpr = WIDTH * BLOCK_M // (64 * shared.dq[1].tiles.shape[3])
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
@@ -267,7 +269,9 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         ring.release(shared.do, step)
         ring.release(shared.p, step)
         dk, dq = _multiply_dq(1, shared, step, ds, k, dk)
-        ring.wait(shared.do, step + 1, pred=step + 1 < steps)  # after the last step, of what lies there: nobody reads it
+        ring.wait(
+            shared.do, step + 1, pred=step + 1 < steps
+        )  # after the last step, of what lies there: nobody reads it
         next_dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
         _give_columns(1, shared, step, PRODUCTS - 1, PRODUCTS, dq)

@@ -206,8 +206,10 @@ class Emulator:
     def _language(self):
         """What stands in a kernel's module for the language that Gluon adds."""
 
-        def allocate_shared_memory(dtype, shape, layout):
-            if dtype == tl.int64:  # barriers
+        def allocate_shared_memory(dtype, shape, layout, value=None):
+            if value is not None:
+                array = numpy.array(values(value), numpy.float32)
+            elif dtype == tl.int64:  # barriers
                 array = numpy.empty([int(x) for x in shape], object)
             else:
                 array = numpy.full([int(x) for x in shape], numpy.nan, numpy.float32)
@@ -326,6 +328,7 @@ class Emulator:
             NVMMADistributedLayout=lambda *_: None,
             DotOperandLayout=lambda **_: None,
             SliceLayout=lambda *_: None,
+            BlockedLayout=lambda *_: None,
             NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
             arange=without_layout(lambda *x: tl.arange(*x)),
             zeros=lambda shape, dtype, layout: tl.zeros(shape, dtype),

@@ -49,7 +49,9 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
     A backward that the kernel does not take is interpreted.
 
     Args:
-        module: of the forward. way_back: of a backward; with heads of up to 64 it has twice the rows. other: {name: module} to take for one of those of the backwards.
+        module: of the forward.
+        way_back: of a backward; with heads of up to 64 it has twice the rows.
+        other: {name: module} to take for one of those of the backwards.
     """
     way, steps_of, halves_of, wide_of = (
         other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, wide)
