@@ -159,15 +159,16 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     ring.wait(shared.q, 0, pred=steps > 0)
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
-    dp = begin_dp(ring.at(shared.v, g), ring.at(shared.do, 0).permute((1, 0)), shared, 0, zero)
-    s, dp = warpgroup_mma_wait(num_outstanding=0, deps=(s, dp))
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     p = weights(s, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
+        dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)
         w = gl.convert_layout(p.to(dtype), OF_DV)
         dv = warpgroup_mma(w, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = (p * dp).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
@@ -191,10 +192,8 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
         block, member = following(block, member, begin, end, GROUP)
         p = weights(s, shared, block, full, full_end, earliest, band, scale)
-        next_dp = begin_dp(v, ring.at(shared.do, step + 1).permute((1, 0)), shared, step + 1, zero)
-        dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
-        dp = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
     leave(g, shared, dk * scale, dv, steps)
 
 
