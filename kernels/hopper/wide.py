@@ -28,8 +28,8 @@ from .steps import WARPS, extent, following, hide, lines
 class Shared(NamedTuple):
     """What lies in shared memory: k, and with it v; q; do, `GradOut`; rows, `Rows`; p, ds, [keys, rows].
 
-    dq are what the ds give to dq, in float32, a ring for each warpgroup. Its tiles have few columns, so that one is
-    free sooner. met is where the warpgroups meet when they have read k and v, out tells that dk and dv
+    dq are `steps.lines` of what the ds give to dq, in float32, a ring for each warpgroup. Its tiles have few columns,
+    so that one is free sooner. met is where the warpgroups meet when they have read k and v, out tells that dk and dv
     lie there.
     """
 
@@ -132,9 +132,8 @@ def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
     The others are given to the warp that adds them.
     """
     BLOCK_M: gl.constexpr = ds.shape[1]
-    COLUMNS: gl.constexpr = (
-        64 * shared.dq[g].tiles.shape[3] // BLOCK_M
-    )  # of two tiles: of one, ds is read twice as often
+    # Of two tiles: a product that is as narrow as one reads ds twice as often.
+    COLUMNS: gl.constexpr = 64 * shared.dq[g].tiles.shape[3] // BLOCK_M
     PRODUCTS: gl.constexpr = k.shape[1] // (2 * COLUMNS)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     zero = gl.zeros([BLOCK_M, COLUMNS], gl.float32, LAYOUT)
@@ -204,7 +203,7 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         none = (block < begin).to(gl.int32)
         ring.wait(shared.do, step)
         dv = warpgroup_mma(_at(shared.p, none), _half(_at(shared.do, none), 0), dv, is_async=True)
-        if step > 0:
+        if step > 0:  # under the products of this step
             _give_columns(0, shared, step - 1, PRODUCTS - 1, PRODUCTS, dq)
         ahead = gl.minimum(step + 1, steps - 1)  # once more after the last step: of that nobody reads p
         ring.wait(shared.q, ahead)
@@ -269,9 +268,8 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         ring.release(shared.do, step)
         ring.release(shared.p, step)
         dk, dq = _multiply_dq(1, shared, step, ds, k, dk)
-        ring.wait(
-            shared.do, step + 1, pred=step + 1 < steps
-        )  # after the last step, of what lies there: nobody reads it
+        # After the last step, of what lies there, which nobody reads.
+        ring.wait(shared.do, step + 1, pred=step + 1 < steps)
         next_dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
         _give_columns(1, shared, step, PRODUCTS - 1, PRODUCTS, dq)
@@ -286,7 +284,10 @@ def wide_backward(
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns, those of Sums 32."""
+    """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns.
+
+    Those of Sums have the lines of 32 columns; Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q.
+    """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
     block, kv = span.place(gl.program_id(0), k_len, heads, KEYS)
