@@ -184,11 +184,14 @@ def _repeated(code):
     return found
 
 
+RUNNING = ("a product may be running", ())
+
+
 def given_back(sass):
     """Each GivenBack of a kernel, over all ways through it: found as wrong gradients on an H200.
 
-    A load waits in a queue, behind products among others, for which an arrival does not wait; only what uses its result
-    does, whether it runs or a predicate skips it. Once all have arrived the copy engine may write where it reads.
+    A load waits in a queue behind products that may be running, and an arrival does not wait for it; only what uses its
+    result does, whether it runs or a predicate skips it. Once all have arrived the copy engine may write where it reads.
     Operands of products (LDSM) that are read outside of loops lie in no ring: nothing comes there again.
     """
     found, code = {}, flow.blocks(sass)
@@ -202,8 +205,13 @@ def given_back(sass):
         used = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}.union(new)
         state = frozenset((load, registers) for load, registers in state if used.isdisjoint(registers))
         if name.startswith("SYNCS.ARRIVE"):
-            found.update({(instruction, load): GivenBack(instruction, load) for load, _ in state})
-        return state | {(instruction, new)} if new and is_load(instruction, name) else state
+            found.update({(instruction, load): GivenBack(instruction, load) for load, _ in state - {RUNNING}})
+        if name.startswith("HGMMA"):
+            return state | {RUNNING}
+        wait = _WAIT.search(instruction)
+        if wait and int(wait[1], 16) == 0:
+            return state - {RUNNING}
+        return state | {(instruction, new)} if new and RUNNING in state and is_load(instruction, name) else state
 
     _over_all_ways(code, frozenset(), frozenset.union, after)
     return tuple(found.values())

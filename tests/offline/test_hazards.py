@@ -178,8 +178,9 @@ LOAD, GIVE = "LDS.64 R190, [R8+0x38000]", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [U
     ],
 )
 def test_what_is_given_back_has_been_read(lines, expected):
-    found = hazards.given_back(written("AGAIN: NOP", *lines, "@P1 BRA AGAIN", "EXIT"))
+    found = hazards.given_back(written(QK, "AGAIN: NOP", *lines, "@P1 BRA AGAIN", "EXIT"))
     assert len(found) == expected
+    assert hazards.given_back(written(QK, LEAVE_NONE, "AGAIN: NOP", *lines, "@P1 BRA AGAIN", "EXIT")) == ()
     assert all("has not read" in str(each) for each in found)
 
 
@@ -217,9 +218,9 @@ OPERAND = "LDSM.16.M88.4 R24, [R44]"
 
 
 def test_operands_that_are_read_once_are_not_written_again():
-    assert hazards.given_back(written(OPERAND, GIVE, "EXIT")) == ()
-    assert len(hazards.given_back(written(LOAD, GIVE, "EXIT"))) == 1, "numbers of a first step may be"
+    assert hazards.given_back(written(QK, OPERAND, GIVE, "EXIT")) == ()
+    assert len(hazards.given_back(written(QK, LOAD, GIVE, "EXIT"))) == 1, "numbers of a first step may be"
     partition = ["AGAIN: NOP", "BAR.SYNC.DEFER_BLOCKING 0x1", OPERAND, GIVE, "@P0 BRA AGAIN", "EXIT"]
-    assert hazards.given_back(written(*partition)) == ()
+    assert hazards.given_back(written(QK, *partition)) == ()
     partition[1] = "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80"
-    assert len(hazards.given_back(written(*partition))) == 1
+    assert len(hazards.given_back(written(QK, *partition))) == 1
