@@ -262,7 +262,7 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         ds = p.load(S_LAYOUT).to(gl.float32) * (dp - delta)
         ring.put(shared.ds, step, ds.to(shared.q.tiles.dtype))
         ring.release(shared.rows, step)
-        ds = ring.tile(shared.ds, step)
+        ds = _at(shared.ds, none)
         dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 1), dk, is_async=True)
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
         ring.release(shared.do, step)
