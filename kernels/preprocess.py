@@ -5,12 +5,16 @@ import triton.language as tl
 
 from .vocabulary import kept, scores, softmax, span, tiles
 
+LARGEST = tl.constexpr(3.3895313892515355e38)  # of bfloat16
+
 
 @triton.jit
 def _terms(x):
-    """Three numbers of 8 bits each whose sum is x."""
-    first = x.to(tl.bfloat16).to(tl.float32)
-    rest = tl.where(x == first, 0.0, x - first)  # of what is infinite, nothing
+    """Three numbers of 8 bits each whose sum is x; of what is not finite, that and two zeros."""
+    # What would be rounded to infinity is not: the second term takes the rest.
+    near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
+    first = near.to(tl.bfloat16).to(tl.float32)
+    rest = tl.where(tl.abs(x) < float("inf"), x - first, 0.0)
     second = rest.to(tl.bfloat16).to(tl.float32)
     return first, second, rest - second
 
@@ -29,7 +33,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
     """Rows as products add them, (B, 2 Hq, Sq, 16): for a head a table for scores and one for dp."""
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
-    # Where nothing was seen, a number as large as any of which 0 times is 0.
+    # Where nothing was seen: far below 0, but finite, for a product multiplies it by 0 as well.
     log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
     of_scores = _put_terms(log2_sum, c, 8, _put_terms(-row.pivot, c, 0, zeros))
     table = Rows + (2 * tl.cast(plane.index, tl.int64) * n + r) * 16 + c
@@ -46,13 +50,14 @@ def preprocess(
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
-    They lie as (B, Hq, 4, pitch) unless pitch is None: there each of the four is read along the rows. Where Rows is of
-    bfloat16, it is what `_store_added` writes.
+    For the backwards for Hopper they lie as (B, Hq, 4, pitch), each of the four along the rows, or, where Rows is of
+    bfloat16, as `_store_added` writes them; scale is needed there. pitch is None otherwise.
     Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
     what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
-    None, is what `dkdv` will add to: it gets zeros. So does Turns, int32, a number and two for each row.
+    None, is what will be added to: it gets zeros. So does Turns, int32, a number and two for each row. With UNIT, GradQ
+    is what `postprocess` then reads, (B, Hq, Sq to a multiple of UNIT, WIDTH).
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -126,7 +131,10 @@ def postprocess(
     Sums, GradQ, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """GradQ (B, Hq, Sq, D), from what `dkdv` added up in Sums, another such View or the same."""
+    """GradQ (B, Hq, Sq, D), from what was added up in Sums, another such View or the same.
+
+    With UNIT, Sums has the `lines` of the backwards for Hopper, those of UNIT rows and WIDTH columns together.
+    """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if UNIT is None:

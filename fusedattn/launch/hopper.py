@@ -216,7 +216,7 @@ def backward_arguments(
         GradOut=descriptor(grad_out, taken.rows, width_v),
         Rows=numbers,
         Sums=descriptor(lines, unit(call, taken)[0] // 2 * at_once // 16),
-        **({} if taken.shared else dict(Turns=turns)),
+        **(dict(D=call.key.shape[3]) if taken.shared else dict(Turns=turns)),
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),
         scale=kernel_arguments.scored(call).softmax_scale,

@@ -55,7 +55,7 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors: Sums is of dq's, in float32. Turns are whose turn it is to add to it, or None."""
+    """Descriptors: Sums is of dq's lines, in float32. Turns are whose turn it is to add to it, or None."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor

@@ -1,8 +1,8 @@
 """What the backwards for Hopper have in common: the blocks of rows that they walk, and the numbers of each row.
 
 The numbers of a row, which scores and dp want subtracted, a product adds: a row has them in three terms of 8 bits each
-in a table of 16 columns (`preprocess` writes it), and the left operand is ones. It costs a product of K = 16, no loads
-and no arithmetic.
+in a table of 16 columns (`preprocess` writes it), and the left operand is ones. It costs products of K = 16, two for
+scores and one for dp, no loads and no arithmetic.
 """
 
 from triton.experimental import gluon

@@ -64,7 +64,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 
 
 @gluon.jit
-def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
+def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr, D: gl.constexpr):
     """A warp that adds to dq what a warpgroup has for it, and stores the gradients of keys, or of values."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
@@ -80,8 +80,9 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
             place = [plane.batch, plane.head, ((block * 2 + g) * PARTS + part) * LINES, 0]
             use = step * PARTS + part
             ring.wait(dq, use)
-            async_add(results.Sums, place, dq.tiles.index(use % TILES))
-            store_wait(0)
+            if (g * PARTS + part) * (32 * LINES // BLOCK_M) < D:
+                async_add(results.Sums, place, dq.tiles.index(use % TILES))
+                store_wait(0)
             ring.release(dq, use)
         block, member = following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out, 0)
@@ -281,12 +282,13 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
 def wide_backward(
     Q, K, V, GradOut, Rows, Sums, GradK, GradV,
     q_len, k_len, left, right, scale, heads,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """What `backward` computes, of descriptors as it has, whose blocks have at least 128 columns.
 
-    Those of Sums have the lines of 32 columns; Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q.
+    A block of Sums has the lines of 32 columns, and columns past D, that of keys, are not added. Rows is
+    (B, Hq, 4, Sq), in blocks of as many rows as Q.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
@@ -310,8 +312,8 @@ def wide_backward(
             (_differ, (shared, first, band, scale, GROUP)),
             (_weigh, (shared, first, band, scale, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
-            (_give, (0, shared, results, kv, first, band, GROUP)),
-            (_give, (1, shared, results, kv, first, band, GROUP)),
+            (_give, (0, shared, results, kv, first, band, GROUP, D)),
+            (_give, (1, shared, results, kv, first, band, GROUP, D)),
         ],
         [WARPS, 1, 1, 1],
         [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],

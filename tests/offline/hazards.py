@@ -184,15 +184,16 @@ def _repeated(code):
     return found
 
 
-RUNNING = ("a product may be running", ())
+RUNNING = ("a product of these warps may be running", (), False)
 
 
 def given_back(sass):
     """Each GivenBack of a kernel, over all ways through it: found as wrong gradients on an H200.
 
-    A load waits in a queue behind products that may be running, and an arrival does not wait for it; only what uses its
-    result does, whether it runs or a predicate skips it. Once all have arrived the copy engine may write where it reads.
-    Operands of products (LDSM) that are read outside of loops lie in no ring: nothing comes there again.
+    A load waits in a queue, behind products among others, for which an arrival does not wait; only what uses its result
+    does, whether it runs or a predicate skips it. Once all have arrived the copy engine may write where it reads.
+    Operands of products (LDSM) that are read outside of loops lie in no ring: nothing comes there again. An arrival
+    that expects bytes begins a copy, which takes longer than a load that no product of its own warps keeps waiting.
     """
     found, code = {}, flow.blocks(sass)
     again = _repeated(code)
@@ -200,18 +201,20 @@ def given_back(sass):
     def is_load(instruction, name):
         return name.startswith("LDSM") and instruction in again or re.match(r"LDS\b", name)
 
-    def after(state, instruction):  # of loads, each with its registers, whose result nothing has used
+    def after(state, instruction):  # loads that nothing has used: registers, and whether a product was running
         name, new = operation(instruction), written(instruction)
         used = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}.union(new)
-        state = frozenset((load, registers) for load, registers in state if used.isdisjoint(registers))
+        state = frozenset(each for each in state if used.isdisjoint(each[1]))
         if name.startswith("SYNCS.ARRIVE"):
-            found.update({(instruction, load): GivenBack(instruction, load) for load, _ in state - {RUNNING}})
+            gives = ".A1T0" in name
+            loads = {load for load, _, waits in state - {RUNNING} if gives or waits}
+            found.update({(instruction, load): GivenBack(instruction, load) for load in loads})
         if name.startswith("HGMMA"):
             return state | {RUNNING}
-        wait = _WAIT.search(instruction)
+        wait = _WAIT.match(instruction)
         if wait and int(wait[1], 16) == 0:
             return state - {RUNNING}
-        return state | {(instruction, new)} if new and RUNNING in state and is_load(instruction, name) else state
+        return state | {(instruction, new, RUNNING in state)} if new and is_load(instruction, name) else state
 
     _over_all_ways(code, frozenset(), frozenset.union, after)
     return tuple(found.values())
