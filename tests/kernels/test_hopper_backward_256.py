@@ -15,9 +15,10 @@ from ..cases import Case
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import wide
+from fusedattn.kernels.hopper import ring, steps, wide
 
-from .test_hopper import check, emulate, halved, launches, slipped, takes
+from . import test_hopper
+from .test_hopper import check, emulate, halved, launches, slipped, slipped_in, takes
 
 BF16 = dict(dtype=torch.bfloat16)
 WIDE = dict(D=256, Dv=256)
@@ -46,11 +47,13 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case, stages",
-    [pytest.param(case, 2, id=case.name) for case in CASES] + [pytest.param(CASES[0], 3, id="three stages")],
+    "case, form",
+    [pytest.param(case, Backward(16, 2), id=case.name) for case in CASES]
+    + [pytest.param(CASES[0], Backward(16, 3), id="three stages")]
+    + [pytest.param(CASES[0], Backward(32, 2), id="blocks of more rows")],
 )
-def test_a_case(case, stages, monkeypatch, launched, poison):
-    emulate(monkeypatch, way_back=Backward(16, stages))
+def test_a_case(case, form, monkeypatch, launched, poison):
+    emulate(monkeypatch, way_back=form)
     check(case, "cpu")
     assert "hopper_bwd_256" in launched and "dkdv" not in launched
 
@@ -64,8 +67,8 @@ def test_a_named_case(case, monkeypatch, poison):
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
     "q is given back while it is read": (
-        "    dk = warpgroup_mma_wait(num_outstanding=PAIRS, deps=(dk,))\n    ring.release(shared.q, step)",
-        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PAIRS, deps=(dk,))",
+        "    dk = warpgroup_mma_wait(num_outstanding=PRODUCTS, deps=(dk,))\n    ring.release(shared.q, step)",
+        "    ring.release(shared.q, step)\n    dk = warpgroup_mma_wait(num_outstanding=PRODUCTS, deps=(dk,))",
         "changed while it was read",
     ),
     "do is given back while the first reads it": (
@@ -76,6 +79,24 @@ SLIPS = {
         "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
         "        ring.wait(shared.ds, step)\n",
         "changed while it was read",
+    ),
+    "do is given back while the second reads it": (
+        "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
+        "        ring.release(shared.do, step)\n"
+        "        ring.release(shared.p, step)\n",
+        "        ring.release(shared.do, step)\n"
+        "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
+        "        ring.release(shared.p, step)\n",
+        "changed while it was read",
+    ),
+    "the first do is read before it is there": (
+        "    ring.wait(shared.do, 0, pred=steps > 0)\n", "", "changed while it was read",
+    ),
+    "the next do is read before it is there": (
+        "        ring.wait(shared.do, step + 1, pred=step + 1 < steps)\n", "", "changed while it was read|'query':",
+    ),
+    "dp of the next step is not waited for": (
+        "num_outstanding=0, deps=(next_dp,)", "num_outstanding=1, deps=(next_dp,)", "not waited for",
     ),
     "p is given back while the second reads it": (
         "        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))\n"
@@ -100,17 +121,19 @@ SLIPS = {
         "        ring.publish(shared.p, step + 1)\n",
         "before a fence",
     ),
-    "p is read before it is there": ("        ring.wait(shared.p, step)\n", "", "changed while it was read|'value':"),
+    "p is read before it is there": (
+        "        ring.wait(shared.p, step)\n", "", "changed while it was read|'value':|wait for each other",
+    ),
     "ds is read before it is there": ("        ring.wait(shared.ds, step)\n", "", "changed while it was read|'key':"),
     "ds is never given back": ("        ring.release(shared.ds, step)\n", "", "wait for each other"),
     "ds is given back while it is read": (
-        "        dk = _give_dq(0, shared, step, ds, k, dk)\n        ring.release(shared.ds, step)\n",
-        "        ring.release(shared.ds, step)\n        dk = _give_dq(0, shared, step, ds, k, dk)\n",
+        "        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))\n        ring.release(shared.ds, step)\n",
+        "        ring.release(shared.ds, step)\n        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))\n",
         "changed while it was read",
     ),
     "rows are given back before they are read": (
-        "        delta = across(shared.rows.tiles, step, 2, S_LAYOUT)\n",
-        "        ring.release(shared.rows, step)\n        delta = across(shared.rows.tiles, step, 2, S_LAYOUT)\n",
+        "        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
+        "        ring.release(shared.rows, step)\n        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
         "'query':|'key':|more arrivals|wait for each other",
     ),
     "the weights are of the step itself": ("gl.minimum(step + 1, steps - 1)", "gl.minimum(step, steps - 1)", None),
@@ -130,10 +153,60 @@ SLIPS = {
         ".store(dv.to(dtype))\n    fence_async_shared()\n", ".store(dv.to(dtype))\n", "before a fence",
     ),
     "both have the same columns": ("slice(g * HALF, HALF", "slice(0, HALF", "'query':|'key':"),
-    "all parts of dq go to the same columns": ("(g * PARTS + part) * PART]", "g * PARTS * PART]", "'query':"),
+    "all parts of dq go to the same columns": ("* PARTS + part) * LINES", "* PARTS) * LINES", "'query':"),
+    "the last columns of dq of the first are those of the step": (
+        "_give_columns(0, shared, step - 1, PRODUCTS - 1,", "_give_columns(0, shared, step, PRODUCTS - 1,", None,
+    ),
+    "the last columns of dq of the first are given as others": (
+        "_give_columns(0, shared, step - 1, PRODUCTS - 1,", "_give_columns(0, shared, step - 1, PRODUCTS - 2,", None,
+    ),
+    "the last columns of dq of the first are never given": (
+        "    if steps > 0:\n        _give_columns(0, shared, steps - 1, PRODUCTS - 1, PRODUCTS, dq)\n",
+        "",
+        "wait for each other",
+    ),
+    "the last columns of dq of the second are not waited for": (
+        "num_outstanding=1, deps=(dq,)", "num_outstanding=2, deps=(dq,)", "not waited for",
+    ),
+    "columns of dq are not waited for": (
+        "warpgroup_mma_wait(PRODUCTS - 1 - i,", "warpgroup_mma_wait(PRODUCTS - i,", "not waited for",
+    ),
+    "the two tiles of a product change places": ("* 2, one, other)", "* 2, other, one)", "'query':"),
+    "every second column of a product is a tile": (
+        ".reshape([2, LINES, 32]).permute((1, 2, 0))", ".reshape([LINES, 32, 2])", "'query':",
+    ),
     "the diagonal takes no mask": ("(block < full) | ", "", "'query':|'key':"),
     "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
 }  # fmt: skip
+# Of what other heads have, too, or other kernels.
+SLIPS_IN_COMMON = {
+    "dq lies in another order": ("permute((4, 0, 2, 3, 5, 1, 6))", "permute((4, 0, 2, 3, 1, 5, 6))", "'query':"),
+    "two tiles of dq are not fenced": (
+        "    fence_async_shared()\n    publish(ring, step)\n    publish(ring, step + 1)\n",
+        "    publish(ring, step)\n    publish(ring, step + 1)\n",
+        "before a fence",
+    ),
+    "the second tile of dq is not fenced": (
+        "    claim(ring, step + 1)\n    tile(ring, step + 1).store(other)\n    fence_async_shared()\n",
+        "    fence_async_shared()\n    claim(ring, step + 1)\n    tile(ring, step + 1).store(other)\n",
+        "before a fence",
+    ),
+    "the first tile of dq is said to be there before a fence": (
+        "    fence_async_shared()\n    publish(ring, step)\n    publish(ring, step + 1)\n",
+        "    publish(ring, step)\n    fence_async_shared()\n    publish(ring, step + 1)\n",
+        "before a fence",
+    ),
+    "the first tile of dq is written over while it is added": (
+        "    claim(ring, step)\n    tile(ring, step).store(one)\n",
+        "    tile(ring, step).store(one)\n",
+        "changed while it was stored",
+    ),
+    "the second tile of dq is written over while it is added": (
+        "    claim(ring, step + 1)\n", "", "changed while it was stored",
+    ),
+    "the second tile of dq is never said to be there": ("    publish(ring, step + 1)\n", "", "wait for each other"),
+}  # fmt: skip
+SLIP = Case("slip", B=2, Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=0.5, **BF16)
 SOME = "'query':|'key':|'value':|wait for each other|before a fence|changed while|more arrivals"
 
 
@@ -142,7 +215,17 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS[slip]
     emulate(monkeypatch, wide=slipped(wide, before, after, tmp_path))
     with pytest.raises(Exception, match=said or SOME):
-        check(Case("slip", Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=2.0, **BF16), "cpu")
+        check(SLIP, "cpu")
+
+
+@pytest.mark.parametrize("slip", SLIPS_IN_COMMON)
+def test_a_slip_in_common_is_found(slip, tmp_path, monkeypatch):
+    before, after, said = SLIPS_IN_COMMON[slip]
+    modules = slipped_in((steps, ring), before, after, tmp_path)
+    monkeypatch.setattr(test_hopper, "ring", modules.pop("ring", ring))
+    emulate(monkeypatch, **modules)
+    with pytest.raises(Exception, match=said):
+        check(SLIP, "cpu")
 
 
 @pytest.mark.parametrize("hidden", [True, False])
