@@ -154,6 +154,9 @@ SLIPS = {
     ),
     "both have the same columns": ("slice(g * HALF, HALF", "slice(0, HALF", "'query':|'key':"),
     "all parts of dq go to the same columns": ("* PARTS + part) * LINES", "* PARTS) * LINES", "'query':"),
+    "the last columns before D are not added": (
+        "(32 * LINES // BLOCK_M) < D:", "(32 * LINES // BLOCK_M) < D - 32:", "'query':",
+    ),
     "the last columns of dq of the first are those of the step": (
         "_give_columns(0, shared, step - 1, PRODUCTS - 1,", "_give_columns(0, shared, step, PRODUCTS - 1,", None,
     ),
