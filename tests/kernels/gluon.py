@@ -163,7 +163,7 @@ class Emulator:
     """A Gluon kernel of a module, and the modules of the same package that it uses, as `kernel[(programs,)](...)`."""
 
     def __init__(self, kernel, *modules, seed=0):
-        self.arg_names = kernel.arg_names
+        self.arg_names, self.unfenced = kernel.arg_names, False
         self.random = random.Random(seed)
         made = {}
         for module in modules:
@@ -209,6 +209,7 @@ class Emulator:
         def allocate_shared_memory(dtype, shape, layout, value=None):
             if value is not None:
                 array = numpy.array(values(value), numpy.float32)
+                self.unfenced = True
             elif dtype == tl.int64:  # barriers
                 array = numpy.empty([int(x) for x in shape], object)
             else:
@@ -217,6 +218,7 @@ class Emulator:
 
         def warp_specialize(partitions, warps, registers):
             assert len(partitions) == len(warps) + 1 == len(registers) + 1
+            assert not self.unfenced, "memory got values, and they are read before a fence"
             self.machine = Machine(self.random)
             self.machine.run([lambda f=f, given=given: f(*given) for f, given in partitions])
 
@@ -285,6 +287,7 @@ class Emulator:
                 local.stores.pop(0)()
 
         def fence():
+            self.unfenced = False
             if hasattr(self, "machine"):
                 self.machine.unfenced = [x for x in self.machine.unfenced if x[0] != local.number]
 

@@ -105,6 +105,9 @@ def test_a_slip_in_the_order_is_found(slip, tmp_path, monkeypatch, two_passes):
 
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
 SLIPS = {
+    "the ones are not fenced": (
+        "    fence_async_shared()\n    first = block * 2 * KEYS\n", "    first = block * 2 * KEYS\n", "before a fence",
+    ),
     "q is given back while it is read": (
         "        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, ds))\n"
         "        ring.release(shared.q, step)\n",
