@@ -20,6 +20,7 @@ WAITS_ITSELF = "each thread behind it waits for the mbarrier itself"
 K_BEFORE_V = "what overwrites these keys is copied behind values, for which there is another barrier further on"
 NO_WARP = "no warp comes there: of four warps that copy three sleep"
 OWN_ROWS = "each warp overwrites the rows of q that it alone has read"
+OF_A_PHASE = "the parity of a phase is its last bit"
 MASKED_TOO = "one tile more is masked, of which nothing is hidden"
 
 
@@ -110,7 +111,8 @@ EQUIVALENT = (
     Equivalent("barrier left out", "steps.py: return gl.where(seen, p, 0.0)", NO_WARP, ("hopper_bwd",), ("in 2",)),
     Equivalent("mbarrier not waited for", "ring.py: mbarrier.wait(ring.free", FIRST_USE, ("hopper_bwd",), ("in 7",)),
     Equivalent(">= for >", "backward.py: for step in range(", MASKED_TOO, ("hopper_bwd",), ("in 3",)),
-    Equivalent("> for >=", "backward.py: if (block < full)", MASKED_TOO, ("hopper_bwd",), ("in 0", "in 3")),
+    Equivalent("> for >=", "steps.py: if (block < full)", MASKED_TOO, ("hopper_bwd",)),
+    Equivalent("a bit of a swizzle", "ring.py: mbarrier.wait(ring.free", OF_A_PHASE, ("hopper_bwd",)),
     # Of two such comparisons the one in the loop: the other is of the first step, and not the same.
     Equivalent("> for >=", "wide.py: if (block < full)", MASKED_TOO, ("hopper_bwd_256",), ("in 2",), text="%r1485"),
     Equivalent(">= for >", "wide.py: if steps > 0", MASKED_TOO, ("hopper_bwd_256",), ("in 2",)),
