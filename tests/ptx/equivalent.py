@@ -21,6 +21,7 @@ K_BEFORE_V = "what overwrites these keys is copied behind values, for which ther
 NO_WARP = "no warp comes there: of four warps that copy three sleep"
 OWN_ROWS = "each warp overwrites the rows of q that it alone has read"
 OF_A_PHASE = "the parity of a phase is its last bit"
+WAITED_LATER = "sums that are only added to, and registers that nothing writes before a later wait"
 MASKED_TOO = "one tile more is masked, of which nothing is hidden"
 
 
@@ -112,7 +113,10 @@ EQUIVALENT = (
     Equivalent("mbarrier not waited for", "ring.py: mbarrier.wait(ring.free", FIRST_USE, ("hopper_bwd",), ("in 7",)),
     Equivalent(">= for >", "backward.py: for step in range(", MASKED_TOO, ("hopper_bwd",), ("in 3",)),
     Equivalent("> for >=", "steps.py: if (block < full)", MASKED_TOO, ("hopper_bwd",)),
+    Equivalent(">= for >", "span.py: return begin, full, tl.where(n <=", MASKED_TOO, ("hopper_bwd",), ("before 0",)),
     Equivalent("a bit of a swizzle", "ring.py: mbarrier.wait(ring.free", OF_A_PHASE, ("hopper_bwd",)),
+    Equivalent("product not waited for", "halves.py: dp1, dk, ds0 =", WAITED_LATER, ("hopper_bwd",)),
+    Equivalent("product not waited for", "halves.py: s1, dv, w0 =", WAITED_LATER, ("hopper_bwd",)),
     # Of two such comparisons the one in the loop: the other is of the first step, and not the same.
     Equivalent("> for >=", "wide.py: if (block < full)", MASKED_TOO, ("hopper_bwd_256",), ("in 2",), text="%r1485"),
     Equivalent(">= for >", "wide.py: if steps > 0", MASKED_TOO, ("hopper_bwd_256",), ("in 2",)),
