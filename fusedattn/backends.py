@@ -89,7 +89,7 @@ def _marked_blocks(call: Call) -> int:
         batch = call.cu_seqlens_q.shape[0] - 1
         rows, keys = call.max_seqlen_q or rows, call.max_seqlen_k or keys
     shared = all(x.dim() < 4 or x.shape[1] == 1 or x.stride(1) == 0 for x in tensors)
-    size = tile_table.block_mask_size(80)
+    size = tile_table.block_mask_size(interpreted=False)
     return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
 
 

@@ -325,11 +325,11 @@ def results(rank: int, *results: Tensor | None) -> Tensor | Any:
     """What the caller gets of (out, lse, weights), None where not asked for: in the rank of the query."""
     wanted = [x for x in results if x is not None]
     if rank < 4:
-        wanted = [x[:, 0] if rank == 3 else x[0, 0] for x in wanted]
+        wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
     return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
 
 def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None) -> Tensor | Any:
     """`results` of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, longest)."""
-    wanted = [out[0].transpose(0, 1), *(x[0] for x in (lse, weights) if x is not None)]
+    wanted = [out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in (lse, weights) if x is not None)]
     return tuple(wanted) if len(wanted) > 1 else wanted[0]

@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
     def _view(self, x, where):
         x = x[self.batches, :, where]
-        return x[0].unflatten(1, (self.sequences, -1)).transpose(0, 1) if self.sequences else x
+        return x.squeeze(0).unflatten(1, (self.sequences, -1)).transpose(0, 1) if self.sequences else x
 
 
 class Rectangle(NamedTuple):

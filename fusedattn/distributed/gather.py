@@ -264,8 +264,8 @@ def gather_attention_varlen(
     packed = Packed(of_all, of_all, of_all, cu_seqlens, cu_seqlens)
     apply(VALUES, packed, packed)
     out, lse = attend(whole, _documents(whole, offsets))
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
 def _longest(offsets: list[int]) -> int:

@@ -145,7 +145,7 @@ def block_mask_of(call):
     """(block mask, its mask_size) of a call: its own, or else a new one; None where nothing but a band hides pairs."""
     if not arguments.hides(call):
         return None, None
-    size = block_mask_size(run.device_of(call.query))
+    size = block_mask_size()
     if call.block_mask is not None:
         return call.block_mask, size
     if all(x is None for x in hiding(call)):
@@ -163,6 +163,6 @@ def walks(call, block_mask, mask_size, tile, by_keys=False):
     )
 
 
-def block_mask_size(device):
-    """Rows and keys of a block that is marked as seen or not, on a device."""
-    return tiles.block_mask_size(run.capability(device))
+def block_mask_size():
+    """Rows and keys of a block that is marked as seen or not."""
+    return tiles.block_mask_size(run.interpreting())

@@ -331,9 +331,9 @@ def architecture(capability):
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
-def block_mask_size(capability: int | None) -> int:
-    """Rows and keys of a block that is marked as seen or not; capability None is Triton's interpreter."""
-    return 16 if capability is None else 64
+def block_mask_size(interpreted: bool) -> int:
+    """Rows and keys of a block that is marked as seen or not: the same on every GPU."""
+    return 16 if interpreted else 64
 
 
 def row_width(width: int) -> int:

@@ -22,7 +22,7 @@ def padded(call: Call) -> tuple[Call, Packing]:
     keys = packing(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
 
     def pad(where, tensor):
-        return where.pad(tensor[0].transpose(0, 1)).transpose(1, 2)
+        return where.pad(tensor.squeeze(0).transpose(0, 1)).transpose(1, 2)
 
     def real(where, mask):
         return where.exists if mask is None else where.exists & where.pad(mask[0])

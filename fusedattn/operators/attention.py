@@ -79,8 +79,8 @@ def _of_masks(function, arguments):
     from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    size = blocks.block_mask_size(next(mask.device for mask in masks if mask is not None))
-    return getattr(blocks, function)(*masks, None if lengths.cu_seqlens_q is None else lengths, size)
+    lengths = None if lengths.cu_seqlens_q is None else lengths
+    return getattr(blocks, function)(*masks, lengths, blocks.block_mask_size())
 
 
 register(

@@ -115,7 +115,7 @@ def _blocks(s: Sizes) -> tuple[int, ...]:
     """What a block mask broadcasts to."""
     from ..launch import blocks  # Triton was imported before there was a block mask
 
-    size = blocks.block_mask_size(s.device)
+    size = blocks.block_mask_size()
     return s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
 
 

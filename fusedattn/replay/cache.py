@@ -300,7 +300,7 @@ class Replay:
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
             if self.save and bare.block_mask is None and any(x is not None for x in masks):
-                bare = bare._replace(block_mask=blocks.block_mask(*masks, None, blocks.block_mask_size(self.device)))
+                bare = bare._replace(block_mask=blocks.block_mask(*masks, None, blocks.block_mask_size()))
             out, lse, weights, stats = made
             forward.forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)

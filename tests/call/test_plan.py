@@ -17,10 +17,10 @@ NONE, SOME, ALL = 0, 1, 3
 
 
 @pytest.fixture
-def grain(device):
-    from fusedattn.launch import run as launch, tiles
+def grain():
+    from fusedattn.launch import blocks
 
-    return tiles.block_mask_size(launch.capability(torch.device(device)))
+    return blocks.block_mask_size()
 
 
 def by_hand(mask, grain):

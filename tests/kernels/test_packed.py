@@ -235,7 +235,7 @@ def test_marks_know_how_long_sequences_are(device):
 
     rows, keys = (3, 40), (20, 33)
     query, key, value, _ = draw_packed(rows, keys, device)
-    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), blocks.block_mask_size(query.device)
+    most, grain = dict(max_seqlen_q=40, max_seqlen_k=33), blocks.block_mask_size()
     seen = torch.zeros(grain + 53, dtype=torch.bool, device=device)[:53]
     seen[20:] = True
     call = checked_packed(

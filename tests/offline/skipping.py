@@ -94,4 +94,7 @@ def lines(case, counts):
 def report(chosen, every):
     """Print the counts of cases, by the first tiles of each kernel or by every tile that it may fall back to."""
     for case in chosen:
-        print("\n".join(lines(case, count(case, _tiles(case, every), tile_table.block_mask_size(GPU)))), flush=True)
+        print(
+            "\n".join(lines(case, count(case, _tiles(case, every), tile_table.block_mask_size(interpreted=False)))),
+            flush=True,
+        )

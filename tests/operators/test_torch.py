@@ -294,6 +294,23 @@ def test_an_operator_is_computed_at_once_unless_something_must_see_it(device, mo
     same(both(inputs), want)
 
 
+@pytest.mark.parametrize("kind", ["packed", "rank 2", "rank 3"])
+def test_a_backward_does_not_copy_what_is_viewed(kind, device):
+    """A gradient through a view by an index is a copy among zeros: a packed backward took an eighth more memory."""
+    shape = {"packed": (SQ + SK, HQ, D), "rank 3": (2, SK, D), "rank 2": (SK, D)}[kind]
+    query, key, value = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
+    if kind == "packed":
+        lengths = torch.tensor([0, SQ, SQ + SK], dtype=torch.int32, device=device)
+        out, lse = fa.attention_varlen(query, key, value, lengths, lengths, return_lse=True, backend="triton")
+    else:
+        out, lse = fa.attention(query, key, value, return_lse=True, backend="triton")
+    grads = torch.ones_like(out), torch.ones_like(lse)
+    with Seen() as seen:
+        torch.autograd.grad((out, lse), (query, key, value), grads)
+    free = ("detach.default", "new_empty.default", "squeeze.dim", "squeeze.dims", "transpose.int", "unsqueeze.default")
+    assert seen.names <= {"fusedattn.backward.default", *(f"aten.{name}" for name in free)}
+
+
 @pytest.mark.matrix
 def test_compiled_words_of_dropout_are_the_same(device):
     """By the compiler's default backend, for a CPU C++: it takes it that no product of integers overflows."""
