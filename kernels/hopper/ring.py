@@ -63,15 +63,14 @@ def put(ring, step, value):
 
 
 @gluon.jit
-def put_two(ring, step, one, other):
-    """`put` the tiles of a step and of the next, with one fence."""
-    claim(ring, step)
-    tile(ring, step).store(one)
-    claim(ring, step + 1)
-    tile(ring, step + 1).store(other)
+def put_two(ring, pair, one, other):
+    """`put` the tiles of steps 2 * pair and 2 * pair + 1, for a reader that waits for a pair, and releases each."""
+    claim(ring, 2 * pair)
+    tile(ring, 2 * pair).store(one)
+    claim(ring, 2 * pair + 1)
+    tile(ring, 2 * pair + 1).store(other)
     fence_async_shared()
-    publish(ring, step)
-    publish(ring, step + 1)
+    publish(ring, pair)
 
 
 @gluon.jit

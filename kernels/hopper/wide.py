@@ -26,7 +26,7 @@ from .steps import WARPS, extent, following, hide, lines
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: k, and with it v; q; do, `GradOut`; rows, `Rows`; p, ds, [keys, rows].
+    """What lies in shared memory: k, and with it v; q, and with it rows, `Rows`; do, `GradOut`; p, ds, [keys, rows].
 
     dq are `steps.lines` of what the ds give to dq, in float32, a ring for each warpgroup. Its tiles have few columns,
     so that one is free sooner. met is where the warpgroups meet when they have read k and v, out tells that dk and dv
@@ -36,8 +36,8 @@ class Shared(NamedTuple):
     k: ring.Ring
     v: gl.shared_memory_descriptor
     q: ring.Ring
+    rows: gl.shared_memory_descriptor
     do: ring.Ring
-    rows: ring.Ring
     p: ring.Ring
     ds: ring.Ring
     dq: tuple
@@ -57,8 +57,9 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
-        ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
-        ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
+        ring.reserve(shared.q, step, Q.block_type.nbytes + Rows.block_type.nbytes)
+        ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
+        ring.copy(shared.q, shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         ring.fill(shared.do, step, GradOut, plane, block * BLOCK_M)
         block, member = following(block, member, begin, end, GROUP)
 
@@ -79,7 +80,8 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
         for part in gl.static_range(PARTS):
             place = [plane.batch, plane.head, ((block * 2 + g) * PARTS + part) * LINES, 0]
             use = step * PARTS + part
-            ring.wait(dq, use)
+            if part % 2 == 0:
+                ring.wait(dq, use // 2)
             if (g * PARTS + part) * (32 * LINES // BLOCK_M) < D:
                 async_add(results.Sums, place, dq.tiles.index(use % TILES))
                 store_wait(0)
@@ -96,7 +98,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 @gluon.jit
 def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
     """[1, rows]: one of the numbers of each row."""
-    return ring.tile(rows, step).slice(column, 1, dim=0).load(LAYOUT)
+    return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
 
 
 @gluon.jit
@@ -154,7 +156,7 @@ def _give_columns(g: gl.constexpr, shared, step, i: gl.constexpr, PRODUCTS: gl.c
     """Give the warp that adds it one product of dq, two tiles."""
     LINES: gl.constexpr = shared.dq[g].tiles.shape[3]
     one, other = gl.split(lines(dq).reshape([2, LINES, 32]).permute((1, 2, 0)))
-    ring.put_two(shared.dq[g], (step * PRODUCTS + i) * 2, one, other)
+    ring.put_two(shared.dq[g], step * PRODUCTS + i, one, other)
 
 
 @gluon.jit
@@ -192,12 +194,10 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
     ring.wait(shared.k, 0)
     if steps > 0:
         ring.wait(shared.q, 0)
-        ring.wait(shared.rows, 0)
         k = ring.tile(shared.k, 0)
         s = warpgroup_mma(k, ring.tile(shared.q, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.put(shared.p, 0, _weights(s, shared, 0, block, earliest, full, full_end, band, scale))
-        ring.release(shared.rows, 0)
     PRODUCTS: gl.constexpr = WIDTH // COLUMNS
     dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, Q_LAYOUT)
     for step in range(steps):
@@ -217,10 +217,8 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 0), dk, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         block, member = following(block, member, begin, end, GROUP)
-        ring.wait(shared.rows, ahead)
         p = _weights(s, shared, ahead, block, earliest, full, full_end, band, scale)
         ring.put(shared.p, step + 1, p)
-        ring.release(shared.rows, ahead)
         dk, dq = _multiply_dq(0, shared, step, ds, k, dk)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.release(shared.ds, step)
@@ -253,16 +251,13 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
     for step in range(steps):
         none = gl.minimum(band.keys + step, 0)
         k, v, do = _at(shared.k, none), ring.at(shared.v, none), _at(shared.do, none)
-        ring.wait(shared.rows, step)
-        # These are given back when they have been used: an arrival on a barrier does not wait for loads before it.
+        ring.wait(shared.q, step)
         delta = _across(shared.rows, step, 2, S_LAYOUT)
         ring.wait(shared.p, step)
         p = ring.tile(shared.p, step)
         dv = warpgroup_mma(p, _half(do, 1), dv, is_async=True)
-        ring.wait(shared.q, step)
         ds = p.load(S_LAYOUT).to(gl.float32) * (dp - delta)
         ring.put(shared.ds, step, ds.to(shared.q.tiles.dtype))
-        ring.release(shared.rows, step)
         ds = _at(shared.ds, none)
         dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 1), dk, is_async=True)
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
@@ -294,8 +289,9 @@ def wide_backward(
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]
     block, kv = span.place(gl.program_id(0), k_len, heads, KEYS)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    k, q, do, rows = ring.ring(K, 1, 1), ring.ring(Q, STAGES, 2), ring.ring(GradOut, 1, 2), ring.ring(Rows, 2, 2)
+    k, q, do = ring.ring(K, 1, 1), ring.ring(Q, STAGES, 2), ring.ring(GradOut, 1, 2)
     v = gl.allocate_shared_memory(V.dtype, [1] + V.block_type.shape, V.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES] + Rows.block_type.shape, Rows.layout)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, BLOCK_M], Q.dtype)
     p = ring.around(gl.allocate_shared_memory(Q.dtype, [1, 1, 1, KEYS, BLOCK_M], SCORES), 1)
     ds = ring.around(gl.allocate_shared_memory(Q.dtype, [1, 1, 1, KEYS, BLOCK_M], SCORES), 1)
@@ -305,7 +301,7 @@ def wide_backward(
     mbarrier.init(met, count=2)
     mbarrier.init(out, count=2)
     fence_async_shared()
-    shared, results = Shared(k, v, q, do, rows, p, ds, dq, met, out), Results(Sums, GradK, GradV, None)
+    shared, results = Shared(k, v, q, rows, do, p, ds, dq, met, out), Results(Sums, GradK, GradV, None)
     first = block * KEYS
     gl.warp_specialize(
         [

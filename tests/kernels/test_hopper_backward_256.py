@@ -131,10 +131,16 @@ SLIPS = {
         "        ring.release(shared.ds, step)\n        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))\n",
         "changed while it was read",
     ),
-    "rows are given back before they are read": (
+    "q is given back, and rows, before they are read": (
         "        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
-        "        ring.release(shared.rows, step)\n        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
-        "'query':|'key':|more arrivals|wait for each other",
+        "        ring.release(shared.q, step)\n        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
+        "changed while it was read|more arrivals|wait for each other",
+    ),
+    "rows are those of another step": (
+        "delta = _across(shared.rows, step, 2,", "delta = _across(shared.rows, step + 1, 2,", None,
+    ),
+    "rows are not expected with q": (
+        "Q.block_type.nbytes + Rows.block_type.nbytes", "Q.block_type.nbytes", None,
     ),
     "the weights are of the step itself": ("gl.minimum(step + 1, steps - 1)", "gl.minimum(step, steps - 1)", None),
     "the weights are masked as those of the step before": (
@@ -145,7 +151,9 @@ SLIPS = {
     "keys are written over while the other reads them": (
         "    mbarrier.wait(shared.met, 0)\n", "", "changed while it was read",
     ),
-    "dq is added before it is there": ("            ring.wait(dq, use)\n", "", None),
+    "dq is added before it is there": ("                ring.wait(dq, use // 2)\n", "                pass\n", None),
+    "tiles of dq are waited for one by one": ("ring.wait(dq, use // 2)", "ring.wait(dq, use)", None),
+    "the second tile of two is waited for": ("if part % 2 == 0:", "if part % 2 == 1:", None),
     "dq is never given back": ("            ring.release(dq, use)\n", "", "wait for each other"),
     "dk is stored before it is there": ("    mbarrier.wait(shared.out, 0)\n", "", None),
     "dk is stored with one half": ("mbarrier.init(out, count=2)", "mbarrier.init(out, count=1)", None),
@@ -174,7 +182,7 @@ SLIPS = {
     "columns of dq are not waited for": (
         "warpgroup_mma_wait(PRODUCTS - 1 - i,", "warpgroup_mma_wait(PRODUCTS - i,", "not waited for",
     ),
-    "the two tiles of a product change places": ("* 2, one, other)", "* 2, other, one)", "'query':"),
+    "the two tiles of a product change places": ("PRODUCTS + i, one, other)", "PRODUCTS + i, other, one)", "'query':"),
     "every second column of a product is a tile": (
         ".reshape([2, LINES, 32]).permute((1, 2, 0))", ".reshape([LINES, 32, 2])", "'query':",
     ),
@@ -185,29 +193,27 @@ SLIPS = {
 SLIPS_IN_COMMON = {
     "dq lies in another order": ("permute((4, 0, 2, 3, 5, 1, 6))", "permute((4, 0, 2, 3, 1, 5, 6))", "'query':"),
     "two tiles of dq are not fenced": (
-        "    fence_async_shared()\n    publish(ring, step)\n    publish(ring, step + 1)\n",
-        "    publish(ring, step)\n    publish(ring, step + 1)\n",
-        "before a fence",
+        "    fence_async_shared()\n    publish(ring, pair)\n", "    publish(ring, pair)\n", "before a fence",
     ),
     "the second tile of dq is not fenced": (
-        "    claim(ring, step + 1)\n    tile(ring, step + 1).store(other)\n    fence_async_shared()\n",
-        "    fence_async_shared()\n    claim(ring, step + 1)\n    tile(ring, step + 1).store(other)\n",
+        "    claim(ring, 2 * pair + 1)\n    tile(ring, 2 * pair + 1).store(other)\n    fence_async_shared()\n",
+        "    fence_async_shared()\n    claim(ring, 2 * pair + 1)\n    tile(ring, 2 * pair + 1).store(other)\n",
         "before a fence",
     ),
-    "the first tile of dq is said to be there before a fence": (
-        "    fence_async_shared()\n    publish(ring, step)\n    publish(ring, step + 1)\n",
-        "    publish(ring, step)\n    fence_async_shared()\n    publish(ring, step + 1)\n",
+    "two tiles of dq are said to be there before a fence": (
+        "    fence_async_shared()\n    publish(ring, pair)\n",
+        "    publish(ring, pair)\n    fence_async_shared()\n",
         "before a fence",
     ),
     "the first tile of dq is written over while it is added": (
-        "    claim(ring, step)\n    tile(ring, step).store(one)\n",
-        "    tile(ring, step).store(one)\n",
+        "    claim(ring, 2 * pair)\n    tile(ring, 2 * pair).store(one)\n",
+        "    tile(ring, 2 * pair).store(one)\n",
         "changed while it was stored",
     ),
     "the second tile of dq is written over while it is added": (
-        "    claim(ring, step + 1)\n", "", "changed while it was stored",
+        "    claim(ring, 2 * pair + 1)\n", "", "changed while it was stored",
     ),
-    "the second tile of dq is never said to be there": ("    publish(ring, step + 1)\n", "", "wait for each other"),
+    "two tiles of dq are never said to be there": ("    publish(ring, pair)\n", "", "wait for each other"),
 }  # fmt: skip
 SLIP = Case("slip", B=2, Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=0.5, **BF16)
 SOME = "'query':|'key':|'value':|wait for each other|before a fence|changed while|more arrivals"
