@@ -117,8 +117,8 @@ EQUIVALENT = (
     Equivalent("a bit of a swizzle", "ring.py: mbarrier.wait(ring.free", OF_A_PHASE, ("hopper_bwd",)),
     Equivalent("product not waited for", "halves.py: dp1, dk, ds0 =", WAITED_LATER, ("hopper_bwd",)),
     Equivalent("product not waited for", "halves.py: s1, dv, w0 =", WAITED_LATER, ("hopper_bwd",)),
-    # Of two such comparisons the one in the loop: the other is of the first step, and not the same.
-    Equivalent("> for >=", "wide.py: if (block < full)", MASKED_TOO, ("hopper_bwd_256",), ("in 2",), text="%r1485"),
+    # Of two such comparisons the one in the loop: that of the first step is another half of the condition.
+    Equivalent("> for >=", "wide.py: if (block < full)", MASKED_TOO, ("hopper_bwd_256",), ("in 9",)),
     Equivalent(">= for >", "wide.py: if steps > 0", MASKED_TOO, ("hopper_bwd_256",), ("in 2",)),
     Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper_bwd_256",), ("in 9",)),
     Equivalent("unsigned shift", "backward.py: for step in range(", NEVER_NEGATIVE, ("hopper_bwd",)),
