@@ -187,7 +187,7 @@ SLIPS = {
         ".reshape([2, LINES, 32]).permute((1, 2, 0))", ".reshape([LINES, 32, 2])", "'query':",
     ),
     "the diagonal takes no mask": ("(block < full) | ", "", "'query':|'key':"),
-    "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':"),
+    "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':|'value':"),
 }  # fmt: skip
 # Of what other heads have, too, or other kernels.
 SLIPS_IN_COMMON = {
@@ -215,7 +215,7 @@ SLIPS_IN_COMMON = {
     ),
     "two tiles of dq are never said to be there": ("    publish(ring, pair)\n", "", "wait for each other"),
 }  # fmt: skip
-SLIP = Case("slip", B=2, Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=0.5, **BF16)
+SLIP = Case("slip", Hkv=1, Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=0.5, **BF16)
 SOME = "'query':|'key':|'value':|wait for each other|before a fence|changed while|more arrivals"
 
 
