@@ -163,7 +163,8 @@ def attention_decode(
         cache_seqlens: int32 (B,), how many keys each sequence has, before the new ones; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. What stands beyond a length is not used.
             Sequences may share a page, but no place that a new key goes to.
-        new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches. Sn may differ from Sq.
+        new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches, of which they may be views.
+            Sn may differ from Sq.
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of query and new_key
             are turned, in float32: a new key by its place in the cache, a query by the place that it is level with. A
             turned key is what the cache keeps. No query may stand before position 0, unless causal or a query_mask

@@ -198,7 +198,8 @@ class MultiHeadAttention(nn.Module):
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
-        scores = None if self.context_parallel else (q.shape[0], q.shape[2], k.shape[2])
+        known = self.context_parallel is None and q.layout != torch.jagged
+        scores = (q.shape[0], q.shape[2], k.shape[2]) if known else None
         options |= {name: _by_head(name, x, scores) for name, x in (("mask", mask), ("bias", bias))}
         options |= dict(key_mask=key_mask, query_mask=query_mask)
         options |= dict(dropout_p=self.dropout if self.training else 0.0, backend=self.backend)

@@ -147,6 +147,23 @@ def test_self_attention_is_one_head_without_output_projection():
 
 
 @pytest.mark.parametrize("name", ["mask", "bias"])
+def test_pairs_of_rank_3_beside_nested_inputs(name):
+    """(B, Sq, Sk) of the longest sequences, as without nesting."""
+    layer, rows = fa.MultiHeadAttention(16, 4), (torch.randn(3, 16), torch.randn(5, 16))
+    nested, padded = torch.nested.nested_tensor(list(rows), layout=torch.jagged), torch.zeros(2, 5, 16)
+    for batch, x in enumerate(rows):
+        padded[batch, : len(x)] = x
+    pairs = torch.randn(2, 5, 5)
+    pairs = pairs > -1 if name == "mask" else pairs
+    real = torch.arange(5) < torch.tensor([[3], [5]])
+    want = layer(padded, key_mask=real, query_mask=real, **{name: pairs})[0]
+    for got, expected, x in zip(layer(nested, **{name: pairs})[0].unbind(), want, rows, strict=True):
+        torch.testing.assert_close(got, expected[: len(x)])
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        layer(nested, **{name: pairs[:, :2, :2]})
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
 def test_pairs_of_rank_3_are_named_by_the_shape_that_they_have(name):
     """Those of torch.nn.MultiheadAttention are (B * heads, Sq, Sk)."""
     pairs = torch.zeros(8, 10, 10, dtype=torch.bool if name == "mask" else torch.float32)

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from . import rules
 from .form import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
-from .layout import share
+from .layout import overlap, share
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
@@ -78,6 +78,9 @@ def _written(name: str) -> tuple[Rule, ...]:
     def expanded(x: Tensor, _: Any) -> bool:
         return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
+    def negated(x: Tensor, _: Any) -> bool:
+        return not is_compiling() and x.is_neg()
+
     def frozen(x: Tensor, _: Any) -> bool:
         # Kernels write to it all the same, on a GPU.
         inside = is_compiling() or torch.is_inference_mode_enabled() or x.device.type == "cuda"
@@ -85,6 +88,7 @@ def _written(name: str) -> tuple[Rule, ...]:
 
     return (
         invalid(name, f"{expected}with no dimension expanded", expanded, lambda x: f"strides {x.stride()}"),
+        invalid(name, f"{expected}no view that negates", negated, lambda x: "one that does"),
         invalid(name, f"{expected}as outside of torch.inference_mode()", frozen, lambda x: "an inference tensor"),
     )
 
@@ -216,6 +220,21 @@ def _check_apart(a: CacheArguments) -> None:
         fail(ValueError, "value_cache", "memory of its own beside new_key", "some of key_cache")
 
 
+def apart(a: CacheArguments) -> CacheArguments:
+    """Arguments whose new rows are copies where they may lie in a cache: in what order it is written is not said."""
+    new = a.new_key, a.new_value
+    if a.new_key is None or not (is_compiling() or in_memory((*a[1:3], *new))):
+        return a
+    alike = _have_one_base if is_compiling() else overlap
+    key, value = (x.clone() if alike(x, a.key_cache) or alike(x, a.value_cache) else x for x in new)
+    return a._replace(new_key=key, new_value=value)
+
+
+def _have_one_base(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors are views of one, as far as a compiler can tell."""
+    return (a if a._base is None else a._base) is (b if b._base is None else b._base)
+
+
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     pages, _, page, _ = a.key_cache.shape
     number = a.block_table.long()
@@ -270,6 +289,7 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
     check_gradients({**arguments._asdict(), **learned})
     check_values(a, options)
+    a = apart(a)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)
     # An angle depends on the alignment in any case.

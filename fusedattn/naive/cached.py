@@ -11,6 +11,8 @@ from torch import Tensor
 from ..call.cached import Decode, room
 from ..call.form import Call, plain
 from ..call.layout import arrange
+from ..call.rules import fail
+from ..private import unmapped
 from .packed import of_batches, of_pairs
 
 _Length = TypeVar("_Length")
@@ -89,10 +91,20 @@ def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
     return before, (before + decode.added).clamp(max=room(decode))
 
 
+def _check_mapped(decode: Decode) -> None:
+    """Raise for a cache that torch.vmap maps not over, where it does over what is written there."""
+    where = decode.lengths, decode.table, decode.cos, decode.sin
+    for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
+        cache = getattr(decode, name)
+        if unmapped(cache) is cache and any(unmapped(x) is not x for x in (new, *where) if x is not None):
+            fail(ValueError, name, "a cache that torch.vmap maps over as it does what is new", "one that it does not")
+
+
 def append(decode: Decode) -> None:
     """Write what is new into the caches."""
     if decode.new_key is None or decode.new_value is None:
         return
+    _check_mapped(decode)
     before, _ = _lengths(decode)
     position, new_key = before[:, None] + torch.arange(decode.added, device=before.device), decode.new_key
     if decode.cos is not None and decode.sin is not None:

@@ -326,6 +326,83 @@ def test_caches_share_no_memory_where_something_is_written(apart):
         fa.attention_decode(*inputs, cache_seqlens=more["cache_seqlens"])  # what is only read may be
 
 
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("backend", [None, "naive", "triton"])
+def test_what_is_new_may_lie_in_a_cache(backend, pages):
+    """As where rows are moved that others were appended before: what is read is what was there; replayed as well."""
+    interpreted = pytest.importorskip("triton").knobs.runtime.interpret
+    if backend == "triton" and not interpreted:
+        pytest.skip("on a CPU kernels are interpreted")
+    both, lengths = torch.randn(2, 2, Hkv, 12, 8), ints(3, 5)
+    table = dict(block_table=ints([1], [0])) if pages else {}
+    query = torch.randn(2, Hq, 1, 8)
+
+    def append(copied, first, second):
+        caches = both.clone()
+        new = caches[first][:, :, 2:6], caches[second][:, :, 1:5]
+        new = [x.clone() for x in new] if copied else new
+        arguments = dict(cache_seqlens=lengths, new_key=new[0], new_value=new[1], backend=backend, **table)
+        return fa.attention_decode(query, *caches, **arguments), caches
+
+    for order in ((0, 1), (1, 0)):
+        for _ in range(2):
+            for got, want in zip(append(False, *order), append(True, *order), strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", [None, "naive"])
+def test_what_is_new_may_lie_in_a_cache_of_compiled_code(backend):
+    """A compiler sees no addresses; what is new and lies elsewhere is not copied."""
+    caches, lengths, query = torch.randn(2, 2, Hkv, 12, 8), ints(3, 5), torch.randn(2, Hq, 1, 8)
+    copies = []
+
+    def watched(graph, inputs):
+        copies.append(sum(node.target is torch.clone or node.target == "clone" for node in graph.graph.nodes))
+        return graph.forward
+
+    def append(query, keys, values, new_key, new_value):
+        new_key, new_value = (values[:, :, 2:6], keys[:, :, 1:5]) if new_key is None else (new_key, new_value)
+        return fa.attention_decode(
+            query, keys, values, cache_seqlens=lengths, new_key=new_key, new_value=new_value, backend=backend
+        )
+
+    expected, within, beside = caches.clone(), caches.clone(), caches.clone()
+    new = caches[1][:, :, 2:6].clone(), caches[0][:, :, 1:5].clone()
+    want = append(query, *expected, *new)
+    compiled = torch.compile(append, backend=watched, fullgraph=True)
+    for cache, given_rows in ((within, (None, None)), (beside, new)):
+        torch.testing.assert_close(compiled(query, *cache, *given_rows), want)
+        assert torch.equal(cache, expected)
+    assert copies == [2, 0]
+
+
+@pytest.mark.parametrize("backend", [None, "naive"])
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_a_cache_that_is_written_to_is_no_view_that_negates(name, backend):
+    arguments = given() | new(rows=1)
+    arguments[name] = torch._neg_view(arguments[name])
+    before = {x: arguments[x].clone() for x in ("key_cache", "value_cache")}
+    with pytest.raises(ValueError, match=f"^{name}: expected a cache that new keys can be written to, no view that"):
+        fa.attention_decode(**arguments, backend=backend)
+    assert all(torch.equal(arguments[x], before[x]) for x in before)
+    del arguments["new_key"], arguments["new_value"]
+    fa.attention_decode(**arguments, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_a_cache_is_mapped_where_what_is_written_there_is(name):
+    arguments = given() | new(rows=1)
+    dims = dict.fromkeys(("new_key", "new_value", "key_cache", "value_cache"), 0) | {name: None}
+    mapped = [arguments.pop(x) for x in dims]
+    mapped = [x if dim is None else torch.stack([x, x + 1]) for x, dim in zip(mapped, dims.values(), strict=True)]
+
+    def append(*tensors):
+        return fa.attention_decode(**arguments, **dict(zip(dims, tensors, strict=True)))
+
+    with pytest.raises(ValueError, match=f"^{name}: expected a cache that torch.vmap maps over as it does what is new"):
+        torch.vmap(append, tuple(dims.values()))(*mapped)
+
+
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
     """As where both are made of one latent vector: what is new must be alike, and not turned."""
@@ -361,7 +438,9 @@ def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
 def test_every_rule_has_a_row(monkeypatch):
     tables = cached.RULES, cached.WITHOUT_TABLE, cached.TABLE, cached.NEW, cached.ROTARY, (cached.INTERLEAVED,)
     calls = [wrong for _, _, _, wrong, _ in WRONG]
-    calls += [given(**new(1), **{name: frozen(B, Hkv, C, n)}) for name, n in (("key_cache", D), ("value_cache", Dv))]
+    for name, columns in (("key_cache", D), ("value_cache", Dv)):
+        shape = B, Hkv, C, columns
+        calls += [given(**new(1), **{name: wrong}) for wrong in (frozen(*shape), torch._neg_view(floats(*shape)))]
     assert unreached(monkeypatch, cached, tables, fa.attention_decode, calls) == []
 
 
