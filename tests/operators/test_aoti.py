@@ -1,5 +1,7 @@
 """A model compiled ahead of time: by AOTInductor, into a package of machine code that calls the operators."""
 
+import copy
+import functools
 import shutil
 
 import pytest
@@ -12,26 +14,31 @@ from ..inside import same
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore")]
 
 
-class Model(torch.nn.Module):
-    """Dense and packed attention between projections."""
+BACKENDS = "triton", None  # in one package, as compiling one takes most of the time
 
-    def __init__(self, backend, device):
+
+class Model(torch.nn.Module):
+    """Dense and packed attention between projections, by each of the backends."""
+
+    def __init__(self, device):
         super().__init__()
-        self.attention = fa.MultiHeadAttention(32, 2, causal=True, backend=backend, device=device)
-        self.backend = backend
+        make = functools.partial(fa.MultiHeadAttention, 32, 2, causal=True, device=device)
+        self.attention = torch.nn.ModuleList(make(backend=backend) for backend in BACKENDS)
 
     def forward(self, x, key_mask, cu_seqlens):
-        x = self.attention(x, key_mask=key_mask)[0]
-        rows = x.flatten(0, 1).unflatten(-1, (2, 16))
-        longest = dict(max_seqlen_q=64, max_seqlen_k=64)
-        return x, fa.attention_varlen(rows, rows, rows, cu_seqlens, cu_seqlens, **longest, backend=self.backend)
+        longest, results = dict(max_seqlen_q=64, max_seqlen_k=64), []
+        for attention in self.attention:
+            x = attention(x, key_mask=key_mask)[0]
+            rows = x.flatten(0, 1).unflatten(-1, (2, 16))
+            packed = fa.attention_varlen(rows, rows, rows, cu_seqlens, cu_seqlens, **longest, backend=attention.backend)
+            results += x, packed
+        return results
 
 
-@pytest.fixture(params=["triton", None], ids=["triton", "no backend named"])
-def backend(request, device):
+@pytest.fixture(autouse=True)
+def compiler(device):
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("AOTInductor needs a C++ compiler")
-    return request.param
 
 
 def packaged(program, folder):
@@ -39,12 +46,9 @@ def packaged(program, folder):
     return torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
 
 
-def test_a_package_gives_the_same_for_any_batch_and_length(backend, device, tmp_path):
-    model, sizes = (
-        Model(backend, device).eval(),
-        [torch.export.Dim(name, min=2, max=64) for name in ("batch", "length")],
-    )
-    free = dict(enumerate(sizes))
+def test_a_package_gives_the_same_for_any_batch_and_length(device, tmp_path):
+    model = Model(device).eval()
+    free = {dim: torch.export.Dim(name, min=2, max=64) for dim, name in enumerate(("batch", "length"))}
 
     def draw(batch, length):
         key_mask = torch.arange(length, device=device) < torch.randint(1, length, (batch, 1), device=device)
@@ -53,7 +57,7 @@ def test_a_package_gives_the_same_for_any_batch_and_length(backend, device, tmp_
 
     with torch.no_grad():
         program = torch.export.export(model, draw(2, 10), dynamic_shapes=(free, free, None))
-        assert sum("fusedattn.forward" in str(node.target) for node in program.graph.nodes) == 2
+        assert sum("fusedattn.forward" in str(node.target) for node in program.graph.nodes) == 2 * len(BACKENDS)
         loaded = packaged(program, tmp_path)
         for sizes in ((2, 10), (2, 17), (5, 12)):
             inputs = draw(*sizes)
@@ -61,25 +65,22 @@ def test_a_package_gives_the_same_for_any_batch_and_length(backend, device, tmp_
 
 
 class Step(torch.nn.Module):
-    """A token of each sequence, by a cache."""
+    """A token of each sequence, by a cache for each of the backends."""
 
-    def __init__(self, backend):
-        super().__init__()
-        self.backend = backend
-
-    def forward(self, query, keys, values, lengths, new_key, new_value):
+    def forward(self, query, lengths, new_key, new_value, caches):
         new = dict(cache_seqlens=lengths, new_key=new_key, new_value=new_value)
-        return fa.attention_decode(query, keys, values, **new, backend=self.backend)
+        return [fa.attention_decode(query, *cache, **new, backend=x) for cache, x in zip(caches, BACKENDS, strict=True)]
 
 
-def test_a_package_appends_to_a_cache(backend, device, tmp_path):
-    shapes = (2, 4, 1, 16), (2, 2, 8, 16), (2, 2, 8, 16), (2,), (2, 2, 1, 16), (2, 2, 1, 16)
-
+def test_a_package_appends_to_a_cache(device, tmp_path):
     def draw():
-        drawn = [torch.randn(shape, device=device) for shape in shapes]
-        return *drawn[:3], torch.tensor([1, 5], dtype=torch.int32, device=device), *drawn[4:]
+        new = [torch.randn(2, heads, 1, 16, device=device) for heads in (4, 2, 2)]
+        caches = [[torch.randn(2, 2, 8, 16, device=device) for _ in range(2)] for _ in BACKENDS]
+        return new[0], torch.tensor([1, 5], dtype=torch.int32, device=device), *new[1:], caches
 
     with torch.no_grad():
-        loaded, inputs = packaged(torch.export.export(Step(backend), draw()), tmp_path), draw()
-        others = [x.clone() for x in inputs]
-        same([loaded(*inputs), *inputs], [Step(backend)(*others), *others])
+        loaded, inputs = packaged(torch.export.export(Step(), draw()), tmp_path), draw()
+        others = copy.deepcopy(inputs)
+        same(loaded(*inputs), Step()(*others))
+        for cache, other in zip(inputs[-1], others[-1], strict=True):
+            same(cache, other)
