@@ -96,14 +96,19 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
     return layer
 
 
-def _by_head(name: str, pairs: Any, scores: tuple[int, ...] | None) -> Any:
-    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads; scores: the sizes of these, if known."""
+def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> Any:
+    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads; scores: the sizes of these, if known.
+
+    A size is None where sequences are nested.
+    """
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_by_head(name, pairs.mask, scores))
     if not (isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3):
         return pairs
-    if scores is not None and not broadcasts(pairs, scores):
-        fail(ValueError, name, f"one of rank 3 to broadcast to (B, Sq, Sk), {scores}", tuple(pairs.shape))
+    if scores is not None:
+        sizes = tuple(own if size is None else size for size, own in zip(scores, pairs.shape, strict=True))
+        if not broadcasts(pairs, sizes):
+            fail(ValueError, name, f"one of rank 3 to broadcast to (B, Sq, Sk), {sizes}", tuple(pairs.shape))
     return pairs.unsqueeze(1)
 
 
@@ -198,8 +203,8 @@ class MultiHeadAttention(nn.Module):
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
-        known = self.context_parallel is None and q.layout != torch.jagged
-        scores = (q.shape[0], q.shape[2], k.shape[2]) if known else None
+        lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
+        scores = None if self.context_parallel else (q.shape[0], *lengths)
         options |= {name: _by_head(name, x, scores) for name, x in (("mask", mask), ("bias", bias))}
         options |= dict(key_mask=key_mask, query_mask=query_mask)
         options |= dict(dropout_p=self.dropout if self.training else 0.0, backend=self.backend)

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from . import rules
 from .form import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
-from .layout import overlap, share
+from .layout import share, span
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
@@ -51,6 +51,21 @@ class Decode(NamedTuple):
 
 
 # Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
+def apart(decode: Decode) -> list[Tensor]:
+    """New keys and values, as copies where they may lie in a cache: in what order that is written is not said.
+
+    It is for those that write, at the time that they do: a compiler sees no addresses, and takes out copies.
+    """
+    caches = span(decode.key_cache), span(decode.value_cache)
+    rows = []
+    for new in (decode.new_key, decode.new_value):
+        assert new is not None
+        first, end = span(new)
+        within = any(first < cache_end and cache_first < end for cache_first, cache_end in caches)
+        rows.append(new.clone() if within else new)
+    return rows
+
+
 def room(decode: Decode) -> int:
     """The most keys that a sequence may have; unchecked lengths on a device are clamped to it."""
     return decode.call.key.shape[2] if decode.key_cache.shape[0] else 0
@@ -220,21 +235,6 @@ def _check_apart(a: CacheArguments) -> None:
         fail(ValueError, "value_cache", "memory of its own beside new_key", "some of key_cache")
 
 
-def apart(a: CacheArguments) -> CacheArguments:
-    """Arguments whose new rows are copies where they may lie in a cache: in what order it is written is not said."""
-    new = a.new_key, a.new_value
-    if a.new_key is None or not (is_compiling() or in_memory((*a[1:3], *new))):
-        return a
-    alike = _have_one_base if is_compiling() else overlap
-    key, value = (x.clone() if alike(x, a.key_cache) or alike(x, a.value_cache) else x for x in new)
-    return a._replace(new_key=key, new_value=value)
-
-
-def _have_one_base(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are views of one, as far as a compiler can tell."""
-    return (a if a._base is None else a._base) is (b if b._base is None else b._base)
-
-
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     pages, _, page, _ = a.key_cache.shape
     number = a.block_table.long()
@@ -289,7 +289,6 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
     check_gradients({**arguments._asdict(), **learned})
     check_values(a, options)
-    a = apart(a)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)
     # An angle depends on the alignment in any case.

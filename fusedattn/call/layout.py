@@ -88,18 +88,13 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether what two tensors span in memory, gaps included, has a byte in common."""
-    if not (a.numel() and b.numel()):
-        return False
-    (first, end), (other_first, other_end) = map(_span, (a, b))
-    return first < other_end and other_first < end
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last; of one without elements nothing lies between."""
+    first, elements = tensor.data_ptr(), 0 if tensor.numel() == 0 else 1
+    if elements:
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            elements += (size - 1) * stride
+    return first, first + elements * tensor.itemsize
 
 
 def alone(tensor: Tensor) -> Tensor:

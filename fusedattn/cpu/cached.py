@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..call.cached import Decode, room
+from ..call.cached import Decode, apart, room
 from ..call.form import Call
 from ..call.layout import arrange, dense
 from ..naive import cached as naive
@@ -13,15 +13,16 @@ from . import flash, kernel
 
 def append(decode: Decode) -> None:
     """Write what is new into the caches."""
-    if decode.new_key is None or decode.new_value is None:
+    if decode.new_key is None:
         return
     lengths = decode.lengths.tolist()
     fits = lengths and min(lengths) >= 0 and max(lengths) + decode.added <= room(decode)
     if decode.table is not None or decode.cos is not None or not fits:
         naive.append(decode)
         return
+    caches, news = (decode.key_cache, decode.value_cache), apart(decode)
     for first, last, length in naive.alike(lengths):
-        for cache, new in ((decode.key_cache, decode.new_key), (decode.value_cache, decode.new_value)):
+        for cache, new in zip(caches, news, strict=True):
             cache[first:last, :, length : length + decode.added] = new[first:last]
 
 

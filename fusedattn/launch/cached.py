@@ -4,7 +4,7 @@ from typing import Any
 
 from triton import cdiv
 
-from ..call.cached import Decode, room
+from ..call.cached import Decode, apart, room
 from ..call.form import Call
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
@@ -34,9 +34,9 @@ def _common(decode: Decode):
 
 def append(decode: Decode):
     """Write what is new into the caches."""
-    assert decode.new_key is not None
-    batch, heads, added, _ = decode.new_key.shape
-    launched = _common(decode) | dict(K=arguments.of(decode.new_key), V=arguments.of(decode.new_value))
+    key, value = apart(decode)
+    batch, heads, added, _ = key.shape
+    launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
     if batch * heads * added * launched["capacity"]:
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
 

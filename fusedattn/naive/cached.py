@@ -36,11 +36,16 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
     return arrange(torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1), x)
 
 
-def _append(cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, room: int) -> None:
-    """Write new (B, H, S, D) at the positions (B, S) of each sequence; what has no place in the cache is dropped."""
+def _to_write(
+    cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, room: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(pages, slots, rows) to write new (B, H, S, D) to, at the positions (B, S) of each sequence; None if nothing.
+
+    What has no place in the cache is dropped.
+    """
     pages, _, page, _ = cache.shape
     if 0 in (*cache.shape, *new.shape, room):
-        return
+        return None
     if table is None:
         number = torch.arange(pages, device=cache.device)[:, None].expand_as(position)
     else:
@@ -52,8 +57,7 @@ def _append(cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, 
     first = kept & (number == 0) & (slot == 0)
     # By index_select: a tensor as a plain index would be fetched.
     held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache[:1, :, 0])
-    # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
-    cache.transpose(1, 2)[number, slot] = torch.where(kept[:, None, None], rows, held)
+    return number, slot, torch.where(kept[:, None, None], rows, held)
 
 
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
@@ -93,6 +97,8 @@ def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
 
 def _check_mapped(decode: Decode) -> None:
     """Raise for a cache that torch.vmap maps not over, where it does over what is written there."""
+    if torch.compiler.is_compiling():  # which knows no mapped tensors
+        return
     where = decode.lengths, decode.table, decode.cos, decode.sin
     for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
         cache = getattr(decode, name)
@@ -109,8 +115,14 @@ def append(decode: Decode) -> None:
     position, new_key = before[:, None] + torch.arange(decode.added, device=before.device), decode.new_key
     if decode.cos is not None and decode.sin is not None:
         new_key = rotated(new_key, position, decode.cos, decode.sin, decode.interleaved)
-    _append(decode.key_cache, new_key, position, decode.table, room(decode))
-    _append(decode.value_cache, decode.new_value, position, decode.table, room(decode))
+    caches, rows = (decode.key_cache, decode.value_cache), (new_key, decode.new_value)
+    # Both are read before either is written to, for what is new may lie in a cache.
+    writes = [_to_write(*each, position, decode.table, room(decode)) for each in zip(caches, rows, strict=True)]
+    for cache, write in zip(caches, writes, strict=True):
+        if write is not None:
+            number, slot, values = write
+            # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
+            cache.transpose(1, 2)[number, slot] = values
 
 
 def dense(decode: Decode) -> Call:

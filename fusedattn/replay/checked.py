@@ -45,7 +45,7 @@ def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> 
         if known.is_one_call and lengths and lengths[0] and lengths.count(lengths[0]) == len(lengths):
             out, lse = cpu.attend_at_once(*arguments[:3], lengths[0], known.decode.call.scale)
         else:
-            decode = _decode(known.decode, cached.apart(arguments), options)
+            decode = _decode(known.decode, arguments, options)
             cpu.append(decode)
             out, lse = cpu.attend(decode)
         return results(4, out, lse.contiguous() if return_lse else None)
