@@ -15,6 +15,14 @@ def one_in(n, parameters):
     return [x for i, each in enumerate(parameters) for x in ([each] if i % n == 0 else matrix(each))]
 
 
+def planted(mistakes):
+    """Parameters that are mistakes which tests must see: `make test` and `make test-all` plant every third."""
+    return [
+        pytest.param(*each.values, marks=(*each.marks, *([pytest.mark.planted] if n % 3 else [])), id=each.id)
+        for n, each in enumerate(mistakes)
+    ]
+
+
 def named(values):
     """A parameter of each of some cases, by its name."""
     return [pytest.param(each, id=each.name) for each in values]

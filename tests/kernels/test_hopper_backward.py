@@ -96,7 +96,7 @@ ORDERED_SLIPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("slip", ORDERED_SLIPS)
+@pytest.mark.parametrize("slip", sample.planted(map(pytest.param, ORDERED_SLIPS)))
 def test_a_slip_in_the_order_is_found(slip, tmp_path, monkeypatch, two_passes):
     emulate(monkeypatch, backward=slipped(backward, *ORDERED_SLIPS[slip], tmp_path))
     with pytest.raises(Exception, match="none does|wait for each other"):
@@ -356,7 +356,7 @@ SLIPS_OF_ROWS = {
 SOME = "'query':|'key':|'value':|wait for each other|before a fence"
 
 
-@pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.parametrize("slip", sample.planted(map(pytest.param, SLIPS)))
 def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS[slip]
     emulate(monkeypatch, **slipped_in((backward, steps), before, after, tmp_path))
@@ -365,7 +365,7 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
         check(Case("slip", Sq=80, Sk=70, D=72, window=(60, 0), scale=2.0, **BF16), "cpu")
 
 
-@pytest.mark.parametrize("slip", SLIPS_OF_NARROW_HEADS)
+@pytest.mark.parametrize("slip", sample.planted(map(pytest.param, SLIPS_OF_NARROW_HEADS)))
 def test_a_slip_of_narrow_heads_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS_OF_NARROW_HEADS[slip]
     module = backward if slip == "both add to the same rows of dq" else halves
@@ -374,7 +374,7 @@ def test_a_slip_of_narrow_heads_is_found(slip, tmp_path, monkeypatch):
         check(Case("slip", Hq=4, Hkv=1, Sq=100, Sk=90, D=16, window=(40, 0), scale=2.0, **BF16), "cpu")
 
 
-@pytest.mark.parametrize("slip", SLIPS_OF_ROWS)
+@pytest.mark.parametrize("slip", sample.planted(map(pytest.param, SLIPS_OF_ROWS)))
 @pytest.mark.parametrize("width", [16, 72])
 def test_a_slip_in_what_rows_have_is_found(width, slip, tmp_path, monkeypatch):
     before, after, said = SLIPS_OF_ROWS[slip]

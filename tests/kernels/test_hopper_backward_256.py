@@ -219,7 +219,7 @@ SLIP = Case("slip", Hkv=1, Sq=80, Sk=70, D=256, Dv=136, window=(60, 0), scale=0.
 SOME = "'query':|'key':|'value':|wait for each other|before a fence|changed while|more arrivals"
 
 
-@pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.parametrize("slip", sample.planted(map(pytest.param, SLIPS)))
 def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS[slip]
     emulate(monkeypatch, wide=slipped(wide, before, after, tmp_path))
@@ -227,7 +227,7 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
         check(SLIP, "cpu")
 
 
-@pytest.mark.parametrize("slip", SLIPS_IN_COMMON)
+@pytest.mark.parametrize("slip", sample.planted(map(pytest.param, SLIPS_IN_COMMON)))
 def test_a_slip_in_common_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS_IN_COMMON[slip]
     modules = slipped_in((steps, ring), before, after, tmp_path)

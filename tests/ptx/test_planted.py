@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from fusedattn import kernels
 from fusedattn.launch import failures
 
-from ..sample import matrix
+from .. import sample
 from . import calls
 from .cases import ENTRIES
 from .report import Fault
@@ -136,7 +136,7 @@ def pytest_generate_tests(metafunc):
         some = UNSEEN + tuple((f"a tangent without {name}", *row, "tangent everything", 80) for name, *row in LACKING)
         some += SEEN if metafunc.config.getoption("--everything", False) else ()
         first, *rest = (pytest.param(*row[1:], id=row[0].replace(" ", "_")) for row in some)
-        metafunc.parametrize("file, text, becomes, name, capability", [first, *matrix(*rest)])
+        metafunc.parametrize("file, text, becomes, name, capability", sample.planted([first, *sample.matrix(*rest)]))
 
 
 def test_a_planted_mistake_is_seen(file, text, becomes, name, capability):
