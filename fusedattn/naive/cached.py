@@ -60,6 +60,14 @@ def _to_write(
     return number, slot, torch.where(kept[:, None, None], rows, held)
 
 
+def _write(cache: Tensor, write: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """Write what `_to_write` gives."""
+    if write is not None:
+        number, slot, values = write
+        # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
+        cache.transpose(1, 2)[number, slot] = values
+
+
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
     """(B, H, capacity, D) of a cache in pages. Numbers outside of the pool are no keys; which page they get is open."""
     if table is None:
@@ -119,10 +127,7 @@ def append(decode: Decode) -> None:
     # Both are read before either is written to, for what is new may lie in a cache.
     writes = [_to_write(*each, position, decode.table, room(decode)) for each in zip(caches, rows, strict=True)]
     for cache, write in zip(caches, writes, strict=True):
-        if write is not None:
-            number, slot, values = write
-            # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
-            cache.transpose(1, 2)[number, slot] = values
+        _write(cache, write)
 
 
 def dense(decode: Decode) -> Call:

@@ -323,12 +323,15 @@ def test_the_naive_path_drops_what_has_no_place():
     """Whatever it has to write in its stead, a new key at the first place of all comes through."""
     cache, new = torch.zeros(2, 1, 3, 2), torch.arange(8.0).view(2, 1, 2, 2) + 1
     position = torch.tensor([[0, 1], [2, 3]])
-    decode_naive._append(cache, new, position, None, 3)
+
+    def append(position, table=None):
+        decode_naive._write(cache, decode_naive._to_write(cache, new, position, table, 3))
+
+    append(position)
     assert cache[0, 0].tolist() == [[1, 2], [3, 4], [0, 0]] and cache[1, 0].tolist() == [[0, 0], [0, 0], [5, 6]]
     cache.zero_()
-    decode_naive._append(cache, new, position + 3, None, 3)
+    append(position + 3)
     assert not cache.any()
-    table = torch.tensor([[-1], [2]])
-    decode_naive._append(cache, new, position.clamp(max=2), table, 3)
+    append(position.clamp(max=2), torch.tensor([[-1], [2]]))
     assert not cache.any()
     assert not touched(cache, dict(query=cache, cache_seqlens=torch.tensor([0, 0]))).any()
