@@ -50,7 +50,6 @@ class Decode(NamedTuple):
     interleaved: bool
 
 
-# Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def apart(decode: Decode) -> list[Tensor]:
     """New keys and values, as copies where they may lie in a cache: in what order that is written is not said.
 
@@ -66,6 +65,7 @@ def apart(decode: Decode) -> list[Tensor]:
     return rows
 
 
+# Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def room(decode: Decode) -> int:
     """The most keys that a sequence may have; unchecked lengths on a device are clamped to it."""
     return decode.call.key.shape[2] if decode.key_cache.shape[0] else 0

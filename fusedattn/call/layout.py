@@ -90,10 +90,9 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and behind its last; of one without elements nothing lies between."""
-    first, elements = tensor.data_ptr(), 0 if tensor.numel() == 0 else 1
-    if elements:
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            elements += (size - 1) * stride
+    first, elements = tensor.data_ptr(), 0
+    if tensor.numel():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + elements * tensor.itemsize
 
 
