@@ -12,6 +12,7 @@ import pytest
 import torch
 from fusedattn.bench import accuracy, cases, cost, engine, module, peers, providers, rows, timing
 from fusedattn.bench.dev import questions, warm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedattn as fa
 from fusedattn.naive import dropout, formula
