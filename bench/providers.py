@@ -255,8 +255,8 @@ def by_pipeline(pipeline, kernel="hopper"):
 
 @contextlib.contextmanager
 def by_way_back(kernel, form):
-    """The context in which a backward for Hopper works in this way; the ordered one where torch wants the same bits."""
-    with by_pipeline(form, kernel), _same_bits() if kernel == "hopper_ordered" else contextlib.nullcontext():
+    """The context in which a backward for Hopper works in this way; one that has the same bits each time where torch wants them."""
+    with by_pipeline(form, kernel), _same_bits() if kernel in tile_table.REPEATABLE else contextlib.nullcontext():
         yield
 
 

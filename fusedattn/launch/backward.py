@@ -59,9 +59,7 @@ def _lacks_on_hopper(call, need, kernel):
     lacks = hopper.backward_limits(call)
     if not all(need[:3]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
-    if kernel is None:
-        lacks.append(f"of heads over {tiles.ONE_PASS} it has not the same bits each time")
-    return lacks
+    return lacks + (hopper.stored_limits(call) if kernel == "hopper_stored" else [])
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
@@ -91,9 +89,9 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     deterministic = _is_deterministic(call)
     in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
     special = run.backward_on_hopper(call, deterministic)
-    taken = reachable and special is not None and run.is_to_take(special, call, backend)
+    taken = reachable and run.is_to_take(special, call, backend)
     if taken and not _lacks_on_hopper(call, need, special):
-        names = ["preprocess", special, "postprocess"]
+        names = ["preprocess", special, *["postprocess"] * (special != "hopper_stored")]
     elif in_one and not run.prefers_two_passes(call):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
@@ -128,7 +126,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, taken):
 
     taken: the form of the backward for Hopper that reads them, or None.
     """
-    made, pitch = (p.table(stats, 4), None) if taken is None else hopper.new_rows(p.call, stats, taken)
+    made, pitch = (p.table(stats, 4), None) if taken is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len", "D", "DV", "PRECISION"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),
@@ -188,6 +186,29 @@ def _on_hopper(name, p, query_sums, turns, grads, taken):
     with run.surroundings(device):
         programs = cdiv(p.keys, taken.keys) * p.batch * call.key.shape[1]
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=registers)
+
+
+def _stored_on_hopper(name, p, grads, taken):
+    """The gradients of queries, keys and values, by way of those of the scores of some heads at a time."""
+    call, device = p.call, run.device_of(p.call.query)
+    registers, *_ = tiles.REGISTERS[2]
+    scores = hopper.new_scores(call)
+    first = hopper.stored_arguments(call, p.grad_out, p.launched["Rows"], scores, grads[2], taken)
+    of_key, of_query = (
+        hopper.product_arguments(call, scores, grads[i], i == 1, taken) for i in (1, 0)
+    )
+    heads, group, at_a_time = p.batch * call.key.shape[1], first["GROUP"], hopper.heads_at_a_time(call)
+    launches = (
+        (name, first, cdiv(p.keys, taken.keys)),
+        ("hopper_dk", of_key, cdiv(p.keys, taken.keys)),
+        ("hopper_dq", of_query, cdiv(p.rows, taken.keys) * group),
+    )
+    with run.surroundings(device):
+        for before in range(0, heads, at_a_time):
+            for kernel, launched, programs in launches:
+                programs *= min(at_a_time, heads - before)
+                launched = launched | dict(before=before)
+                run.run_kernel(kernel, programs, launched, device, (name, device), num_warps=4, maxnreg=registers)
 
 
 def _postprocess(p, query_sums, grad_query, taken):
@@ -255,7 +276,9 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
     query_sums, special = None, next((name for name in names if name in tiles.ON_HOPPER), None)
     taken = None if special is None else run.form_on_hopper(special, call)
-    if taken is not None:
+    if special == "hopper_stored":
+        pass  # nothing is added up
+    elif taken is not None:
         query_sums = hopper.new_sums(call, stats, taken)
     elif "postprocess" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
@@ -275,7 +298,9 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None, partial)
     if "dq" in names:
         _dq(p, grad_query, of_rows)
-    if special:
+    if special == "hopper_stored":
+        _stored_on_hopper(special, p, grads, taken)
+    elif special:
         _on_hopper(special, p, query_sums, turns, grads, taken)
     elif "dkdv" in names or "one_pass" in names:
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)

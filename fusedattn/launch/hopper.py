@@ -1,5 +1,6 @@
 """Says which calls the kernel for Hopper takes, and makes its arguments: descriptors for the copy engine."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -18,6 +19,10 @@ try:
 
     from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
     from ..kernels.hopper.forward import forward as kernel
+    from ..kernels.hopper.stored import (  # noqa: F401  # for `launch.run`
+        grad_product as product_kernel,
+        stored_backward as stored_backward_kernel,
+    )
     from ..kernels.hopper.wide import wide_backward as wide_backward_kernel  # noqa: F401  # for `launch.run`
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
@@ -146,13 +151,13 @@ def reachable(*tensors: Tensor) -> bool:
     return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
 
 
-def _widths(call: Call, taken: Backward) -> tuple[int, int]:
+def _widths(call: Call) -> tuple[int, int]:
     """Columns of tiles of keys, and of values.
 
     For dq a warpgroup multiplies half of the columns of keys, with heads of up to 64 all of them by half of the rows.
     """
     width_k, width_v = (width.fn(x.shape[3]) for x in (call.key, call.value))
-    return (width_k if _by_rows(call) else max(width_k, 128)), max(width_v, 128 if taken.shared else 16)
+    return (width_k if _by_rows(call) else max(width_k, 128)), max(width_v, 128 if _is_wide(call) else 16)
 
 
 def _by_rows(call):
@@ -160,15 +165,20 @@ def _by_rows(call):
     return tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
 
 
+def _is_wide(call):
+    """Whether heads are wider than 128, whose kernels load the numbers of rows."""
+    return max(call.key.shape[3], call.value.shape[3]) > tiles.ONE_PASS
+
+
 def unit(call: Call, taken: Backward) -> tuple[int, int]:
     """Rows and columns of dq whose sums lie together, in an order of their own."""
-    return taken.rows // 2 if _by_rows(call) else taken.rows, _widths(call, taken)[0]
+    return taken.rows // 2 if _by_rows(call) else taken.rows, _widths(call)[0]
 
 
-def new_rows(call: Call, stats: Tensor, taken: Backward) -> tuple[Tensor, int | None]:
+def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """What `preprocess` is to write the numbers of rows to, and its pitch."""
     batch, heads, length, _ = call.query.shape
-    if not taken.shared:
+    if not _is_wide(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
     pitch = cdiv(length, 4) * 4  # the copy engine reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -199,11 +209,10 @@ def backward_arguments(
     rows are those of `preprocess`, sums of dq, turns of `new_turns` or None, grads of key and value.
     """
     each = tiles.WARPGROUP_ROWS
-    _, registers, fewer = tiles.REGISTERS[2]
-    width_k, width_v = _widths(call, taken)
-    at_once = 32 if taken.shared else width_k if _by_rows(call) else width_k // 2  # columns of dq
+    width_k, width_v = _widths(call)
+    at_once = 32 if _is_wide(call) else width_k if _by_rows(call) else width_k // 2  # columns of dq
     lines = sums.view(*sums.shape[:2], -1, 32)
-    if taken.shared:
+    if _is_wide(call):
         numbers = descriptor(rows[..., : call.query.shape[2]], 4, taken.rows)
     else:
         shape, strides, block = kernel_arguments.block(rows, taken.rows)
@@ -216,14 +225,85 @@ def backward_arguments(
         GradOut=descriptor(grad_out, taken.rows, width_v),
         Rows=numbers,
         Sums=descriptor(lines, unit(call, taken)[0] // 2 * at_once // 16),
-        **(dict(D=call.key.shape[3]) if taken.shared else dict(Turns=turns)),
+        **(dict(D=call.key.shape[3]) if _is_wide(call) else dict(Turns=turns)),
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),
+        STAGES=taken.stages,
+        **_common(call),
+    )
+
+
+def _common(call):
+    """What the kernels of the backward share."""
+    _, registers, fewer = tiles.REGISTERS[2]
+    return dict(
         scale=kernel_arguments.scored(call).softmax_scale,
         heads=call.key.shape[1],
         GROUP=call.query.shape[1] // call.key.shape[1],
-        STAGES=taken.stages,
         REGISTERS=registers,
         COPYING_REGISTERS=fewer,
         **kernel_arguments.band(call),
+    )
+
+
+def _scores_of_a_head(call):
+    """(the shape of what holds the gradients of scores of the query heads of a kv head, its bytes)."""
+    group = call.query.shape[1] // call.key.shape[1]
+    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 8) * 8  # the copy engine wants rows of 16 bytes
+    return shape, math.prod(shape) * call.query.element_size()
+
+
+def stored_limits(call: Call) -> list[str]:
+    """What keeps the backward that stores gradients of scores from a call that `backward_limits` does not."""
+    _, size = _scores_of_a_head(call)
+    if size <= tiles.SCORES_BYTES:
+        return []
+    most = tiles.SCORES_BYTES >> 20
+    return [f"gradients of scores of one head of key take {size / 2**20:.0f} MiB, and it stores no more than {most}"]
+
+
+def heads_at_a_time(call: Call) -> int:
+    """How many kv heads, of all batches, have their gradients of scores stored at a time: of one only if there is one.
+
+    Two have programs enough for a GPU where one of them takes all the memory, and where a band makes these unequal.
+    """
+    _, size = _scores_of_a_head(call)
+    return min(call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size))
+
+
+def new_scores(call: Call) -> Tensor:
+    """What gradients of scores are stored in, (query heads, 1, Sk, Sq)."""
+    (group, *shape), _ = _scores_of_a_head(call)
+    return call.query.new_empty((heads_at_a_time(call) * group, *shape))
+
+
+def stored_arguments(
+    call: Call, grad_out: Tensor, rows: Tensor, grad_scores: Tensor, grad_value: Tensor, taken: Backward
+) -> dict:
+    """The arguments, but `before`, of the kernel that makes the gradients of scores and of values."""
+    each, length = tiles.WARPGROUP_ROWS, call.query.shape[2]
+    width_k, width_v = _widths(call)
+    return dict(
+        Q=descriptor(call.query, taken.rows, width_k // 2),
+        K=descriptor(call.key, each, width_k),
+        V=descriptor(call.value, each, width_v),
+        GradOut=descriptor(grad_out, taken.rows, width_v // 2),
+        Rows=descriptor(rows[..., :length], 4, taken.rows),
+        GradScores=descriptor(grad_scores[..., :length], each, taken.rows),
+        GradV=descriptor(grad_value, each, width_v),
+        **_common(call),
+    )
+
+
+def product_arguments(call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward) -> dict:
+    """The arguments, but `before`, of the kernel that makes of these the gradient of key, or of query."""
+    each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
+    block = (2 * each, each) if of_key else (each, 2 * each)
+    return _common(call) | dict(
+        GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),
+        Others=descriptor(others, each, width_k),
+        Product=descriptor(grad, each, width_k),
+        heads=grad.shape[1],
+        OF_K=of_key,
+        STAGES=taken.stages,
     )

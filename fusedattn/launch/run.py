@@ -138,8 +138,10 @@ KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
-    for name, shared in tile_table.BACKWARDS.items():
-        KERNELS[name] = hopper.wide_backward_kernel if shared else hopper.backward_kernel
+    KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_ordered"), hopper.backward_kernel)
+    KERNELS["hopper_bwd_256"] = hopper.wide_backward_kernel
+    KERNELS["hopper_stored"] = hopper.stored_backward_kernel
+    KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.product_kernel)
 
 
 def widest(call):
@@ -178,10 +180,12 @@ def candidates(name, call):
 
 
 def backward_on_hopper(call, ordered):
-    """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call, or None."""
-    if widest(call) > tile_table.ONE_PASS:
-        return None if ordered else "hopper_bwd_256"
-    return "hopper_ordered" if ordered else "hopper_bwd"
+    """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call."""
+    if widest(call) <= tile_table.ONE_PASS:
+        return "hopper_ordered" if ordered else "hopper_bwd"
+    fits = not hopper.stored_limits(call)
+    stored = ordered or (fits and tuned.prefers_stored(call, device_of(call.query)))
+    return "hopper_stored" if stored else "hopper_bwd_256"
 
 
 def form_on_hopper(name, call):

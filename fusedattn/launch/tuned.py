@@ -45,7 +45,7 @@ LOADS = ("plain", "masked", "rich")
 
 # What the best of each kernel for Hopper has to be faster than; of the ordered backward only what gives the same bits.
 RIVALS = {"hopper": ("forward",)} | {
-    name: ("two_passes",) if name == "hopper_ordered" else ("one_pass", "two_passes") for name in tiles.BACKWARDS
+    name: ("two_passes",) if name in tiles.REPEATABLE else ("one_pass", "two_passes") for name in tiles.BACKWARDS
 }
 
 
@@ -79,13 +79,15 @@ class Choices(NamedTuple):
 
     right, wrong: {place: forms}, the fastest first. faster: (kernel for Hopper, dtype, width, causal) of plain calls
     for which it is faster than those for every GPU. two_passes: (dtype, width, load) of calls whose backward is faster
-    in two passes, or right in these alone.
+    in two passes, or right in these alone. stored: (dtype, width, causal) of plain calls whose backward for Hopper is
+    faster where it stores gradients of scores.
     """
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
     faster: frozenset[tuple[str, str, int, bool]] = frozenset()
     two_passes: frozenset[tuple[str, int, str]] = frozenset()
+    stored: frozenset[tuple[str, int, bool]] = frozenset()
 
     def tiles(self, place: tuple, table: tuple[Tile, ...]) -> tuple[Tile, ...]:
         """Tiles to try: those found right, the fastest first; then a table's that are not known to be wrong."""
@@ -120,7 +122,7 @@ def choose(candidates: Iterable[Candidate]) -> Choices:
     fine = PASSED, UNFIT, UNKNOWN
     wrong = {place: tuple(same(x.form) for x in some if x.status not in fine) for place, some in places.items()}
     wrong = {place: forms for place, forms in wrong.items() if forms}
-    faster, two_passes = set(), set()
+    faster, two_passes, stored = set(), set(), set()
     for _, *where in places:
         dtype, width, load = where
         for kernel, others in RIVALS.items():
@@ -129,11 +131,15 @@ def choose(candidates: Iterable[Candidate]) -> Choices:
             for causal in (False, True) if special and rivals else ():
                 if all(_is_faster(special[0], rival, causal) for rival in rivals):
                     faster.add((kernel, dtype, width, causal))
+        by_scores, adds = ranked(("hopper_stored", *where))[:1], ranked(("hopper_bwd_256", *where))[:1]
+        for causal in (False, True) if by_scores else ():
+            if not adds or _is_faster(by_scores[0], adds[0], causal):
+                stored.add((dtype, width, causal))
         one, two = ranked(("one_pass", *where))[:1], ranked(("two_passes", *where))[:1]
         no_other = not one and wrong.get(("one_pass", *where))
         if no_other or (one and two and _is_faster(two[0], one[0])):
             two_passes.add((dtype, width, load))
-    return Choices(right, wrong, frozenset(faster), frozenset(two_passes))
+    return Choices(right, wrong, frozenset(faster), frozenset(two_passes), frozenset(stored))
 
 
 def _time(candidate, alike):
@@ -324,16 +330,26 @@ def ask(choices: Choices | None) -> None:
 
 
 @constant
-def _prefers(kernel: str, device: torch.device, dtype: torch.dtype, width: int, causal: bool) -> bool:
-    return (kernel, str(dtype).removeprefix("torch."), width, causal) in of(device).faster
+def _is_among(kind: str, device: torch.device, *what: str | int | bool) -> bool:
+    return what in getattr(of(device), kind)
+
+
+def _says(kind: str, call: Call, device: torch.device, *of_what: str) -> bool:
+    """Whether Choices have, of a kind, what they say of calls that are full or causal, if this is one."""
+    if call.left is not None or call.right not in (None, 0):
+        return False
+    _, dtype, width, _ = place("", call.query.dtype, max(call.query.shape[3], call.value.shape[3]))
+    return _is_among(kind, device, *of_what, dtype, width, call.right is not None)
 
 
 def prefers_hopper(kernel: str, call: Call, device: torch.device) -> bool:
     """Whether a kernel for Hopper was found the faster one, on a device, for calls that are full or causal, as this."""
-    if call.left is not None or call.right not in (None, 0):
-        return False
-    width = row_width(max(call.query.shape[3], call.value.shape[3]))
-    return _prefers(kernel, device, call.query.dtype, width, call.right is not None)
+    return _says("faster", call, device, kernel)
+
+
+def prefers_stored(call: Call, device: torch.device) -> bool:
+    """Whether the backward for Hopper that stores gradients of scores was found the faster one, for such calls."""
+    return _says("stored", call, device)
 
 
 def load(file: Path) -> None:

@@ -116,7 +116,7 @@ def tile(ring, step):
 
 
 @gluon.jit
-def release(ring, step):
+def release(ring, step, pred=True):
     """A reader is done with a tile."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.arrive(ring.free.index(step % TILES), count=1)
+    mbarrier.arrive(ring.free.index(step % TILES), count=1, pred=pred)

@@ -5,6 +5,7 @@ in a table of 16 columns (`preprocess` writes it), and the left operand is ones.
 scores and one for dp, no loads and no arithmetic.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
@@ -13,6 +14,9 @@ from ..vocabulary import softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # of a warpgroup
+# Whether left operands stay where they are in registers: from 3.9 on Triton copies them for each product, for which
+# there may be no room.
+OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 @gluon.jit
@@ -94,6 +98,23 @@ def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.co
     p = softmax.powers(s, scale)
     if (block < full) | (block >= full_end):
         p = hide(p, block * shared.q.tiles.shape[3] + part * p.shape[1], earliest, band)
+    return p
+
+
+@gluon.jit
+def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, rows]: one of the numbers of each row, of tiles [step, 1, 1, 4, rows]."""
+    return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
+
+
+@gluon.jit
+def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale):
+    """p of a block of rows, from scores, [keys, rows], and tiles of the numbers of rows."""
+    LAYOUT: gl.constexpr = s.type.layout
+    row = softmax.Row(across(rows, step, 0, LAYOUT), across(rows, step, 1, LAYOUT))
+    p = softmax.weights(s, row, scale)
+    if (block < full) | (block >= full_end):
+        p = hide(p, block * s.shape[1], earliest, band)
     return p
 
 

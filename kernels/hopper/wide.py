@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import softmax, span
+from ..vocabulary import span
 from . import ring
 from .backward import Results
 from .copies import async_add, async_store
-from .steps import WARPS, extent, following, hide, lines
+from .steps import WARPS, across, extent, following, lines, weights_of_rows
 
 
 class Shared(NamedTuple):
@@ -96,19 +96,9 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, rows]: one of the numbers of each row."""
-    return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
-
-
-@gluon.jit
-def _weights(s, shared, step, block, earliest, full, full_end, band, scale):
+def _weights(s, shared, step, block, full, full_end, earliest, band, scale):
     """p, from the scores of a step."""
-    LAYOUT: gl.constexpr = s.type.layout
-    row = softmax.Row(_across(shared.rows, step, 0, LAYOUT), _across(shared.rows, step, 1, LAYOUT))
-    p = softmax.weights(s, row, scale)
-    if (block < full) | (block >= full_end):
-        p = hide(p, block * shared.q.tiles.shape[3], earliest, band)
+    p = weights_of_rows(s, shared.rows, step, block, full, full_end, earliest, band, scale)
     return p.to(shared.q.tiles.dtype)
 
 
@@ -197,7 +187,7 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         k = ring.tile(shared.k, 0)
         s = warpgroup_mma(k, ring.tile(shared.q, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        ring.put(shared.p, 0, _weights(s, shared, 0, block, earliest, full, full_end, band, scale))
+        ring.put(shared.p, 0, _weights(s, shared, 0, block, full, full_end, earliest, band, scale))
     PRODUCTS: gl.constexpr = WIDTH // COLUMNS
     dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, Q_LAYOUT)
     for step in range(steps):
@@ -217,7 +207,7 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
         dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 0), dk, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         block, member = following(block, member, begin, end, GROUP)
-        p = _weights(s, shared, ahead, block, earliest, full, full_end, band, scale)
+        p = _weights(s, shared, ahead, block, full, full_end, earliest, band, scale)
         ring.put(shared.p, step + 1, p)
         dk, dq = _multiply_dq(0, shared, step, ds, k, dk)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -252,7 +242,7 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
         none = gl.minimum(band.keys + step, 0)
         k, v, do = _at(shared.k, none), ring.at(shared.v, none), _at(shared.do, none)
         ring.wait(shared.q, step)
-        delta = _across(shared.rows, step, 2, S_LAYOUT)
+        delta = across(shared.rows, step, 2, S_LAYOUT)
         ring.wait(shared.p, step)
         p = ring.tile(shared.p, step)
         dv = warpgroup_mma(p, _half(do, 1), dv, is_async=True)

@@ -138,13 +138,21 @@ class Descriptor:
 
 
 class Product:
-    """What warpgroup_mma returns: a product that may not have been computed yet."""
+    """What warpgroup_mma returns: a product that may not have been computed yet, and may then only be added to."""
 
     dtype = tl.float32
 
     def __init__(self, a, b, acc, use_acc):
         self.a, self.b, self.acc, self.use_acc, self.value = a, b, acc, use_acc, None
         self.began_with = self._read()
+
+    def __getattr__(self, name):
+        raise AssertionError("a product that was not waited for")
+
+    def _is_used(self, other):
+        raise AssertionError("a product that was not waited for")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_used
 
     def _read(self):
         return [x.array.copy() for x in (self.a, self.b) if isinstance(x, Memory)]
@@ -231,9 +239,10 @@ class Emulator:
                 barrier, phase = barrier.array[0], int(phase)
                 self.machine.wait(lambda: barrier.phase & 1 != phase)
 
-        def arrive(barrier, count=1):
-            barrier.array[0].arrive(count)
-            self.machine.wait()
+        def arrive(barrier, count=1, pred=True):
+            if pred:
+                barrier.array[0].arrive(count)
+                self.machine.wait()
 
         def expect(barrier, size):
             barrier.array[0].bytes += size
@@ -308,8 +317,7 @@ class Emulator:
                 of_a_step = hasattr(product.a, "made")
                 assert not of_a_step or any(x is product.a for x in deps), "registers given up too soon"
                 product.compute()
-            found = [x.value if isinstance(x, Product) else x for x in deps]
-            assert all(x is not None for x in found), "a product that was not waited for"
+            found = [x.value if isinstance(x, Product) and x.value is not None else x for x in deps]
             return found[0] if len(found) == 1 else tuple(found)
 
         def convert_layout(x, layout):

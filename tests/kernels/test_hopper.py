@@ -30,7 +30,7 @@ from ..inside import draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import backward, forward as written, halves, ring, steps, turns, wide
+from fusedattn.kernels.hopper import backward, forward as written, halves, ring, steps, stored, turns, wide
 
 from . import gluon
 
@@ -53,21 +53,31 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
         way_back: of a backward; with heads of up to 64 it has twice the rows.
         other: {name: module} to take for one of those of the backwards.
     """
-    way, steps_of, halves_of, wide_of = (
-        other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, wide)
+    way, steps_of, halves_of, wide_of, stored_of = (
+        other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, wide, stored)
     )
-    monkeypatch.setitem(run.KERNELS, "hopper", gluon.Emulator(module.forward, ring, module))
-    for name, shared in tiles.BACKWARDS.items():
-        own = (wide_of.wide_backward, wide_of) if shared else (way.backward, turns, halves_of, way)
-        monkeypatch.setitem(run.KERNELS, name, gluon.Emulator(own[0], ring, steps_of, *own[1:]))
+    adds = way.backward, ring, steps_of, turns, halves_of, way
+    stores = ring, steps_of, stored_of
+    kernels = dict(
+        hopper=(module.forward, ring, module),
+        hopper_bwd=adds,
+        hopper_ordered=adds,
+        hopper_bwd_256=(wide_of.wide_backward, ring, steps_of, wide_of),
+        hopper_stored=(stored_of.stored_backward, *stores),
+        hopper_dk=(stored_of.grad_product, *stores),
+        hopper_dq=(stored_of.grad_product, *stores),
+    )
+    for name, (kernel, *modules) in kernels.items():
+        monkeypatch.setitem(run.KERNELS, name, gluon.Emulator(kernel, *modules))
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
-    small = {name: way_back._replace(shared=shared) for name, shared in tiles.BACKWARDS.items()} | dict(hopper=taken)
-    of_small = {name: dict.fromkeys(rows, (small[name],)) for name, rows in tiles.ON_HOPPER.items()}
-    for name, shared in tiles.BACKWARDS.items():
-        if not shared:
-            of_small[name][64] = (small[name]._replace(rows=2 * way_back.rows),)
+    ways = {name: way_back._replace(shared=name == "hopper_bwd_256") for name in tiles.BACKWARDS}
+    of_small = {
+        name: {width: ((ways | dict(hopper=taken))[name],) for width in rows} for name, rows in tiles.ON_HOPPER.items()
+    }
+    for name in ("hopper_bwd", "hopper_ordered"):
+        of_small[name][64] = (ways[name]._replace(rows=2 * way_back.rows),)
     monkeypatch.setattr(tiles, "ON_HOPPER", of_small)
     monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # what is repeated is compiled
 

@@ -161,17 +161,16 @@ def _hopper_table():
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
-    for width, forms in tile_table.HOPPER_BACKWARD.items():
-        first = forms[0], (0, len(forms))
-        _, kernel, *ordered = (name for name, rows in tile_table.ON_HOPPER.items() if width in rows)
-        for index, form in enumerate(forms):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):
-                yield Row(kernel, 90, "bf16", width, variant, form, (index, len(forms)))
-        yield Row(kernel, 90, "fp16", width, "full", *first)
-        for dim in {64: (32, 16), 128: (80,), 256: (136,)}[width]:
-            yield Row(kernel, 90, "bf16", dim, "full", *first)
-        for name, variant in itertools.product(ordered, ("full", "causal")):
-            yield Row(name, 90, "bf16", width, variant, *first)
+    stored = tile_table.BACKWARDS["hopper_stored"]
+    for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
+        for width, (form,) in rows.items():
+            seldom = kernel in ("hopper_ordered", *tile_table.PRODUCTS)  # what differs is elsewhere
+            for variant in ("full", "causal", *(() if seldom else ("window",))):
+                yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
+            if not seldom:
+                yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
+                for dim in {64: (32, 16), 128: (80,), 256: (136,)}[width]:
+                    yield Row(kernel, 90, "bf16", dim, "full", form, (0, 1))
 
 
 def _packed_table(capability):

@@ -34,8 +34,9 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",
 }
 
-ON_HOPPER = tuple(tile_table.ON_HOPPER)  # kernels in Gluon
-ONE_PASS = "one_pass", "postprocess", *tile_table.BACKWARDS
+ON_HOPPER = *tile_table.ON_HOPPER, *tile_table.PRODUCTS  # kernels in Gluon
+ONE_PASS = "one_pass", "postprocess", *tile_table.BACKWARDS, *tile_table.PRODUCTS
+REPEATABLE = *tile_table.REPEATABLE, *tile_table.PRODUCTS
 
 BATCH, HEADS, LENGTH = 2, 8, 1024
 
@@ -216,7 +217,7 @@ def _call(row, heads):
         need = [x is not None for x in call[:DIFFERENTIABLE]]
         if row.kernel in ONE_PASS:
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
-        repeatable = row.kernel not in ONE_PASS or row.kernel == "hopper_ordered"
+        repeatable = row.kernel not in ONE_PASS or row.kernel in REPEATABLE
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
             backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
 

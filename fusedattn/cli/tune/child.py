@@ -82,7 +82,7 @@ def asked(candidate: Candidate, known: Choices, device: str):
     cache.forget()
     try:
         with mock.patch.object(run, "run_kernel", noted):
-            with asking(deterministic=kernel == "hopper_ordered"):
+            with asking(deterministic=kernel in tiles.REPEATABLE):
                 yield "hopper" if kernel in tiles.ON_HOPPER else "triton", launched
     finally:
         tuned.ask(None)
@@ -155,7 +155,7 @@ def prove(candidate: Candidate, backend: str, device: str, at, launched: set, fe
         for name in names:
             if not found[name].ok:
                 return candidate._replace(status="wrong", why=f"{case.name}, {name}: {found[name].why}")
-        if candidate.kernel == "hopper_ordered" and not repeats(sized, names, backend, device, dtype):
+        if candidate.kernel in tiles.REPEATABLE and not repeats(sized, names, backend, device, dtype):
             return candidate._replace(status="wrong", why=f"{case.name}: it has not the same bits each time")
     if not proved:
         return candidate._replace(status=UNKNOWN, why="none of the named cases takes it")

@@ -1,0 +1,353 @@
+"""Backward attention for Hopper, of heads wider than 128: gradients of scores are stored, and multiplied by themselves.
+
+The gradient of values of 128 keys fills the registers of two warpgroups, so that of keys has no place beside it. A
+first kernel makes the gradients of values, and those of scores, ds, which it stores, transposed and 16 bits each, for
+some heads at a time. A second one multiplies these, by keys for dq and by queries for dk. These are five products, as
+in one pass, but nothing is added in memory: dq has the same bits each time.
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop this divides.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
+
+from ..vocabulary import span
+from . import ring
+from .copies import async_store
+from .steps import OPERANDS_STAY, WARPS, across, extent, following, weights_of_rows
+
+
+class Shared(NamedTuple):
+    """What lies in shared memory: k, a tile a warpgroup, and with it v; halves of the columns of q and of do, in rings.
+
+    rows are `preprocess`'s numbers of each row. ds is a tile a warpgroup, [keys, rows]. out tells that dv lies in v.
+    """
+
+    k: ring.Ring
+    v: gl.shared_memory_descriptor
+    q: ring.Ring
+    do: ring.Ring
+    rows: ring.Ring
+    ds: ring.Ring
+    out: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _met(band, first, TILE: gl.constexpr):
+    """[begin, end) of the blocks of TILE keys with which rows first .. first + TILE - 1 make a tile that is stored.
+
+    Those whose corners the band passes, as if there were keys and rows to the end of the last block: so a tile is among
+    these of its rows if it is, the band flipped, among those of its keys.
+    """
+    rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
+    begin, full, full_end, end = span.blocks(
+        span.Band(rows, keys, band.low, band.high, band.diagonal), first, TILE, TILE
+    )
+    return begin, gl.maximum(begin, end)
+
+
+@gluon.jit
+def _rows_met(shared, first, band):
+    """[begin, end) of the blocks of rows that a program of the first kernel walks."""
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
+    begin, end = _met(span.flip(band), first, TILE)
+    return begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)
+
+
+@gluon.jit
+def _half(tile, h: gl.constexpr):
+    """Half of the columns of a tile."""
+    HALF: gl.constexpr = tile.shape[1] // 2
+    return tile.slice(h * HALF, HALF, dim=1)
+
+
+@gluon.jit
+def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
+    """The warp that copies."""
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    for g in gl.static_range(2):
+        ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
+        ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
+        ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
+    begin, end = _rows_met(shared, first, band)
+    block, member = begin, begin * 0
+    for step in range((end - begin) * GROUP):
+        plane = span.query_head(kv, member, GROUP)
+        for h in gl.static_range(2):
+            ring.fill(shared.q, 2 * step + h, Q, plane, block * BLOCK_M, h * Q.block_type.shape[3])
+        ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
+        for h in gl.static_range(2):
+            ring.fill(shared.do, 2 * step + h, GradOut, plane, block * BLOCK_M, h * GradOut.block_type.shape[3])
+        block, member = following(block, member, begin, end, GROUP)
+
+
+@gluon.jit
+def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, GROUP: gl.constexpr):
+    """A warp that stores what a warpgroup has made."""
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    begin, end = _rows_met(shared, first, band)
+    block, member = begin, begin * 0
+    for step in range((end - begin) * GROUP):
+        here = span.query_head(kv, member, GROUP).index - before * GROUP
+        ring.wait(shared.ds, 2 * step + g)
+        async_store(GradScores, [here, 0, first + g * KEYS, block * BLOCK_M], shared.ds.tiles.index(g))
+        store_wait(0)
+        ring.release(shared.ds, 2 * step + g)
+        block, member = following(block, member, begin, end, GROUP)
+    mbarrier.wait(shared.out.index(g), 0)
+    async_store(GradV, [kv.batch, kv.head, first + g * KEYS, 0], shared.v.index(g))
+    store_wait(0)
+
+
+@gluon.jit
+def _begin(left, halves, step, zero):
+    """A left operand, [keys, columns], times the rows of a step, of which there are halves of the columns: begun."""
+    one, other = ring.tile(halves, 2 * step).permute((1, 0)), ring.tile(halves, 2 * step + 1).permute((1, 0))
+    product = warpgroup_mma(_half(left, 0), one, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(_half(left, 1), other, product, is_async=True)
+
+
+@gluon.jit
+def _wait(halves, step, pred):
+    """Wait for both halves of the columns of a step."""
+    ring.wait(halves, 2 * step, pred=pred)
+    ring.wait(halves, 2 * step + 1, pred=pred)
+
+
+@gluon.jit
+def _release(halves, step, pred):
+    """A warpgroup is done with both halves of a step."""
+    ring.release(halves, 2 * step, pred=pred)
+    ring.release(halves, 2 * step + 1, pred=pred)
+
+
+@gluon.jit
+def _begin_dv(shared, step, p, dv0, dv1):
+    """Both halves of the gradients of values, with what the rows of a step give to them begun, and its operand."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
+    w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
+    dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
+    return dv0, warpgroup_mma(w, ring.tile(shared.do, 2 * step + 1), dv1, is_async=True), w
+
+
+@gluon.jit
+def _give_ds(g: gl.constexpr, shared, step, p, dp):
+    """Give the warp that stores them the gradients of the scores of a step."""
+    ds = p * (dp - across(shared.rows.tiles, step, 2, dp.type.layout))
+    ring.put(shared.ds, 2 * step + g, ds.to(shared.q.tiles.dtype))
+    ring.release(shared.rows, step)
+
+
+@gluon.jit
+def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63.
+
+    ds are computed while p is multiplied by do, and the next p while do is by v.
+    """
+    KEYS: gl.constexpr = shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    HALF: gl.constexpr = shared.do.tiles.shape[4]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = span.first_to_see(band, cols[:, None])
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
+    dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
+    dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
+    _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
+    begin, end = _rows_met(shared, first, band)
+    block, member = begin, begin * 0
+    steps = (end - begin) * GROUP
+    ring.wait(shared.k, g)
+    some = steps > 0
+    _wait(shared.q, 0, some)
+    s = _begin(ring.tile(shared.k, g), shared.q, 0, zero)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    _release(shared.q, 0, some)
+    ring.wait(shared.rows, 0, pred=some)
+    _wait(shared.do, 0, some)
+    dp = _begin(ring.at(shared.v, g), shared.do, 0, zero)
+    p = weights_of_rows(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, scale)
+    dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+    for step in range(steps):
+        none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
+        if OPERANDS_STAY:
+            dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
+            _give_ds(g, shared, step, p, dp)
+        else:  # no room for ds beside copies of w
+            _give_ds(g, shared, step, p, dp)
+            dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
+        # Of what comes after the last step, what lies there, which nobody reads.
+        more = step + 1 < steps
+        _wait(shared.q, step + 1, more)
+        s = _begin(ring.tile(shared.k, g + none), shared.q, step + 1, zero)
+        dv0, w = warpgroup_mma_wait(num_outstanding=3, deps=(dv0, w))
+        ring.release(shared.do, 2 * step)
+        dv1, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv1, w))
+        ring.release(shared.do, 2 * step + 1)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        _release(shared.q, step + 1, more)
+        block, member = following(block, member, begin, end, GROUP)
+        _wait(shared.do, step + 1, more)
+        dp = _begin(ring.at(shared.v, g + none), shared.do, step + 1, zero)
+        ring.wait(shared.rows, step + 1, pred=more)
+        p = weights_of_rows(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, scale)
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+    v = ring.at(shared.v, g)
+    _half(v, 0).store(dv0.to(dtype))
+    _half(v, 1).store(dv1.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(shared.out.index(g), count=1)
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "before"])
+def stored_backward(
+    Q, K, V, GradOut, Rows, GradScores, GradV,
+    q_len, k_len, left, right, scale, heads, before,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq) of the query heads of the kv heads from `before` on.
+
+    There are programs for as many of them as are made at a time. heads is Hkv. All are descriptors, with blocks of 64
+    keys, the rows of a block of Q, and the columns of `wide_backward`, or half of these for Q and GradOut.
+    Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores, only what lies in the tiles of `_met` is written.
+    """
+    KEYS: gl.constexpr = K.block_type.shape[2]
+    program = gl.program_id(0) + before * gl.cdiv(k_len, 2 * KEYS)
+    block, kv = span.place(program, k_len, heads, 2 * KEYS)
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 2, 2), ring.ring(GradOut, 3, 2)
+    v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
+    rows, ds = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1)
+    out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for g in gl.static_range(2):
+        mbarrier.init(out.index(g), count=1)
+    fence_async_shared()
+    shared = Shared(k, v, q, do, rows, ds, out)
+    first = block * 2 * KEYS
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, first, band, scale, GROUP)),
+            (_consume, (1, shared, first, band, scale, GROUP)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
+            (_store, (0, shared, GradScores, GradV, kv, before, first, band, GROUP)),
+            (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),
+        ],
+        [WARPS, 1, 1, 1],
+        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
+    )
+
+
+class Factors(NamedTuple):
+    """What lies in shared memory of the second kernel: ds in a ring, and with them keys, or queries; what they make.
+
+    product is a tile a warpgroup, out tells that it is there.
+    """
+
+    ds: ring.Ring
+    others: gl.shared_memory_descriptor
+    product: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _load(factors, GradScores, Others, Product, plane, before, first, begin, end, GROUP: gl.constexpr, OF_K: gl.constexpr):
+    """The warp that copies, in and out. Queries are those of all heads that share a kv head."""
+    DEPTH: gl.constexpr = Others.block_type.shape[2]
+    ROWS: gl.constexpr = Product.block_type.shape[2]
+    MEMBERS: gl.constexpr = GROUP if OF_K else 1
+    block, member = begin, begin * 0
+    for step in range((end - begin) * MEMBERS):
+        ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
+        if OF_K:
+            other = span.query_head(plane, member, GROUP)
+            here = span.Plane(other.index - before * GROUP, 0, 0, ())
+            ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, first, block * DEPTH)
+        else:
+            other = span.kv_head(plane, GROUP)
+            here = span.Plane(plane.index - before * GROUP, 0, 0, ())
+            ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, block * DEPTH, first)
+        ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH)
+        block, member = following(block, member, begin, end, MEMBERS)
+    for g in gl.static_range(2):
+        mbarrier.wait(factors.out.index(g), 0)
+        async_store(Product, [plane.batch, plane.head, first + g * ROWS, 0], factors.product.index(g))
+    store_wait(0)
+
+
+@gluon.jit
+def _multiply(g: gl.constexpr, factors, steps, scale, OF_K: gl.constexpr):
+    """A warpgroup: half of the rows of a block of dq, or of the keys of one of dk."""
+    ROWS: gl.constexpr = factors.product.shape[3]
+    WIDTH: gl.constexpr = factors.product.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    for step in range(steps):
+        ring.wait(factors.ds, step)
+        if OF_K:
+            ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=0)
+        else:
+            ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=1).permute((1, 0))
+        total = warpgroup_mma(ds, ring.at(factors.others, step), total, is_async=True)
+        total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
+        ring.release(factors.ds, step - 1, pred=step > 0)
+    total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+    ring.at(factors.product, g).store((total * scale).to(factors.product.dtype))
+    fence_async_shared()
+    mbarrier.arrive(factors.out.index(g), count=1)
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "before"])
+def grad_product(
+    GradScores, Others, Product,
+    q_len, k_len, left, right, scale, heads, before,
+    GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """What the GradScores of `stored_backward` give: with Others K, dq; with Q, dk, if OF_K. heads are the product's.
+
+    Blocks have 64 rows, but that of GradScores 128 where what is made has them: rows, or keys if OF_K.
+    """
+    TILE: gl.constexpr = 2 * Product.block_type.shape[2]
+    DEPTH: gl.constexpr = Others.block_type.shape[2]
+    length = k_len if OF_K else q_len
+    blocks = gl.cdiv(length, TILE)
+    MEMBERS: gl.constexpr = GROUP if OF_K else 1
+    block, plane = span.place(gl.program_id(0) + before * (GROUP // MEMBERS) * blocks, length, heads, TILE)
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    if OF_K:
+        band = span.flip(band)
+    else:
+        block = blocks - 1 - block  # under a causal band the longest programs start first
+    first = block * TILE
+    begin, end = _met(band, first, TILE)
+    begin, end = begin * (TILE // DEPTH), end * (TILE // DEPTH)
+    ds = ring.ring(GradScores, STAGES, 2)
+    others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
+    product = gl.allocate_shared_memory(Product.dtype, [2] + Product.block_type.shape, Product.layout)
+    out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for g in gl.static_range(2):
+        mbarrier.init(out.index(g), count=1)
+    fence_async_shared()
+    factors, steps = Factors(ds, others, product, out), (end - begin) * MEMBERS
+    gl.warp_specialize(
+        [
+            (_multiply, (0, factors, steps, scale, OF_K)),
+            (_multiply, (1, factors, steps, scale, OF_K)),
+            (_load, (factors, GradScores, Others, Product, plane, before, first, begin, end, GROUP, OF_K)),
+        ],
+        [WARPS, 1],
+        [REGISTERS, COPYING_REGISTERS],
+    )
