@@ -255,7 +255,7 @@ def by_pipeline(pipeline, kernel="hopper"):
 
 @contextlib.contextmanager
 def by_way_back(kernel, form):
-    """The context in which a backward for Hopper works in this way; one that has the same bits each time where torch wants them."""
+    """The context in which a backward for Hopper works in this way; torch wants the same bits of one that has them."""
     with by_pipeline(form, kernel), _same_bits() if kernel in tile_table.REPEATABLE else contextlib.nullcontext():
         yield
 

@@ -1,9 +1,9 @@
-"""Backward attention for Hopper, of heads wider than 128: gradients of scores are stored, and multiplied by themselves.
+"""Backward attention for Hopper, of heads wider than 128: gradients of scores are stored, then others made of them.
 
 The gradient of values of 128 keys fills the registers of two warpgroups, so that of keys has no place beside it. A
 first kernel makes the gradients of values, and those of scores, ds, which it stores, transposed and 16 bits each, for
-some heads at a time. A second one multiplies these, by keys for dq and by queries for dk. These are five products, as
-in one pass, but nothing is added in memory: dq has the same bits each time.
+some heads at a time. A second one multiplies these, by keys for dq and by queries for dk. That is five products, as in
+one pass, but nothing is added in memory: dq has the same bits each time.
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop this divides.
 """
 
@@ -44,8 +44,8 @@ class Shared(NamedTuple):
 def _met(band, first, TILE: gl.constexpr):
     """[begin, end) of the blocks of TILE keys with which rows first .. first + TILE - 1 make a tile that is stored.
 
-    Those whose corners the band passes, as if there were keys and rows to the end of the last block: so a tile is among
-    these of its rows if it is, the band flipped, among those of its keys.
+    Those that the band meets, as if there were rows and keys to the end of the last block: so a tile is among those of
+    its rows just if it is among those of its keys, for which the band is flipped.
     """
     rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
     begin, full, full_end, end = span.blocks(
@@ -134,7 +134,7 @@ def _release(halves, step, pred):
 
 @gluon.jit
 def _begin_dv(shared, step, p, dv0, dv1):
-    """Both halves of the gradients of values, with what the rows of a step give to them begun, and its operand."""
+    """(both halves of the gradients of values, to which the rows of a step begin to give, the operand of that)"""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
     w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
@@ -263,8 +263,10 @@ class Factors(NamedTuple):
 
 
 @gluon.jit
-def _load(factors, GradScores, Others, Product, plane, before, first, begin, end, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """The warp that copies, in and out. Queries are those of all heads that share a kv head."""
+def _load(
+    factors, GradScores, Others, Product, plane, before, first, begin, end, GROUP: gl.constexpr, OF_K: gl.constexpr
+):
+    """The warp that copies, in and out. For dk they are ds and queries of all heads that share a kv head."""
     DEPTH: gl.constexpr = Others.block_type.shape[2]
     ROWS: gl.constexpr = Product.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
@@ -316,9 +318,10 @@ def grad_product(
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """What the GradScores of `stored_backward` give: with Others K, dq; with Q, dk, if OF_K. heads are the product's.
+    """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads are those of it. `stored_backward` has the rest.
 
-    Blocks have 64 rows, but that of GradScores 128 where what is made has them: rows, or keys if OF_K.
+    A program makes two blocks of it. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns,
+    or, if OF_K, its rows.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
     DEPTH: gl.constexpr = Others.block_type.shape[2]
