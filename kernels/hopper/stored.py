@@ -144,7 +144,8 @@ def _begin_dv(shared, step, p, dv0, dv1):
 @gluon.jit
 def _give_ds(g: gl.constexpr, shared, step, p, dp):
     """Give the warp that stores them the gradients of the scores of a step."""
-    ds = p * (dp - across(shared.rows.tiles, step, 2, dp.type.layout))
+    LAYOUT: gl.constexpr = dp.type.layout
+    ds = p * (dp - across(shared.rows.tiles, step, 2, LAYOUT))
     ring.put(shared.ds, 2 * step + g, ds.to(shared.q.tiles.dtype))
     ring.release(shared.rows, step)
 

@@ -25,7 +25,7 @@ from .test_run import call
 GPU = torch.device("cuda", 0)
 ABOUT = dict(gpu="NVIDIA H200", capability="9.0", driver="580.1", torch="2.13.0", triton="3.7.1", fusedattn="1+abc")
 FIRST, SECOND, THIRD = (table.Tile(rows, 64, 4, stages) for rows, stages in ((128, 2), (64, 2), (64, 3)))
-GRID, WAY_BACK = table.HOPPER[128][2], table.HOPPER_BACKWARD[128][0]
+GRID, WAY_BACK = table.HOPPER[128][2], table.BACKWARDS["hopper_bwd"][128][0]
 
 
 def forward(form, dtype="bfloat16", width=128, status=tuned.PASSED, **ms):

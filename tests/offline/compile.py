@@ -136,14 +136,16 @@ def _faults_on_hopper(row, report, lengths):
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
-    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if row.kernel in tile_table.BACKWARDS else set())
+    adds = row.kernel in tile_table.BACKWARDS and row.kernel != "hopper_stored"
+    copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if adds else set())
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
     if len(report.loops) != groups:
         yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
     for number, step in enumerate(report.loops):
         under, exponentials = hazards.overlapped(step)
-        if under < exponentials or not (exponentials or kernels.differ(row)):
+        none = kernels.differ(row) or row.kernel in tile_table.PRODUCTS  # or nothing of the kernel computes any
+        if under < exponentials or not (exponentials or none):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, (step, length) in enumerate(zip(kernels.steps(row, report), lengths, strict=False)):
         if length is not None and abs(len(step) - length) > DRIFT * length:

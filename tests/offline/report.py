@@ -5,7 +5,7 @@ import textwrap
 import triton
 from fusedattn.kernels.vocabulary.tiles import width
 
-from fusedattn.launch.tiles import BACKWARDS
+from fusedattn.launch.tiles import BACKWARDS, PRODUCTS
 
 from . import bounds, sass
 from .compiled import DTYPES, SHARED
@@ -19,10 +19,11 @@ file; another version of Triton gives other numbers.
 - `tile`: rows x keys, warps, stages; tma where the copy engine loads what a loop walks. `spills`: bytes a thread
   stores. `shared`: bytes a block. `blocks`, `warps`: how many a multiprocessor holds by registers, shared memory and
   their own number.
-- `hopper`, and `hopper_bwd` and `hopper_bwd_256`, its backward: `tile` has the warps that multiply, and pp where
-  warpgroups take turns; a block has four more, of which one copies, or three. `regs` are those of a thread when it
-  starts. Nothing of `hopper` changes with the number of programs. The two warpgroups of `hopper_bwd_256` do different
-  work: `loop` counts a warp of each.
+- `hopper`, and `hopper_bwd`, `hopper_bwd_256` and `hopper_stored`, its backward: `tile` has the warps that multiply,
+  and pp where warpgroups take turns; a block has four more, of which one copies, or three. `regs` are those of a thread
+  when it starts. Nothing of `hopper` changes with the number of programs. The two warpgroups of `hopper_bwd_256` do
+  different work: `loop` counts a warp of each. `hopper_stored` is followed by `hopper_dk` and `hopper_dq`, which are one
+  kernel; its tile's stages are theirs.
 - `loop`: the instructions of one warp in one step of the loop over blocks that take no mask, by kind (of `hopper`: of
   one that multiplies, where the branch around the mask is taken and no barrier has to be waited for); `alu` is
   selections, conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles, branches and
@@ -33,8 +34,9 @@ file; another version of Triton gives other numbers.
   `overlap` if all of it runs at once, `serial` if the tensor cores wait while the slowest of issue, exp2, fma and alu
   is at work; `hopper` is written so that they do not wait, its backward so that exponentials run under a product. It
   counts the operations of the kernel's own products: two in the forward, three in dq, four in dk/dv (five of those
-  seven are the backward's), five in one_pass and Hopper's backward. It knows no latency, no memory, nothing of what
-  these two add to it, no bank conflicts and no power, which holds plain products in bf16 to 0.8 of the peak.
+  seven are the backward's), five in one_pass and Hopper's backward, which `hopper_stored` has with the two kernels
+  after it, three and one each. It knows no latency, no memory, nothing of what is added or stored there, no bank
+  conflicts and no power, which holds plain products in bf16 to 0.8 of the peak.
 - A dash: no loop over blocks, so nothing to count.
 """
 CLOCKS = ("tensor", "issue", "exp2", "fma", "alu", "shared", "l2")
@@ -63,6 +65,8 @@ def _row(row, report):
     walked = row.tile.rows if row.kernel in ("dkdv", "one_pass", *BACKWARDS) else row.tile.keys
     by_others = row.warps > row.turning or getattr(row.tile, "tma", False)
     copied = 2 * walked * wide * DTYPES[row.dtype].itemsize if by_others else 0
+    if row.kernel in PRODUCTS:  # gradients of scores, of as many rows as there are of keys or queries
+        copied = row.tile.rows * (row.tile.keys + wide) * DTYPES[row.dtype].itemsize
     found = bounds.bound(loop, row.capability, turning, row.dim / wide, copied)
     kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in mix.items())
     clocks = " ".join(f"{found.clocks[name]:>{max(5, len(name))}.0f}" for name in CLOCKS)
