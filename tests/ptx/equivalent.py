@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from .edges import CALLS
 from .mutations import Mutant
 
 NEVER_NEGATIVE = "what is shifted is never negative: a length, a row, a program, or at least 0 by a maximum"
@@ -31,7 +32,7 @@ class Equivalent(NamedTuple):
     mutation: str
     source: str
     reason: str
-    kernels: tuple = ("forward", "dkdv", "dq", "decode", "hopper", "hopper_bwd", "hopper_bwd_256")
+    kernels: tuple = tuple(CALLS)
     parts: tuple = ()
     text: str = ""  # in the line of PTX
 

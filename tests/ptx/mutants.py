@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusedattn.launch import run
+
 from . import device, equivalent, tally
 from .edges import CALLS
 from .mutations import Mutant, mutants
@@ -33,14 +35,13 @@ class Judge:
         self.replays, self.order = {}, list(range(len(CALLS[kernel])))
 
     def original(self):
-        """The PTX of the kernel, as the first call has it."""
-        return self._replays(0)[0].ptx
+        """The PTX of the kernel, as the first call has it, whose last one is that for dq where there are two."""
+        return self._replays(0)[-1 if self.kernel == "hopper_dq" else 0].ptx
 
     def _replays(self, number):
         if number not in self.replays:
-            names = dict(hopper="forward", hopper_bwd="backward", hopper_bwd_256="wide_backward")
-            name = names.get(self.kernel, self.kernel)
-            self.replays[number] = recorded(CALLS[self.kernel][number], self.capability, name)
+            kernel = run.KERNELS[self.kernel].__name__ if self.kernel in run.KERNELS else self.kernel
+            self.replays[number] = recorded(CALLS[self.kernel][number], self.capability, kernel)
         return self.replays[number]
 
     def seen(self, mutant):
