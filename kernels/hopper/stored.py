@@ -111,18 +111,17 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 
 @gluon.jit
-def _begin(left, halves, step, zero):
-    """A left operand, [keys, columns], times the rows of a step, of which there are halves of the columns: begun."""
-    one, other = ring.tile(halves, 2 * step).permute((1, 0)), ring.tile(halves, 2 * step + 1).permute((1, 0))
+def _begin(left, halves, step, there, zero):
+    """A left operand, [keys, columns], times the rows of a step, begun; there: whether there are such, to wait for.
+
+    Half of the columns is multiplied while the other comes.
+    """
+    ring.wait(halves, 2 * step, pred=there)
+    one = ring.tile(halves, 2 * step).permute((1, 0))
     product = warpgroup_mma(_half(left, 0), one, zero, use_acc=False, is_async=True)
+    ring.wait(halves, 2 * step + 1, pred=there)
+    other = ring.tile(halves, 2 * step + 1).permute((1, 0))
     return warpgroup_mma(_half(left, 1), other, product, is_async=True)
-
-
-@gluon.jit
-def _wait(halves, step, pred):
-    """Wait for both halves of the columns of a step."""
-    ring.wait(halves, 2 * step, pred=pred)
-    ring.wait(halves, 2 * step + 1, pred=pred)
 
 
 @gluon.jit
@@ -173,13 +172,11 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     steps = (end - begin) * GROUP
     ring.wait(shared.k, g)
     some = steps > 0
-    _wait(shared.q, 0, some)
-    s = _begin(ring.tile(shared.k, g), shared.q, 0, zero)
+    s = _begin(ring.tile(shared.k, g), shared.q, 0, some, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     _release(shared.q, 0, some)
     ring.wait(shared.rows, 0, pred=some)
-    _wait(shared.do, 0, some)
-    dp = _begin(ring.at(shared.v, g), shared.do, 0, zero)
+    dp = _begin(ring.at(shared.v, g), shared.do, 0, some, zero)
     p = weights_of_rows(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, scale)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
@@ -192,8 +189,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
         # Of what comes after the last step, what lies there, which nobody reads.
         more = step + 1 < steps
-        _wait(shared.q, step + 1, more)
-        s = _begin(ring.tile(shared.k, g + none), shared.q, step + 1, zero)
+        s = _begin(ring.tile(shared.k, g + none), shared.q, step + 1, more, zero)
         dv0, w = warpgroup_mma_wait(num_outstanding=3, deps=(dv0, w))
         ring.release(shared.do, 2 * step)
         dv1, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv1, w))
@@ -201,8 +197,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         _release(shared.q, step + 1, more)
         block, member = following(block, member, begin, end, GROUP)
-        _wait(shared.do, step + 1, more)
-        dp = _begin(ring.at(shared.v, g + none), shared.do, step + 1, zero)
+        dp = _begin(ring.at(shared.v, g + none), shared.do, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
         p = weights_of_rows(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, scale)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))

@@ -241,7 +241,9 @@ def test_forms_are_all_tiles_of_the_forward_two_passes_and_the_tiles_of_one_with
         assert names(providers.FORWARD, case) == list(map(providers.tile_name, tiles)) and len(tiles) > 4
     work = questions.units(cases.BACKWARD, BACKWARD.providers("cuda"), ["backward"], questions.flex_last)
     wide = [name for case, name, _ in work if case.D == 256 and name.startswith(providers.BACKWARD)]
-    assert set(wide) == {f"fusedattn:backward/{name}" for name in ("two-passes", "hopper-bwd-256-64x64s2")}
+    assert set(wide) == {
+        f"fusedattn:backward/{name}" for name in ("two-passes", "hopper-bwd-256-64x64s2", "hopper-stored-64x128s3")
+    }
     assert [name for _, name, _ in work[-24:]] == ["flex"] * 24
     with pytest.raises(
         ValueError, match="expected one of .*fusedattn:backward/two-passes, .* got fusedattn:backward/three"

@@ -61,14 +61,14 @@ def test_a_mistake_costs_its_candidate_and_nothing_else(mistake, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     child = children.Child((sys.executable, "-m", "tests.cli.planted", f"{mistake}=32x16"), silent_s=20.0)
     request = dict(device="cpu", known=[], cases={"small causal": tuple(SMALL._replace(causal=True, dtype="float32"))})
-    if mistake == "hangs":
-        child.silent_s = 3.0
 
     def asked(what, of):
         return child.ask(request | dict(what=what, candidate=tuned.entry(of)))
 
     try:
         assert asked("prove", candidate(16)) == dict(status=PASSED, why="", ms={})
+        if mistake == "hangs":  # a process that begins is silent while it imports
+            child.silent_s = 3.0
         found = asked("prove", candidate(32))
         status, why = {
             "hangs": ("hangs", "plain: nothing for 3 s"),
@@ -226,7 +226,7 @@ def test_an_interrupt_stops_the_processes_and_keeps_what_was_found():
     assert child.stopped and [x.form.rows for x in search.tried()] == [16]
 
 
-@pytest.mark.parametrize("capability, pipelines", {80: 0, 86: 0, 90: 16, 120: 0}.items())
+@pytest.mark.parametrize("capability, pipelines", {80: 0, 86: 0, 90: 17, 120: 0}.items())
 def test_candidates_are_all_that_calls_may_take(capability, pipelines):
     groups = [*plan.candidates(capability, tuned.DTYPES[:2], tuned.LOADS)]
     every = [x for group in groups for x in group]
@@ -294,7 +294,9 @@ def test_the_command_tries_keeps_shows_exports_and_forgets(gpu, capsys):
     assert said["file"] == str(file) == str(tuned.path(ABOUT))
     about, known = tuned.read(file)
     assert about == ABOUT and {x.width for x in known} == {64} and {x.load for x in known} == {"plain"}
-    assert {x.kernel for x in known} == {*tuned.FORMS} - {"hopper_bwd_256", "hopper_stored"} and all(len(x.ms) == 2 for x in known)
+    assert {x.kernel for x in known} == {*tuned.FORMS} - {"hopper_bwd_256", "hopper_stored"} and all(
+        len(x.ms) == 2 for x in known
+    )
     before = file.read_bytes()
     assert answer(capsys, "--show")[0] == 0 and answer(capsys, "--export", str(gpu / "mine.json"))[0] == 0
     assert file.read_bytes() == before == (gpu / "mine.json").read_bytes()

@@ -3,6 +3,7 @@
 import json
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +101,38 @@ def test_a_backward_for_hopper_has_to_be_faster_than_what_calls_would_take():
     assert faster(special=2.1, one_pass=None) == {"hopper_bwd", "hopper_ordered"}
     assert faster(ordered=3.1) == {"hopper_bwd"}, "one pass is no rival of it: its bits differ"
     assert not faster(one_pass=None, two_passes=None)
+
+
+def test_of_wide_heads_the_faster_backward_for_hopper_is_taken():
+    """That which stores gradients of scores, in calls whose gradients of scores have a place; in turns it alone."""
+
+    def made(adds=2.0, stores=1.0, status=tuned.PASSED):
+        ways = dict(two_passes=3.0, hopper_bwd_256=adds, hopper_stored=stores)
+        forms = {name: table.BACKWARDS.get(name, {256: (None,)})[256][0] for name in ways}
+        found = [
+            Candidate(x, "bfloat16", 256, "plain", forms[x], ms=dict(full=1.0, causal=ms)) for x, ms in ways.items()
+        ]
+        return [x._replace(status=status) if x.kernel == "hopper_bwd_256" else x for x in found]
+
+    assert choose(made()).stored == {("bfloat16", 256, True)}
+    slower = choose(made(stores=2.5))
+    assert not slower.stored and ("hopper_stored", "bfloat16", 256, True) in slower.faster
+    assert choose(made(status="wrong")).stored == {("bfloat16", 256, True), ("bfloat16", 256, False)}
+    bound = call(dim=256, dv=200, dtype=torch.bfloat16)._replace(right=0, named=False)
+    for some, ordered, scores, name in (
+        (made(), False, 2**29, "hopper_stored"),
+        (made(), False, 100, "hopper_bwd_256"),
+        (made(stores=2.5), False, 2**29, "hopper_bwd_256"),
+        (made(stores=2.5), True, 2**29, "hopper_stored"),
+    ):
+        tuned.ask(choose(some))
+        try:
+            with mock.patch.object(table, "SCORES_BYTES", scores):
+                assert run.backward_on_hopper(bound, ordered) == name
+                assert run.backward_on_hopper(bound._replace(right=None), False) == "hopper_bwd_256"
+                assert run.backward_on_hopper(bound._replace(left=3), False) == "hopper_bwd_256"
+        finally:
+            tuned.ask(None)
 
 
 def test_what_lacks_a_time_comes_last_and_is_no_faster():
