@@ -274,9 +274,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
     query_sums, special = None, next((name for name in names if name in tiles.ON_HOPPER), None)
     taken = None if special is None else run.form_on_hopper(special, call)
-    if special == "hopper_stored":
-        pass  # nothing is added up
-    elif taken is not None:
+    if "postprocess" in names and taken is not None:
         query_sums = hopper.new_sums(call, stats, taken)
     elif "postprocess" in names:
         # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.

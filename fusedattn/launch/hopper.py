@@ -247,7 +247,7 @@ def _common(call):
 
 
 def _scores_of_a_head(call):
-    """(the shape of what holds the gradients of scores of the query heads of a kv head, its bytes)."""
+    """(the shape of what holds the gradients of scores of the query heads that share a kv head, its bytes)"""
     group = call.query.shape[1] // call.key.shape[1]
     shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 8) * 8  # the copy engine wants rows of 16 bytes
     return shape, math.prod(shape) * call.query.element_size()
@@ -263,12 +263,14 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def heads_at_a_time(call: Call) -> int:
-    """How many kv heads, of all batches, have their gradients of scores stored at a time: of one only if there is one.
+    """How many kv heads, of all batches, have their gradients of scores stored at a time: as many each time, or fewer.
 
-    Two have programs enough for a GPU where one of them takes all the memory, and where a band makes these unequal.
+    Two at least: they have programs enough for a GPU where one of them takes all the memory, and a band makes these
+    unequal.
     """
     _, size = _scores_of_a_head(call)
-    return min(call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size))
+    heads, most = call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size)
+    return cdiv(heads, cdiv(heads, most))
 
 
 def new_scores(call: Call) -> Tensor:
