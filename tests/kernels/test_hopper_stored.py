@@ -84,3 +84,90 @@ def test_a_case(case, form, monkeypatch, launched, poison):
 def test_a_named_case(case, monkeypatch, poison):
     emulate(monkeypatch)
     check(case, "cpu")
+
+
+def _at_a_time(case, monkeypatch):
+    """Have gradients of scores of two kv heads, and no more, stored at a time; returns kernels and their programs."""
+    monkeypatch.setattr(tiles, "SCORES_BYTES", 4 * case.Hq // case.Hkv * case.Sk * (case.Sq + 7))
+    launched, run_kernel = [], run.run_kernel
+
+    def counted(name, programs, *given, **options):
+        launched.append((name, programs))
+        run_kernel(name, programs, *given, **options)
+
+    monkeypatch.setattr(run, "run_kernel", counted)
+    return launched
+
+
+ROUNDS = Case("rounds", B=3, Hq=2, Hkv=1, Sq=20, Sk=40, D=136, Dv=16, **BF16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [ROUNDS, ROUNDS._replace(name="heads of a batch", B=1, Hq=3, Hkv=3), ROUNDS._replace(name="heads of three", B=3, Hq=3, Hkv=3)],
+    ids=lambda case: case.name,
+)
+def test_heads_are_done_two_at_a_time(case, monkeypatch, poison):
+    """The last of an odd number is done alone."""
+    emulate(monkeypatch)
+    launched = _at_a_time(case, monkeypatch)
+    check(case, "cpu")
+    heads, group = case.B * case.Hkv, case.Hq // case.Hkv
+    want = []
+    for before in range(0, heads, 2):
+        some = min(2, heads - before)
+        want += zip(EACH, (2 * some, 2 * some, some * group), strict=True)
+    assert len(want) == 3 * (heads + 1) // 2 and launched[-len(want) :] == want and launched[-len(want) - 1][0] == "preprocess"
+
+
+@pytest.mark.parametrize("case", [CASES[2], ROUNDS], ids=lambda case: case.name)
+def test_bits_are_the_same_each_time(case, monkeypatch):
+    """In whatever order warps and copies come."""
+    emulate(monkeypatch)
+    _at_a_time(case, monkeypatch)
+    tensors, options = case.draw()
+    inputs = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
+    found = []
+    for seed in range(2):
+        for name in EACH:
+            run.KERNELS[name].random.seed(seed)
+        out = fa.attention(*inputs, backend="hopper", **options)
+        found.append(torch.autograd.grad(out, inputs, tensors["out"]))
+    assert all(map(torch.equal, *found))
+
+
+@language.jit
+def _met(Met, rows, keys, left, right, TOP_LEFT: gl.constexpr, TILE: gl.constexpr):
+    """What each block of rows meets, and each block of keys: (blocks, 4: begin and end of keys, and of rows)."""
+    band, block = span.band(rows, keys, left, right, TOP_LEFT), gl.program_id(0)
+    begin, end = stored._met(band, block * TILE, TILE)
+    tl.store(Met + 4 * block, begin)
+    tl.store(Met + 4 * block + 1, end)
+    begin, end = stored._met(span.flip(band), block * TILE, TILE)
+    tl.store(Met + 4 * block + 2, begin)
+    tl.store(Met + 4 * block + 3, end)
+
+
+def _check_tiles(module):
+    """What the first kernel stores is what both of the others read, and has each pair that is seen."""
+    kernel, size = gluon.Emulator(_met, ring, steps, module, sys.modules[__name__]), 4
+    sides = None, 0, 1, 5, 9
+    for rows, keys, left, right, top in itertools.product((1, 4, 7, 14), (1, 5, 8, 15), sides, sides, (False, True)):
+        across, down = -(-keys // size), -(-rows // size)
+        met = torch.zeros(max(across, down), 4, dtype=torch.int32)
+        kernel[(len(met),)](Met=met, rows=rows, keys=keys, left=left, right=right, TOP_LEFT=top, TILE=size)
+        met = met.tolist()
+        read = {(r, k) for r in range(down) for k in range(*met[r][:2])}
+        written = {(r, k) for k in range(across) for r in range(*met[k][2:])}
+        level = 0 if top else keys - rows
+        seen = {
+            (r // size, k // size)
+            for r, k in itertools.product(range(rows), range(keys))
+            if (left is None or k >= r + level - left) and (right is None or k <= r + level + right)
+        }
+        assert read == written and seen <= read <= {*itertools.product(range(down), range(across))}, "tiles"
+        assert all(begin <= end for each in met for begin, end in (each[:2], each[2:])), "more than none"
+
+
+def test_what_is_stored_is_what_is_read():
+    _check_tiles(stored)

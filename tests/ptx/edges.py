@@ -129,7 +129,7 @@ CALLS: dict[str, list[Callable]] = {
     **dict.fromkeys(
         ("hopper_stored", "hopper_dk", "hopper_dq"),
         [
-            functools.partial(_dense, 700, 600, (700, 600), backend="hopper", two_passes=True, dim=256),
+            functools.partial(_dense, 300, 260, (300, 300), backend="hopper", two_passes=True, dim=256),
             functools.partial(
                 _dense, 70, 41, (100, 100), backend="hopper", two_passes=True, spread=32, below=True, dim=256
             ),
