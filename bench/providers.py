@@ -221,8 +221,12 @@ def concerns(name, case):
 
 def by_form(name, case, tensors):
     """Ours, by one form of one of its kernels."""
+    from fusedattn.launch.hopper import stored_limits  # imports Triton
+
     if not concerns(name, case):
         raise Unsupported("it is for another width")
+    if name.startswith(f"{BACKWARD}hopper-stored") and (lacks := stored_limits(tensors)):
+        raise Unsupported(*lacks)
     backend, inside = forms()[name]
     return Call(fusedattn(case, tensors, backend=backend), inside=inside)
 

@@ -72,6 +72,8 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
         return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, call.query.device))]
     if (why := failures.known((kernel, run.device_of(call.query)))) is not None:
         return [str(why)]
+    if kernel == "hopper_stored" and not run.stored_fills(call):
+        return ["the heads whose gradients of scores it has room for are too few for this GPU"]
     return ["no tuning file says that it is right and faster here, so it runs only when named"]
 
 

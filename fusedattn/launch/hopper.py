@@ -247,9 +247,9 @@ def _common(call):
 
 
 def _scores_of_a_head(call):
-    """(the shape of what holds the gradients of scores of the query heads that share a kv head, its bytes)"""
+    """(the shape of what holds the gradients of scores of the query heads that share a kv head, its bytes)."""
     group = call.query.shape[1] // call.key.shape[1]
-    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 8) * 8  # the copy engine wants rows of 16 bytes
+    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # rows begin with a line of L2
     return shape, math.prod(shape) * call.query.element_size()
 
 
@@ -259,18 +259,23 @@ def stored_limits(call: Call) -> list[str]:
     if size <= tiles.SCORES_BYTES:
         return []
     most = tiles.SCORES_BYTES >> 20
-    return [f"gradients of scores of one head of key take {size / 2**20:.0f} MiB, and it stores no more than {most}"]
+    return [f"gradients of scores take {cdiv(size, 2**20)} MiB for a head of key, and it stores no more than {most}"]
 
 
 def heads_at_a_time(call: Call) -> int:
-    """How many kv heads, of all batches, have their gradients of scores stored at a time: as many each time, or fewer.
-
-    Two at least: they have programs enough for a GPU where one of them takes all the memory, and a band makes these
-    unequal.
-    """
+    """How many kv heads, of all batches, have their gradients of scores stored at a time: two or more, if there are."""
     _, size = _scores_of_a_head(call)
-    heads, most = call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size)
-    return cdiv(heads, cdiv(heads, most))
+    return min(call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size))
+
+
+def stored_fill(call: Call, multiprocessors: int) -> bool:
+    """Whether as many heads as are stored at a time have programs for nearly all of a GPU, for twice that with a band.
+
+    With a band they are unequal.
+    """
+    (form,) = tiles.BACKWARDS["hopper_stored"][256]
+    alike = call.left is None and call.right is None
+    return heads_at_a_time(call) * cdiv(call.key.shape[2], form.keys) >= (0.95 if alike else 1.9) * multiprocessors
 
 
 def new_scores(call: Call) -> Tensor:
@@ -286,7 +291,7 @@ def stored_arguments(
     each, length = tiles.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
     return dict(
-        Q=descriptor(call.query, taken.rows, width_k // 2),
+        Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
         GradOut=descriptor(grad_out, taken.rows, width_v // 2),

@@ -183,9 +183,20 @@ def backward_on_hopper(call, ordered):
     """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call."""
     if widest(call) <= tile_table.ONE_PASS:
         return "hopper_ordered" if ordered else "hopper_bwd"
-    fits = not hopper.stored_limits(call)
-    stored = ordered or (fits and tuned.prefers_stored(call, device_of(call.query)))
-    return "hopper_stored" if stored else "hopper_bwd_256"
+    if ordered:
+        return "hopper_stored"
+    both, device = ["hopper_bwd_256", "hopper_stored"], device_of(call.query)
+    if hopper.stored_limits(call):
+        both.pop()
+    elif tuned.prefers_stored(call, device) and stored_fills(call):
+        both.reverse()
+    fine = (x for x in both if form_on_hopper(x, call) is not None and failures.known((x, device)) is None)
+    return next(fine, both[0])
+
+
+def stored_fills(call):
+    """Whether a GPU is busy with the backward that stores gradients of scores, of as many heads as it has room for."""
+    return hopper.stored_fill(call, multiprocessors(device_of(call.query)))
 
 
 def form_on_hopper(name, call):
@@ -201,6 +212,7 @@ def is_to_take(name, call, backend):
         wanted = backend == "hopper"
     else:
         wanted = tuned.prefers_hopper(name, call, device) and failures.known((name, device)) is None
+        wanted = wanted and (name != "hopper_stored" or stored_fills(call))
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 

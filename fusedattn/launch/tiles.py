@@ -48,8 +48,9 @@ class Pipeline(NamedTuple):
 class Backward(NamedTuple):
     """How the backward for Hopper works on a block of keys, WARPGROUP_ROWS for each of two warpgroups.
 
-    rows: of the blocks that it walks, of which `stages` are there at once, where it stores gradients of scores in the
-    kernel that multiplies these. shared: whether the two have the same keys, and each half of the columns.
+    rows: of the blocks that it walks. stages: how many of these are there at once, or, where gradients of scores are
+    stored, of the blocks that the kernels after it walk. shared: whether the two have the same keys, and each half of
+    the columns.
     """
 
     rows: int
@@ -99,8 +100,8 @@ HOPPER = {
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
 
-# The backwards for Hopper, by width as HOPPER: those that add to dq, one of them in turns, and of wide heads, of which
-# that would spill, one that stores gradients of scores.
+# The backwards for Hopper, by width as HOPPER: those that add to dq, one of them in turns. With wide heads that would
+# spill; there one stores gradients of scores.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(("hopper_bwd", "hopper_ordered"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
     "hopper_bwd_256": {256: (Backward(64, 2, shared=True),)},
@@ -108,7 +109,7 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
 }
 REPEATABLE = "hopper_ordered", "hopper_stored"  # of BACKWARDS: with the same bits each time
 PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that go on from what "hopper_stored" has stored
-SCORES_BYTES = 2**29  # what gradients of scores may take that are stored at a time, or twice that of two heads
+SCORES_BYTES = 2**29  # of gradients of scores that are stored at a time; of two heads it may be twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 
 # The widest heads whose universal backward may be one pass: with wider ones there is no room for a tile of dq.

@@ -330,16 +330,16 @@ def ask(choices: Choices | None) -> None:
 
 
 @constant
-def _is_among(kind: str, device: torch.device, *what: str | int | bool) -> bool:
-    return what in getattr(of(device), kind)
+def _is_among(kind: str, device: torch.device, kernel: tuple, dtype: torch.dtype, width: int, causal: bool) -> bool:
+    return (*kernel, str(dtype).removeprefix("torch."), width, causal) in getattr(of(device), kind)
 
 
-def _says(kind: str, call: Call, device: torch.device, *of_what: str) -> bool:
-    """Whether Choices have, of a kind, what they say of calls that are full or causal, if this is one."""
+def _says(kind: str, call: Call, device: torch.device, *kernel: str) -> bool:
+    """Whether Choices have, in the set `kind`, a full or causal call as this, by a kernel where the set has kernels."""
     if call.left is not None or call.right not in (None, 0):
         return False
-    _, dtype, width, _ = place("", call.query.dtype, max(call.query.shape[3], call.value.shape[3]))
-    return _is_among(kind, device, *of_what, dtype, width, call.right is not None)
+    width = row_width(max(call.query.shape[3], call.value.shape[3]))
+    return _is_among(kind, device, kernel, call.query.dtype, width, call.right is not None)
 
 
 def prefers_hopper(kernel: str, call: Call, device: torch.device) -> bool:

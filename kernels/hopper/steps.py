@@ -37,6 +37,22 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def half(tile, h: gl.constexpr):
+    """Half of the columns of a tile in shared memory."""
+    HALF: gl.constexpr = tile.shape[1] // 2
+    return tile.slice(h * HALF, HALF, dim=1)
+
+
+@gluon.jit
+def only(ring, none):
+    """The tile of a ring of one, at an index that is 0, which no compiler knows.
+
+    Where the parts of a tile lie whose index it knows it keeps in registers, and there are none left: it spills others.
+    """
+    return ring.tiles.index(none).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
+
+
+@gluon.jit
 def ones(KEYS: gl.constexpr):
     """Left operands, in shared memory, twice [keys, 16]: one adds up columns 0 to 7 of a table, the other 8 to 15."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
@@ -84,7 +100,10 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 
 @gluon.jit
 def hide(p, first, earliest, band):
-    """p, [keys, rows from `first` on], 0 where the band hides a key; earliest is, for each, `span.first_to_see`."""
+    """p, [keys, rows from `first` on], 0 where the band hides a key; earliest is, for each, `span.first_to_see`.
+
+    Of a band in which no row sees a key it hides none: there p is 0.
+    """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # What has an effect: what has none would be computed in each step, without a branch.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)

@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from ..vocabulary import span
 from . import ring
 from .copies import async_store
-from .steps import OPERANDS_STAY, WARPS, across, extent, following, weights_of_rows
+from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, only, weights_of_rows
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: k, a tile a warpgroup, and with it v; halves of the columns of q and of do, in rings.
+    """What lies in shared memory: k, a tile a warpgroup, and with it v; q; do, in a ring of halves of its columns.
 
     rows are `preprocess`'s numbers of each row. ds is a tile a warpgroup, [keys, rows]. out tells that dv lies in v.
     """
@@ -64,10 +64,14 @@ def _rows_met(shared, first, band):
 
 
 @gluon.jit
-def _half(tile, h: gl.constexpr):
-    """Half of the columns of a tile."""
-    HALF: gl.constexpr = tile.shape[1] // 2
-    return tile.slice(h * HALF, HALF, dim=1)
+def _place(length, heads, before, BLOCK: gl.constexpr):
+    """(block, Plane) of a program, where those of a launch have all blocks of some heads, from `before` on.
+
+    First the first blocks of all of them: under a causal band these have the most keys or rows.
+    """
+    planes = gl.num_programs(0) // gl.cdiv(length, BLOCK)
+    index = before + gl.program_id(0) % planes
+    return gl.program_id(0) // planes, span.Plane(index // heads, index % heads, index, ())
 
 
 @gluon.jit
@@ -83,8 +87,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
-        for h in gl.static_range(2):
-            ring.fill(shared.q, 2 * step + h, Q, plane, block * BLOCK_M, h * Q.block_type.shape[3])
+        ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
         ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         for h in gl.static_range(2):
             ring.fill(shared.do, 2 * step + h, GradOut, plane, block * BLOCK_M, h * GradOut.block_type.shape[3])
@@ -111,24 +114,22 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 
 @gluon.jit
-def _begin(left, halves, step, there, zero):
-    """A left operand, [keys, columns], times the rows of a step, begun; there: whether there are such, to wait for.
-
-    Half of the columns is multiplied while the other comes.
-    """
-    ring.wait(halves, 2 * step, pred=there)
-    one = ring.tile(halves, 2 * step).permute((1, 0))
-    product = warpgroup_mma(_half(left, 0), one, zero, use_acc=False, is_async=True)
-    ring.wait(halves, 2 * step + 1, pred=there)
-    other = ring.tile(halves, 2 * step + 1).permute((1, 0))
-    return warpgroup_mma(_half(left, 1), other, product, is_async=True)
+def _begin_scores(g: gl.constexpr, shared, step, there, none, zero):
+    """Scores of the rows of a step, [keys, rows], begun; there: whether there are such rows, to wait for."""
+    ring.wait(shared.q, step, pred=there)
+    q = only(shared.q, none).permute((1, 0))
+    return warpgroup_mma(ring.tile(shared.k, g + none), q, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _release(halves, step, pred):
-    """A warpgroup is done with both halves of a step."""
-    ring.release(halves, 2 * step, pred=pred)
-    ring.release(halves, 2 * step + 1, pred=pred)
+def _begin_dp(v, shared, step, there, zero):
+    """dp of the rows of a step, begun: one half of the columns is multiplied while the other comes."""
+    ring.wait(shared.do, 2 * step, pred=there)
+    one = ring.tile(shared.do, 2 * step).permute((1, 0))
+    dp = warpgroup_mma(half(v, 0), one, zero, use_acc=False, is_async=True)
+    ring.wait(shared.do, 2 * step + 1, pred=there)
+    other = ring.tile(shared.do, 2 * step + 1).permute((1, 0))
+    return warpgroup_mma(half(v, 1), other, dp, is_async=True)
 
 
 @gluon.jit
@@ -172,11 +173,11 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     steps = (end - begin) * GROUP
     ring.wait(shared.k, g)
     some = steps > 0
-    s = _begin(ring.tile(shared.k, g), shared.q, 0, some, zero)
+    s = _begin_scores(g, shared, 0, some, begin * 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    _release(shared.q, 0, some)
+    ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
-    dp = _begin(ring.at(shared.v, g), shared.do, 0, some, zero)
+    dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
     p = weights_of_rows(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, scale)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
@@ -189,21 +190,21 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
         # Of what comes after the last step, what lies there, which nobody reads.
         more = step + 1 < steps
-        s = _begin(ring.tile(shared.k, g + none), shared.q, step + 1, more, zero)
-        dv0, w = warpgroup_mma_wait(num_outstanding=3, deps=(dv0, w))
+        s = _begin_scores(g, shared, step + 1, more, none, zero)
+        dv0, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv0, w))
         ring.release(shared.do, 2 * step)
-        dv1, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv1, w))
+        dv1, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv1, w))
         ring.release(shared.do, 2 * step + 1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        _release(shared.q, step + 1, more)
+        ring.release(shared.q, step + 1, pred=more)
         block, member = following(block, member, begin, end, GROUP)
-        dp = _begin(ring.at(shared.v, g + none), shared.do, step + 1, more, zero)
+        dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
         p = weights_of_rows(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, scale)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
-    _half(v, 0).store(dv0.to(dtype))
-    _half(v, 1).store(dv1.to(dtype))
+    half(v, 0).store(dv0.to(dtype))
+    half(v, 1).store(dv1.to(dtype))
     fence_async_shared()
     mbarrier.arrive(shared.out.index(g), count=1)
 
@@ -217,14 +218,13 @@ def stored_backward(
     """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq) of the query heads of the kv heads from `before` on.
 
     There are programs for as many of them as are made at a time. heads is Hkv. All are descriptors, with blocks of 64
-    keys, the rows of a block of Q, and the columns of `wide_backward`, or half of these for Q and GradOut.
+    keys, the rows of a block of Q, and the columns of `wide_backward`, or half of these for GradOut.
     Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores, only what lies in the tiles of `_met` is written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
-    program = gl.program_id(0) + before * gl.cdiv(k_len, 2 * KEYS)
-    block, kv = span.place(program, k_len, heads, 2 * KEYS)
+    block, kv = _place(k_len, heads, before, 2 * KEYS)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 2, 2), ring.ring(GradOut, 3, 2)
+    k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1)
     out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -321,16 +321,15 @@ def grad_product(
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
     DEPTH: gl.constexpr = Others.block_type.shape[2]
-    length = k_len if OF_K else q_len
-    blocks = gl.cdiv(length, TILE)
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
-    block, plane = span.place(gl.program_id(0) + before * (GROUP // MEMBERS) * blocks, length, heads, TILE)
+    length = k_len if OF_K else q_len
+    block, plane = _place(length, heads, before * (GROUP // MEMBERS), TILE)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if OF_K:
         band = span.flip(band)
+        first = block * TILE
     else:
-        block = blocks - 1 - block  # under a causal band the longest programs start first
-    first = block * TILE
+        first = span.latest_first(block, length, TILE)
     begin, end = _met(band, first, TILE)
     begin, end = begin * (TILE // DEPTH), end * (TILE // DEPTH)
     ds = ring.ring(GradScores, STAGES, 2)

@@ -22,7 +22,7 @@ from ..vocabulary import span
 from . import ring
 from .backward import Results
 from .copies import async_add, async_store
-from .steps import WARPS, across, extent, following, lines, weights_of_rows
+from .steps import WARPS, across, extent, following, half, lines, only, weights_of_rows
 
 
 class Shared(NamedTuple):
@@ -103,22 +103,6 @@ def _weights(s, shared, step, block, full, full_end, earliest, band, scale):
 
 
 @gluon.jit
-def _at(ring, none):
-    """The tile of a ring of one, at an index that is 0, which no compiler knows.
-
-    Where the parts of a tile lie whose index it knows it keeps in registers, and there are none left: it spills others.
-    """
-    return ring.tiles.index(none).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
-
-
-@gluon.jit
-def _half(tile, g: gl.constexpr):
-    """The columns of a tile that a warpgroup has the gradients of."""
-    HALF: gl.constexpr = tile.shape[1] // 2
-    return tile.slice(g * HALF, HALF, dim=1)
-
-
-@gluon.jit
 def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
     """dk, which is waited for, and the last columns of what ds give to the half of dq that a warpgroup has, begun.
 
@@ -132,7 +116,7 @@ def _multiply_dq(g: gl.constexpr, shared, step, ds, k, dk):
     zero = gl.zeros([BLOCK_M, COLUMNS], gl.float32, LAYOUT)
     dq = ()
     for i in gl.static_range(PRODUCTS):
-        columns = _half(k, g).slice(i * COLUMNS, COLUMNS, dim=1)
+        columns = half(k, g).slice(i * COLUMNS, COLUMNS, dim=1)
         dq = dq + (warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True),)
     dk = warpgroup_mma_wait(num_outstanding=PRODUCTS, deps=(dk,))
     ring.release(shared.q, step)  # the next q but one is long in coming
@@ -155,8 +139,8 @@ def _finish(g: gl.constexpr, shared, dk, dv, scale):
     dtype: gl.constexpr = shared.q.tiles.dtype
     mbarrier.arrive(shared.met, count=1)
     mbarrier.wait(shared.met, 0)
-    _half(ring.tile(shared.k, 0), g).store((dk * scale).to(dtype))
-    _half(ring.at(shared.v, 0), g).store(dv.to(dtype))
+    half(ring.tile(shared.k, 0), g).store((dk * scale).to(dtype))
+    half(ring.at(shared.v, 0), g).store(dv.to(dtype))
     fence_async_shared()
     mbarrier.arrive(shared.out, count=1)
 
@@ -193,18 +177,18 @@ def _weigh(shared, first, band, scale, GROUP: gl.constexpr):
     for step in range(steps):
         none = (block < begin).to(gl.int32)
         ring.wait(shared.do, step)
-        dv = warpgroup_mma(_at(shared.p, none), _half(_at(shared.do, none), 0), dv, is_async=True)
+        dv = warpgroup_mma(only(shared.p, none), half(only(shared.do, none), 0), dv, is_async=True)
         if step > 0:  # under the products of this step
             _give_columns(0, shared, step - 1, PRODUCTS - 1, PRODUCTS, dq)
         ahead = gl.minimum(step + 1, steps - 1)  # once more after the last step: of that nobody reads p
         ring.wait(shared.q, ahead)
-        k = _at(shared.k, none)
+        k = only(shared.k, none)
         s = warpgroup_mma(k, ring.tile(shared.q, ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
         ring.release(shared.do, step)
         ring.wait(shared.ds, step)
         ds = ring.tile(shared.ds, step)
-        dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 0), dk, is_async=True)
+        dk = warpgroup_mma(ds, half(ring.tile(shared.q, step), 0), dk, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         block, member = following(block, member, begin, end, GROUP)
         p = _weights(s, shared, ahead, block, full, full_end, earliest, band, scale)
@@ -240,16 +224,16 @@ def _differ(shared, first, band, scale, GROUP: gl.constexpr):
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = gl.minimum(band.keys + step, 0)
-        k, v, do = _at(shared.k, none), ring.at(shared.v, none), _at(shared.do, none)
+        k, v, do = only(shared.k, none), ring.at(shared.v, none), only(shared.do, none)
         ring.wait(shared.q, step)
         delta = across(shared.rows, step, 2, S_LAYOUT)
         ring.wait(shared.p, step)
         p = ring.tile(shared.p, step)
-        dv = warpgroup_mma(p, _half(do, 1), dv, is_async=True)
+        dv = warpgroup_mma(p, half(do, 1), dv, is_async=True)
         ds = p.load(S_LAYOUT).to(gl.float32) * (dp - delta)
         ring.put(shared.ds, step, ds.to(shared.q.tiles.dtype))
-        ds = _at(shared.ds, none)
-        dk = warpgroup_mma(ds, _half(ring.tile(shared.q, step), 1), dk, is_async=True)
+        ds = only(shared.ds, none)
+        dk = warpgroup_mma(ds, half(ring.tile(shared.q, step), 1), dk, is_async=True)
         dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
         ring.release(shared.do, step)
         ring.release(shared.p, step)

@@ -113,13 +113,14 @@ EQUIVALENT = (
     Equivalent("barrier left out", "steps.py: return gl.where(seen, p, 0.0)", NO_WARP, ("hopper_bwd",), ("in 2",)),
     Equivalent("mbarrier not waited for", "ring.py: mbarrier.wait(ring.free", FIRST_USE, ("hopper_bwd",), ("in 7",)),
     Equivalent(">= for >", "backward.py: for step in range(", MASKED_TOO, ("hopper_bwd",), ("in 3",)),
-    Equivalent("> for >=", "steps.py: if (block < full)", MASKED_TOO, ("hopper_bwd",)),
+    Equivalent(
+        "> for >=", "steps.py: if (block < full)", MASKED_TOO, ("hopper_bwd", "hopper_bwd_256", "hopper_stored")
+    ),
     Equivalent(">= for >", "span.py: return begin, full, tl.where(n <=", MASKED_TOO, ("hopper_bwd",), ("before 0",)),
     Equivalent("a bit of a swizzle", "ring.py: mbarrier.wait(ring.free", OF_A_PHASE, ("hopper_bwd",)),
     Equivalent("product not waited for", "halves.py: dp1, dk, ds0 =", WAITED_LATER, ("hopper_bwd",)),
     Equivalent("product not waited for", "halves.py: s1, dv, w0 =", WAITED_LATER, ("hopper_bwd",)),
     # Of two such comparisons the one in the loop: that of the first step is another half of the condition.
-    Equivalent("> for >=", "wide.py: if (block < full)", MASKED_TOO, ("hopper_bwd_256",), ("in 9",)),
     Equivalent(">= for >", "wide.py: if steps > 0", MASKED_TOO, ("hopper_bwd_256",), ("in 2",)),
     Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper_bwd_256",), ("in 9",)),
     Equivalent("unsigned shift", "backward.py: for step in range(", NEVER_NEGATIVE, ("hopper_bwd",)),
