@@ -132,20 +132,20 @@ SLIPS = {
         "changed while it was read",
     ),
     "q is given back, and rows, before they are read": (
-        "        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
-        "        ring.release(shared.q, step)\n        delta = _across(shared.rows, step, 2, S_LAYOUT)\n",
+        "        delta = across(shared.rows, step, 2, S_LAYOUT)\n",
+        "        ring.release(shared.q, step)\n        delta = across(shared.rows, step, 2, S_LAYOUT)\n",
         "changed while it was read|more arrivals|wait for each other",
     ),
     "rows are those of another step": (
-        "delta = _across(shared.rows, step, 2,", "delta = _across(shared.rows, step + 1, 2,", None,
+        "delta = across(shared.rows, step, 2,", "delta = across(shared.rows, step + 1, 2,", None,
     ),
     "rows are not expected with q": (
         "Q.block_type.nbytes + Rows.block_type.nbytes", "Q.block_type.nbytes", None,
     ),
     "the weights are of the step itself": ("gl.minimum(step + 1, steps - 1)", "gl.minimum(step, steps - 1)", None),
     "the weights are masked as those of the step before": (
-        "_weights(s, shared, ahead, block, earliest,",
-        "_weights(s, shared, ahead, gl.maximum(block - 1, begin), earliest,",
+        "_weights(s, shared, ahead, block, full,",
+        "_weights(s, shared, ahead, gl.maximum(block - 1, begin), full,",
         None,
     ),
     "keys are written over while the other reads them": (
@@ -160,7 +160,6 @@ SLIPS = {
     "dk is not fenced": (
         ".store(dv.to(dtype))\n    fence_async_shared()\n", ".store(dv.to(dtype))\n", "before a fence",
     ),
-    "both have the same columns": ("slice(g * HALF, HALF", "slice(0, HALF", "'query':|'key':"),
     "all parts of dq go to the same columns": ("* PARTS + part) * LINES", "* PARTS) * LINES", "'query':"),
     "the last columns before D are not added": (
         "(32 * LINES // BLOCK_M) < D:", "(32 * LINES // BLOCK_M) < D - 32:", "'query':",
@@ -186,11 +185,15 @@ SLIPS = {
     "every second column of a product is a tile": (
         ".reshape([2, LINES, 32]).permute((1, 2, 0))", ".reshape([LINES, 32, 2])", "'query':",
     ),
-    "the diagonal takes no mask": ("(block < full) | ", "", "'query':|'key':"),
-    "the far end of a window takes no mask": ("(block >= full_end)", "(block > full_end)", "'query':|'key':|'value':"),
 }  # fmt: skip
+MASKED = "    if (block < full) | (block >= full_end):\n        p = hide(p, block * s.shape[1], earliest, band)\n"
 # Of what other heads have, too, or other kernels.
 SLIPS_IN_COMMON = {
+    "both have the same columns": ("slice(h * HALF, HALF", "slice(0, HALF", "'query':|'key':"),
+    "the diagonal takes no mask": (MASKED, MASKED.replace("(block < full) | ", ""), "'query':|'key':"),
+    "the far end of a window takes no mask": (
+        MASKED, MASKED.replace("(block >= full_end)", "(block > full_end)"), "'query':|'key':|'value':",
+    ),
     "dq lies in another order": ("permute((4, 0, 2, 3, 5, 1, 6))", "permute((4, 0, 2, 3, 1, 5, 6))", "'query':"),
     "two tiles of dq are not fenced": (
         "    fence_async_shared()\n    publish(ring, pair)\n", "    publish(ring, pair)\n", "before a fence",
@@ -240,8 +243,8 @@ def test_a_slip_in_common_is_found(slip, tmp_path, monkeypatch):
 @pytest.mark.parametrize("hidden", [True, False])
 def test_keys_past_the_end_weigh_nothing(hidden, tmp_path, monkeypatch):
     """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
-    slip = slipped(wide, "(block < full) | (block >= full_end)", "block < full", tmp_path)
-    emulate(monkeypatch, wide=wide if hidden else slip)
+    slip = slipped(steps, MASKED, MASKED.replace(" | (block >= full_end)", ""), tmp_path)
+    emulate(monkeypatch, steps=steps if hidden else slip)
     inputs = [torch.full((1, 1, size, 144), value) for size, value in ((20, 3.0), (35, -3.0), (35, 1.0))]
     inputs = [(x + torch.randn_like(x) / 8).to(torch.bfloat16).requires_grad_() for x in inputs]
     incoming = torch.randn(1, 1, 20, 144, dtype=torch.bfloat16)

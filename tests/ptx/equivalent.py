@@ -24,6 +24,7 @@ OWN_ROWS = "each warp overwrites the rows of q that it alone has read"
 OF_A_PHASE = "the parity of a phase is its last bit"
 WAITED_LATER = "sums that are only added to, and registers that nothing writes before a later wait"
 MASKED_TOO = "one tile more is masked, of which nothing is hidden"
+IN_PAIRS = "there is no single step: a tile has two"
 
 
 class Equivalent(NamedTuple):
@@ -124,6 +125,8 @@ EQUIVALENT = (
     Equivalent(">= for >", "wide.py: if steps > 0", MASKED_TOO, ("hopper_bwd_256",), ("in 2",)),
     Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper_bwd_256",), ("in 9",)),
     Equivalent("unsigned shift", "backward.py: for step in range(", NEVER_NEGATIVE, ("hopper_bwd",)),
+    Equivalent("unsigned shift", "stored.py: ", NEVER_NEGATIVE),
+    Equivalent("<= for <", "stored.py: for step in range(", IN_PAIRS, ("hopper_stored", "hopper_dk", "hopper_dq")),
     Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), ("before 0",)),
     Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), ("before 0",)),
 )

@@ -59,7 +59,7 @@ FIRST, *REST = (
         ("hopper one row", 90),
         ("hopper window, two passes", 90),
         ("hopper causal D128, two passes", 90),
-        ("hopper causal D256, two passes", 90),
+        ("hopper window D136 Dv32 fp16, two passes", 90),
     )
 )
 
