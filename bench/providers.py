@@ -259,8 +259,10 @@ def by_pipeline(pipeline, kernel="hopper"):
 
 @contextlib.contextmanager
 def by_way_back(kernel, form):
-    """The context in which a backward for Hopper works in this way; torch wants the same bits of one that has them."""
-    with by_pipeline(form, kernel), _same_bits() if kernel in tile_table.REPEATABLE else contextlib.nullcontext():
+    """The context in which this is the backward for Hopper, and works in this way."""
+    from fusedattn.launch import run
+
+    with by_pipeline(form, kernel), _patched(run, "backward_on_hopper", lambda call, ordered: kernel):
         yield
 
 

@@ -8,7 +8,7 @@ from triton import cdiv
 from ..call.form import Call, lengths_of
 from ..call.packing import packing
 from ..kernels.vocabulary.gradient import Grads
-from . import arguments, blocks, failures, hopper, run, tiles
+from . import arguments, blocks, failures, hopper, run, tiles, tuned
 
 
 class _Pass(NamedTuple):
@@ -70,9 +70,10 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
         return lacks
     if call.named:
         return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, call.query.device))]
-    if (why := failures.known((kernel, run.device_of(call.query)))) is not None:
+    device = run.device_of(call.query)
+    if (why := failures.known((kernel, device))) is not None:
         return [str(why)]
-    if kernel == "hopper_stored" and not run.stored_fills(call):
+    if tuned.prefers_hopper(kernel, call, device):
         return ["the heads whose gradients of scores it has room for are too few for this GPU"]
     return ["no tuning file says that it is right and faster here, so it runs only when named"]
 

@@ -190,8 +190,13 @@ def backward_on_hopper(call, ordered):
         both.pop()
     elif tuned.prefers_stored(call, device) and stored_fills(call):
         both.reverse()
-    fine = (x for x in both if form_on_hopper(x, call) is not None and failures.known((x, device)) is None)
-    return next(fine, both[0])
+    return next((name for name in both if _is_fine(name, call, device)), both[0])
+
+
+def _is_fine(name, call, device):
+    """Whether nothing is known against a kernel for Hopper: it is not found wrong, and it loads."""
+    _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
+    return tuned.of(device).on_hopper(name, dtype, width) is not None and failures.known((name, device)) is None
 
 
 def stored_fills(call):

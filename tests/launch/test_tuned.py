@@ -118,6 +118,7 @@ def test_of_wide_heads_the_faster_backward_for_hopper_is_taken(monkeypatch):
     slower = choose(made(stores=2.5))
     assert not slower.stored and ("hopper_stored", "bfloat16", 256, True) in slower.faster
     assert choose(made(status="wrong")).stored == {("bfloat16", 256, True), ("bfloat16", 256, False)}
+    monkeypatch.setattr(run, "has_hopper", lambda tensor: True)
     bound = call(dim=256, dv=200, dtype=torch.bfloat16)._replace(right=0, named=False)
     try:
         for some, ordered, scores, number, failing, name in (
@@ -140,6 +141,11 @@ def test_of_wide_heads_the_faster_backward_for_hopper_is_taken(monkeypatch):
                 assert run.is_to_take(name, bound, "triton")
         monkeypatch.setattr(run, "multiprocessors", lambda device: 132)
         assert not run.is_to_take("hopper_stored", bound, "triton"), "of so few heads two passes are faster"
+        tuned.ask(choose(made(stores=2.5)))
+        with asking(deterministic=True):
+            asked = bound._replace(deterministic=True)
+            (said,) = backward.reasons_not_on_hopper(asked, [True] * 3 + [False] * 3, "triton")
+        assert "too few for this GPU" in said
     finally:
         tuned.ask(None)
 

@@ -159,7 +159,6 @@ _ON_HOPPER = dense(
             ("window, two passes", dict(window=(200, 20), Sq=300, Sk=600, Hq=4, Hkv=2, **TWO)),
             ("causal D256, two passes", dict(causal=True, D=256, Sq=300, Sk=333, **TWO)),
             ("window D136 Dv32 fp16, two passes", dict(window=(40, 20), dtype=FP16, D=136, Dv=32, **TWO)),
-            ("D256 repeated, two passes", dict(D=256, B=2, Hq=4, Hkv=2, times=3, **SHORT, **TWO)),
             ("many blocks a program", dict(Sq=400, Sk=150, Hq=4, Hkv=2, multiprocessors=3)),
             ("many blocks a program D64 Dv128", dict(Sq=300, Sk=90, Dv=128, multiprocessors=2)),
         )

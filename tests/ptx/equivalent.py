@@ -20,11 +20,12 @@ FIRST_USE = "keys and values are copied once, to where nothing has been"
 WAITS_ITSELF = "each thread behind it waits for the mbarrier itself"
 K_BEFORE_V = "what overwrites these keys is copied behind values, for which there is another barrier further on"
 NO_WARP = "no warp comes there: of four warps that copy three sleep"
-OWN_ROWS = "each warp overwrites the rows of q that it alone has read"
+OWN_ROWS = "each warp overwrites rows of a left operand that it alone has read"
 OF_A_PHASE = "the parity of a phase is its last bit"
 WAITED_LATER = "sums that are only added to, and registers that nothing writes before a later wait"
 MASKED_TOO = "one tile more is masked, of which nothing is hidden"
 IN_PAIRS = "there is no single step: a tile has two"
+NOT_STORED = "what a key past the end gives is not stored"
 
 
 class Equivalent(NamedTuple):
@@ -126,6 +127,9 @@ EQUIVALENT = (
     Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper_bwd_256",), ("in 9",)),
     Equivalent("unsigned shift", "backward.py: for step in range(", NEVER_NEGATIVE, ("hopper_bwd",)),
     Equivalent("unsigned shift", "stored.py: ", NEVER_NEGATIVE),
+    Equivalent("<= for <", "span.py: return tl.where(c < b.keys,", NOT_STORED, ("hopper_stored",)),
+    Equivalent(">= for >", "span.py: return begin, full, tl.where(n <=", MASKED_TOO, ("hopper_stored",)),
+    Equivalent("barrier left out", "stored.py: half(v, 1).store(", OWN_ROWS, ("hopper_stored",)),
     Equivalent("<= for <", "stored.py: for step in range(", IN_PAIRS, ("hopper_stored", "hopper_dk", "hopper_dq")),
     Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), ("before 0",)),
     Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), ("before 0",)),

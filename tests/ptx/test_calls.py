@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import tiles
+from fusedattn.launch import hopper, tiles
 
 from . import calls, device
-from .cases import ENTRIES, FEW, HOPPER
+from .cases import ENTRIES, FEW, HOPPER, dense
 from .conftest import CAPABILITIES, TILES, each_once
 
 
@@ -66,6 +66,18 @@ def test_what_is_wrong_is_said(monkeypatch):
     monkeypatch.setattr(calls, "gpu", _edited)
     found = calls.execute(ENTRIES["decode: fp32"], HOPPER).wrong()
     assert found and all(name in " ".join(found) for name in ("out", "lse"))
+
+
+@pytest.mark.matrix
+def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
+    """Two kv heads of three, of which two query heads share each; then those of a repeated call."""
+    monkeypatch.setattr(tiles, "SCORES_BYTES", 1)
+    monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
+    fields = dict(B=3, Hq=2, Hkv=1, D=256, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
+    outcome = calls.execute(*dense(("at a time", fields)), HOPPER)
+    assert not outcome.wrong(), "\n".join(outcome.wrong())
+    names = [x.name for x in outcome.device.launches]
+    assert names[-6:] == ["stored_backward", "grad_product", "grad_product"] * 2
 
 
 @pytest.mark.matrix
