@@ -102,7 +102,7 @@ def test_a_table_of_tiles_is_no_part_of_the_launch():
 def test_few_rows_are_of_every_kernel_gpu_variant_and_dtype():
     every = list(offline.table())
     few = list(offline.few(every))
-    assert len(few) <= 60 < len(every)
+    assert len(few) <= 63 < len(every)
     for what in ("kernel", "capability", "variant", "dtype"):
         assert {getattr(row, what) for row in few} == {getattr(row, what) for row in every}
     assert {(row.kernel, row.capability) for row in few} == {(row.kernel, row.capability) for row in every}
