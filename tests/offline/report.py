@@ -22,8 +22,8 @@ file; another version of Triton gives other numbers.
 - `hopper`, and `hopper_bwd`, `hopper_bwd_256` and `hopper_stored`, its backward: `tile` has the warps that multiply,
   and pp where warpgroups take turns; a block has four more, of which one copies, or three. `regs` are those of a thread
   when it starts. Nothing of `hopper` changes with the number of programs. The two warpgroups of `hopper_bwd_256` do
-  different work: `loop` counts a warp of each. `hopper_stored` is followed by `hopper_dk` and `hopper_dq`, which are one
-  kernel; its tile's stages are theirs.
+  different work: `loop` counts a warp of each. `hopper_stored` is followed by `hopper_dk` and `hopper_dq`, one kernel,
+  whose stages its tile has.
 - `loop`: the instructions of one warp in one step of the loop over blocks that take no mask, by kind (of `hopper`: of
   one that multiplies, where the branch around the mask is taken and no barrier has to be waited for); `alu` is
   selections, conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles, branches and
