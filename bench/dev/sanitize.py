@@ -62,6 +62,7 @@ CALLS = {
     "hopper": Call(backend="hopper", dim=128, options=dict(causal=True)),
     "hopper, one pass": Call(backend="hopper", dim=128, two_passes=False, options=dict(causal=True)),
     "hopper, one pass, wide": Call(backend="hopper", dim=256, two_passes=False, options=dict(causal=True)),
+    "hopper, wide": Call(backend="hopper", dim=256, options=dict(causal=True)),
 }
 
 
