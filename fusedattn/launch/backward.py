@@ -197,7 +197,8 @@ def _stored_on_hopper(name, p, grads, taken):
     registers, *_ = tiles.REGISTERS[2]
     scores = hopper.new_scores(call)
     first = hopper.stored_arguments(call, p.grad_out, p.launched["Rows"], scores, grads[2], taken)
-    of_key, of_query = (hopper.product_arguments(call, scores, grads[i], i == 1, taken) for i in (1, 0))
+    of_query = hopper.product_arguments(call, scores, grads[0], False, taken)
+    of_key = hopper.product_arguments(call, scores, grads[1], True, taken)
     heads, group, at_a_time = p.batch * call.key.shape[1], first["GROUP"], hopper.heads_at_a_time(call)
     launches = (
         (name, first, cdiv(p.keys, taken.keys)),

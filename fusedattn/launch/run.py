@@ -195,8 +195,12 @@ def backward_on_hopper(call, ordered):
 
 def _is_fine(name, call, device):
     """Whether nothing is known against a kernel for Hopper: it is not found wrong, and it loads."""
+    return _right_form(name, call, device) is not None and failures.known((name, device)) is None
+
+
+def _right_form(name, call, device):
     _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
-    return tuned.of(device).on_hopper(name, dtype, width) is not None and failures.known((name, device)) is None
+    return tuned.of(device).on_hopper(name, dtype, width)
 
 
 def stored_fills(call):
@@ -206,8 +210,7 @@ def stored_fills(call):
 
 def form_on_hopper(name, call):
     """How a kernel for Hopper works on a call; None if every way is known to be wrong."""
-    _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
-    return tuned.of(device_of(call.query)).on_hopper(name, dtype, width)
+    return _right_form(name, call, device_of(call.query))
 
 
 def is_to_take(name, call, backend):
