@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,14 +16,37 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
+from triton.runtime import JITFunction
 
 # Parameters of what runs a loaded kernel, in 3.6, and those that came in 3.7; the kernel's own follow.
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+_hashing = threading.Lock()
+_hashed: set[int] = set()  # the id of each function that `_hash` has seen
+
+
+def _hash(function) -> None:
+    """Have Triton hash a function, of which it makes keys of its cache on disk, after all functions that it calls.
+
+    Before 3.9 the hash has the constants of only those that were hashed before (triton-lang/triton#10494): a process
+    that began with another call would not find what this one has compiled.
+    """
+    if id(function) in _hashed:
+        return
+    _hashed.add(id(function))
+    names, scope = function.fn.__code__.co_names, function.fn.__globals__
+    for value in map(scope.get, names):
+        members = [vars(value).get(name) for name in names] if inspect.ismodule(value) else [value]
+        for callee in members:
+            if isinstance(callee, JITFunction):
+                _hash(callee)
+    function.cache_key  # noqa: B018 - a property that hashes
 
 
 def load(kernel, programs: int, arguments: dict, options: dict):
     """The compiled kernel of these arguments, ready to launch. Raises whatever Triton raises where there is none."""
+    with _hashing:
+        _hash(kernel)
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
     try:
         run = compiled.run  # a property: the first time, it loads the kernel and builds what launches it

@@ -1,6 +1,8 @@
 """fusedattn warmup: what it has compiled no later call compiles again, and what it says."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -53,6 +55,34 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
             if what == "backward":
                 torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
     assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
+
+
+_PROCESS = """
+import sys
+import torch
+import fusedattn as fa
+from fusedattn.cli import warmup
+from tests.cli.test_warmup import CASE
+from tests.offline import absent
+
+folder, *passes = sys.argv[1:]
+with absent.gpu(90, folder=folder):
+    for what in passes:
+        assert not warmup.compile_pass(CASE, what, torch.device("cpu")).why
+    if not passes:
+        shapes = (2, 8, 100, 64), (2, 2, 100, 64), (2, 2, 100, 64)
+        inputs = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        out = fa.attention(*inputs, causal=True, backend="triton")
+        out.backward(torch.zeros_like(out))
+"""
+
+
+@compiled
+def test_a_process_that_begins_with_another_kernel_finds_them(tmp_path):
+    for passes in (["backward", "training"], []):
+        subprocess.run([sys.executable, "-c", _PROCESS, str(tmp_path), *passes], check=True)
+        names = kernels(tmp_path)
+        assert names == ["dkdv.json", "forward.json", "postprocess.json", "preprocess.json"]
 
 
 @compiled
