@@ -25,21 +25,19 @@ _hashing = threading.Lock()
 _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
 
-def _hash(function) -> None:
+def _hash(function: object) -> None:
     """Have Triton hash a function, of which it makes keys of its cache on disk, after all functions that it calls.
 
     Before 3.9 the hash has the constants of only those that were hashed before (triton-lang/triton#10494): a process
     that began with another call would not find what this one has compiled.
     """
-    if id(function) in _hashed:
+    if not isinstance(function, JITFunction) or id(function) in _hashed:
         return
     _hashed.add(id(function))
     names, scope = function.fn.__code__.co_names, function.fn.__globals__
     for value in map(scope.get, names):
-        members = [vars(value).get(name) for name in names] if inspect.ismodule(value) else [value]
-        for callee in members:
-            if isinstance(callee, JITFunction):
-                _hash(callee)
+        for callee in [vars(value).get(name) for name in names] if inspect.ismodule(value) else [value]:
+            _hash(callee)
     function.cache_key  # noqa: B018 - a property that hashes
 
 
