@@ -17,6 +17,7 @@ _PARAM = re.compile(
 _THREADS = re.compile(r"\.reqntid\s+(\d+)")
 _NO_MATTER = re.compile(r"\.(maxntid|minnctapersm|maxnreg)[\s\d,]*|[\s,()]+")  # in an entry's head
 _TOKEN = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w.]+):(?!:)|(?P<statement>[^;]*);)")
+_BRACKETS = re.compile(r"[\[({]")
 _NAME = re.compile(r"[%$\w.]+")
 _GUARD = re.compile(r"@(!?)(\S+)\s+")
 
@@ -66,13 +67,15 @@ class _Scope:
 
 def split(text):
     """Operands: text split at commas outside of brackets."""
+    if not _BRACKETS.search(text):  # most
+        return tuple(operand.strip() for operand in text.split(",")) if text else ()
     operands, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "[{(") - (char in "]})")
         if char == "," and not depth:
             operands.append(text[start:i].strip())
             start = i + 1
-    return (*operands, text[start:].strip()) if text else ()
+    return *operands, text[start:].strip()
 
 
 def parse(ptx):

@@ -1,5 +1,6 @@
 """The types of operands, and operands that are no register."""
 
+import functools
 import re
 
 import numpy as np
@@ -16,15 +17,18 @@ _INTEGER = re.compile(r"-?(\d+|0[xX][0-9a-fA-F]+)U?$")
 _ADDRESS = re.compile(r"\[\s*([%$\w.]+)\s*(?:\+\s*(-?\w+)\s*)?\]$")
 
 
+@functools.cache
 def bits(dtype):
     """The width of a register that holds a dtype."""
     return 1 if dtype is np.bool_ else 8 * np.dtype(dtype).itemsize
 
 
+@functools.cache
 def is_float(dtype):
     return np.dtype(dtype).kind == "f"
 
 
+@functools.cache
 def literal(text):
     """The number that an operand is: np.float32 or np.float64 of its bits, int, or None if it is no literal."""
     if digits := re.match(r"0([fFdD])([0-9a-fA-F]+)$", text):

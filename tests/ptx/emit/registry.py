@@ -1,5 +1,6 @@
 """Which function emits which instruction."""
 
+import functools
 from typing import NamedTuple
 
 _INSTRUCTIONS = {}  # {(name, type): (modifiers, function)}
@@ -31,6 +32,7 @@ def instruction(names, types="", modifiers=""):
     return register
 
 
+@functools.cache
 def lookup(text):
     """(function, Op) of an instruction without its operands, or (None, None)."""
     parts = text.split(".")
