@@ -12,13 +12,14 @@ weight would differ.
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.form import Call, diagonal
+from ..call.form import Call, diagonal, wide_dtype
 from ..call.layout import arrange, dense
 from ..private import flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
@@ -90,15 +91,17 @@ def _wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1."""
-    few = (
-        call.query.dtype in (torch.float16, torch.float32) and call.key.shape[2] <= FEW
-    )  # as `_wide` calls are `is_few`
-    if call.query.dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
-        return 0.0
-    seen = call.key.shape[2]
+    """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1.
+
+    Of a call it is that of its `_wide`, and of the one into which vmap folds such calls.
+    """
+    seen = longest = call.key.shape[2]
     if call.cu_seqlens_k is not None:
         seen //= max(1, call.cu_seqlens_k.numel() - 1)
+        longest = seen if call.max_seqlen_k is None else call.max_seqlen_k
+    few = call.query.dtype in (torch.float16, torch.float32) and longest <= FEW  # as `_wide` calls are `is_few`
+    if call.query.dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
+        return 0.0
     if call.left is not None and call.right is not None:
         seen = min(seen, call.left + call.right + 1)
     return math.log(max(1, seen)) + 0.5
@@ -153,8 +156,24 @@ def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Se
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys, of which each row sees some in both. See `fusedattn.merge`."""
-    total = torch.logaddexp(lse, more_lse)
-    return out * (lse - total).exp_()[..., None] + more * (more_lse - total).exp_()[..., None], total
+    shares, total = _shares((lse, more_lse))
+    return out * shares[0, ..., None] + more * shares[1, ..., None], total
+
+
+def _shares(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What sets of keys and sinks have of the weight of all, which adds up to 1 however large lses are, and their lse.
+
+    The shares are (sets, ...), 0 where no set has a weight.
+    """
+    every = torch.stack(torch.broadcast_tensors(*lses))
+    total = every.logsumexp(0)
+    return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total
+
+
+def _of_sink(call: Call, dtype: torch.dtype, less: float) -> Tensor:
+    """Scores of sinks less the offset, (1 or B, Hq, 1)."""
+    assert call.sinks is not None
+    return call.sinks.to(dtype)[:, :, None] - less
 
 
 def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -203,8 +222,8 @@ def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, c
         out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
         lse = lse.masked_fill(hidden[..., 0], -INFINITE)
     if call.sinks is not None:
-        total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, :, None] - less)
-        factor = (lse - total).exp_().masked_fill_(total == -INFINITE, 0.0)[..., None]
+        shares, total = _shares((lse, _of_sink(call, lse.dtype, less)))
+        factor = shares[0, ..., None]
         # As of the centre, so that what is kept is still the output less that; without one it is the output.
         kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
@@ -248,7 +267,7 @@ def forward(call: Call, save: bool) -> Result:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
         lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
         if call.sinks is not None:
-            lse = torch.maximum(lse, call.sinks.detach().to(lse.dtype)[:, :, None] - less)
+            lse = torch.maximum(lse, _of_sink(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
             of_part = _finished(part.call, less, *_forward(part, save, less))
@@ -265,20 +284,22 @@ def _are_alone(call: Call, some: list[Rectangle]) -> bool:
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
-def weights(call: Call, lse: Tensor, columns: int) -> Tensor:
-    """The weights (B, Hq, Sq, columns) of a call, of which `forward` gave the lse."""
-    whole = call.query.new_zeros(*call.query.shape[:3], columns)
+def weights(call: Call, columns: int) -> Tensor:
+    """The weights (B, Hq, Sq, columns) of a call."""
+    whole, wide = call.query.new_zeros(*call.query.shape[:3], columns), wide_dtype(call)
     for part in parts(call):
-        tensors = [x.to(lse.dtype) for x in _inputs(part, call.query.shape[3])]
-        of_part, lse_of_part, every = part.of_rows(whole), part.of_rows(lse), list(rectangles(part))
-        alone = _are_alone(part.call, every)
-        for where in every:
-            rows, keys, _ = _of(where, tensors)
-            here = slice(where.first, where.last)
-            some, own = weights_of(part.call, where, 0.0, rows, keys)
-            if not alone:
-                some *= (own - lse_of_part[:, :, here]).exp_().masked_fill_(own == -INFINITE, 0.0)[..., None]
-            of_part[:, :, here, where.begin : where.end] = some
+        tensors = [x.to(wide) for x in _inputs(part, call.query.shape[3])]
+        of_part = part.of_rows(whole)
+        for (first, last), same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
+            some = list(same_rows)
+            made = [weights_of(part.call, where, 0.0, *_of(where, tensors)[:2]) for where in some]
+            lses = [lse for _, lse in made]
+            if part.call.sinks is not None:
+                lses.append(_of_sink(part.call, wide, 0.0))
+            shares = _shares(lses)[0] if len(lses) > 1 else None
+            for number, (where, (of_keys, _)) in enumerate(zip(some, made, strict=True)):
+                of_keys = of_keys if shares is None else of_keys * shares[number, ..., None]
+                of_part[:, :, first:last, where.begin : where.end] = of_keys
     return whole if call.query_mask is None else whole.masked_fill_(_hidden(call.query_mask), 0.0)
 
 
@@ -330,12 +351,13 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
     return [grad if grad.shape == x.shape else arrange(grad[..., : x.shape[3]], x) for grad, x in grads]
 
 
-def _of_sinks(sinks: Tensor, less: float, rows: Incoming, out: Tensor) -> Tensor:
+def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
     """The gradient of sinks: each row gives its weight, times the gradient of lse less that of the output."""
     missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
     missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
-    weight = (sinks.to(rows.lse.dtype)[:, :, None] - less - rows.lse).exp_()
-    return (weight * missing).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
+    assert call.sinks is not None
+    weight = (_of_sink(call, rows.lse.dtype, less) - rows.lse).exp_()
+    return (weight * missing).sum(2).sum_to_size(call.sinks.shape).to(call.sinks.dtype)
 
 
 def backward(
@@ -368,6 +390,6 @@ def backward(
             views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
             for view, grad in zip(views, _backward(part, less, of_part), strict=True):
                 view.copy_(grad)
-    of_sinks = None if call.sinks is None else _of_sinks(call.sinks, less, rows, out)
+    of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, out)
     query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
     return query, key, value, of_sinks

@@ -206,7 +206,8 @@ def has_holes(part: Part) -> bool:
 
 def is_additive(call: Call) -> bool:
     """Whether the kernel takes what a call adds as it is."""
-    dtypes = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
+    own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
+    dtypes = wide, wide if own == torch.float16 else own  # what of float16 is computed in float32
     others = call.mask is call.alibi_slopes is call.key_mask is None
     return others and call.bias is not None and call.bias.dtype in dtypes
 

@@ -92,7 +92,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     result = flash.forward(call, save)
     out, lse = result.out, result.lse + result.less if result.less else result.lse
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    weights = flash.weights(call, lse, columns or 0) if need_weights else out.new_empty(0)
+    weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)
     lse = lse.contiguous() if need_lse else lse.new_empty(0)
     # No two results share memory.

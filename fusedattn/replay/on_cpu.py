@@ -28,7 +28,7 @@ from ..private import (
 def call_of(tensors: tuple, numbers: tuple) -> Call:
     """The Call of tensors as the caller gave them, and of the other fields of a Call."""
     query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
-    seed = seed if isinstance(seed, Tensor) else None  # one that is not a tensor drops nothing
+    seed = seed if isinstance(seed, Tensor) and numbers[_DROPOUT] else None  # an int is there for nothing to drop
     bias, slopes, sinks = rank4(bias), rows(slopes), rows(sinks)
     masks = rank4(mask), rows(key_mask), rows(query_mask)
     return Call(query, key, value, bias, slopes, sinks, *masks, seed, block_mask, *numbers)
@@ -180,5 +180,6 @@ def _facts(tensors) -> list:
 
 
 _TENSORS = Call._fields.index("cu_seqlens_q")  # of a Call that is not packed
+_DROPOUT = Call._fields.index("dropout_p") - _TENSORS
 # `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.
 _at_once = super(torch.autograd.Function, _AtOnce).apply

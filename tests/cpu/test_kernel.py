@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import fusedattn as fa
 from fusedattn.call.form import Arguments
@@ -159,6 +160,41 @@ def test_one_key_has_all_the_weight():
         assert torch.equal(weights, torch.ones_like(weights))
 
 
+@pytest.mark.parametrize("size", [1.0, 2.0**6, 2.0**10, 2.0**19, 2.0**33], ids=str)
+@pytest.mark.parametrize("options", [dict(causal=True), dict(sinks=True), dict(causal=True, sinks=True)], ids=str)
+@pytest.mark.parametrize("saves", [True, False])
+def test_weights_add_up_to_1_however_large_scores_are(size, options, saves):
+    """Where a row's keys are in two rectangles, or a sink is beside them: lse is rounded, its exponential is not it."""
+    query, key = torch.randn(1, 2, 100, 16), torch.randn(1, 2, 200, 16)
+    query[..., 0], key[..., 0] = 1.0, size
+    options = options | (dict(sinks=torch.full((2,), size)) if "sinks" in options else {})
+    value = torch.ones_like(key)
+    out = fa.attention(query.requires_grad_(saves), key, value, scale=1.0, **options, backend="cpu")
+    weights = fa.attention(query.detach(), key, value, scale=1.0, **options, return_weights=True, backend="cpu")[1]
+    rows = weights.sum(-1)
+    assert rows.isfinite().all() and (rows <= 1.0 + 1e-6).all()
+    if "sinks" not in options:
+        torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=1e-6)
+        torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2e-6)
+    elif size <= 2.0**10:  # the share of a sink is as exact as the lse of the keys is rounded
+        torch.testing.assert_close(out, rows[..., None].expand_as(out), rtol=0, atol=4e-6 * max(1.0, size / 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("large", [1.0, 1e3, 1e5])
+def test_weights_of_large_scores_are_as_exact_as_the_formulas(large, dtype):
+    query, key, value = large * torch.randn(1, 2, 100, 64), torch.randn(1, 2, 200, 64), torch.randn(1, 2, 200, 16)
+    options = dict(causal=True, sinks=torch.randn(2), return_weights=True)
+
+    def weights(function, dtype, **more):
+        return function(*(x.to(dtype) for x in (query, key, value)), **options, **more)[1]
+
+    got = weights(fa.attention, dtype, backend="cpu")
+    eager, exact = weights(fa.reference.eager, dtype), weights(fa.reference.eager, torch.float64)
+    found = verdict(got, eager, exact, torch.zeros(1, 2, 100, dtype=torch.bool))
+    assert found.ok, found
+
+
 @pytest.mark.parametrize("keys", [9, 90])
 def test_a_row_that_sees_nothing_has_no_gradient(keys):
     """Not even where that of its lse, -inf, is infinite."""
@@ -178,6 +214,19 @@ def test_a_seed_that_nothing_is_dropped_by():
         want = fa.attention(*inputs, backend=backend)
         for _ in range(4):
             assert torch.equal(fa.attention(*inputs, seed=5, return_lse=True, backend=backend)[0], want)
+
+
+@pytest.mark.parametrize("options", [dict(key_mask=torch.rand(1, 90) < 0.7), dict(softcap=5.0)], ids=("cpu", "naive"))
+def test_a_seed_tensor_that_nothing_is_dropped_by_is_not_saved(options):
+    """A first call and one like it save the same tensors, which a checkpoint asks."""
+    inputs, seed = draw(1, 2, 90, 16, requires_grad=True), torch.tensor([5])
+
+    def attend(*tensors):
+        return fa.attention(*tensors, **options, dropout_p=0.0, seed=seed)
+
+    torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False).sum().backward()
+    want = torch.autograd.grad(fa.attention(*inputs, **options).sum(), inputs)
+    assert all(map(torch.equal, (x.grad for x in inputs), want))
 
 
 @pytest.mark.parametrize("name", STRIDED)

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch.autograd import forward_ad
 
 import fusedattn as fa
 from fusedattn import backends
@@ -249,6 +250,19 @@ def test_functional_gradients_of_packed_sequences():
     assert torch.vmap(loss)(torch.stack((x, x))).shape == (2,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradients_of_an_lse_that_vmap_folds(dtype):
+    """The sequences of the folded call are as short, though together they have more keys than the few."""
+    x, cu = torch.randn(20, 1, 16, dtype=dtype), torch.tensor([0, 8, 20], dtype=torch.int32)
+
+    def lse(query, backend):
+        options = dict(max_seqlen_q=12, max_seqlen_k=12, return_lse=True, backend=backend)
+        return fa.attention_varlen(query, x, x, cu, cu, **options)[1].sum(0)
+
+    got, want = (torch.func.jacrev(lse)(x, backend) for backend in ("cpu", "naive"))
+    same([got], [want], atol=1e-5 if dtype == torch.float32 else 2e-3)
+
+
 @pytest.mark.parametrize("keys", [9, 90])
 def test_no_two_results_of_the_operator_share_memory(keys):
     inputs = draw(1, 2, keys, 16, requires_grad=True)
@@ -276,6 +290,21 @@ def test_forward_mode(taken):
         return torch.func.jvp(lambda q: fa.attention(q, *inputs[1:], backend=backend), (inputs[0],), (inputs[1],))[1]
 
     same([tangent(None)], [tangent("naive")], atol=1e-5)
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_forward_mode_with_a_bias(dtype, taken):
+    """Of float16 the kernel computes in float32: scores are the same distance from lse for it and for tangents."""
+    query, key, value, direction = torch.randn(4, 1, 2, 100, 32, dtype=dtype)
+    bias = torch.randn(100, 100, dtype=dtype)
+
+    def tangent(backend):
+        with forward_ad.dual_level():
+            moved = forward_ad.make_dual(query, direction)
+            return forward_ad.unpack_dual(fa.attention(moved, key, value, bias=bias, backend=backend)).tangent
+
+    same([tangent(None)], [tangent("naive")], atol=64 * torch.finfo(dtype).eps)
     assert len(taken) == 1
 
 
