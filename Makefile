@@ -50,7 +50,7 @@ benchmarks: $(READY) ## the tests of bench/ and of the commands, and every bench
 
 versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, warmup and check, by the other versions of Triton
 	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) $(KNOWING) || exit 1; done
-	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu
+	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu --dtype bfloat16
 
 check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff check

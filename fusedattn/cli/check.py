@@ -19,7 +19,8 @@ def run(arguments) -> int:
     screen, began = Screen(arguments.json), time.monotonic()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise Problem("device: torch finds no GPU")
-    devices = [arguments.device] if arguments.device else list(dict.fromkeys((machine.device(), "cpu")))
+    here = machine.device()  # has Triton interpret kernels where there is no GPU, whatever device is named
+    devices = [arguments.device] if arguments.device else list(dict.fromkeys((here, "cpu")))
     cases = _named(arguments.case, {case.name: case for case in CASES}, "case")
     backends = _named(arguments.backend, {name: name for name in BACKENDS}, "backend")
     parts: list[tuple[str, str, str]] = []

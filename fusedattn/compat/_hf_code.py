@@ -11,19 +11,31 @@ from torch.autograd import Function
 from torch.nn import Module
 from transformers import AttentionInterface, PreTrainedModel
 
+from ._hf_names import REFUSED
+
 # Names in code that computes attention by itself. A softmax for something else costs a warning at most.
 ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flex_attention$|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_head_attention_forward|^MultiheadAttention$"
 )
+ALWAYS = frozenset(REFUSED) - {"head_mask"}  # what is never None where it is handed on
 
 
 class Kind(NamedTuple):
-    """Whether a module calls the interface, attends (computes attention itself), and is masked (takes a mask)."""
+    """Whether a module calls the interface, attends (computes attention itself), and is masked (takes a mask).
+
+    refused: the keywords that it hands the interface unless it is told "eager" or "sdpa", and that we refuse.
+    """
 
     calls: bool = False
     attends: bool = False
     masked: bool = False
+    refused: frozenset[str] = frozenset()
+
+    def also(self, other: "Kind") -> "Kind":
+        """What either does."""
+        calls, attends, masked = (a or b for a, b in zip(self[:3], other[:3], strict=True))
+        return Kind(calls, attends, masked, self.refused | other.refused)
 
 
 INSTEAD = Kind(attends=True, masked=True)  # of code in place of attention that is not seen to call the interface
@@ -40,7 +52,7 @@ def kind(module: Module) -> Kind:
     reached = list(_reached(cls, module))
     read = _read(reached)
     if {function for function, _, _ in reached}.intersection(_methods(cls, None, "forward")):
-        return Kind(*map(any, zip(of_class, read, strict=True)))  # a hook, say, around what the class does
+        return of_class.also(read)  # a hook, say, around what the class does
     return INSTEAD if not read.calls and (of_class.calls or of_class.attends or named(cls)) else read
 
 
@@ -63,17 +75,20 @@ def _kind(cls: type, forward: Callable[..., Any] | None) -> Kind:
 
 def _read(reached: Iterable[tuple[FunctionType, bool, bool]]) -> Kind:
     calls = masked = attends = falls_back = False
+    refused: set[str] = set()
     for function, method, fallback in reached:
         code = function.__code__
         used = _names(code)
         asks = any(isinstance(function.__globals__.get(name), AttentionInterface) for name in used)
         calls |= asks and "_attn_implementation" in used
+        if asks:  # the names of a call's keywords are a tuple
+            refused.update(*(ALWAYS.intersection(each) for each in code.co_consts if isinstance(each, tuple)))
         if any(ATTENDS.search(name) for name in used):
             attends, falls_back = attends or not fallback, falls_back or fallback
         if method and function.__name__ != "__init__":
             takes = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             masked |= any("mask" in name for name in takes) or "attention_mask" in code.co_consts
-    return Kind(calls, attends or falls_back and not calls, masked)
+    return Kind(calls, attends or falls_back and not calls, masked, frozenset(refused))
 
 
 def _reached(cls: type, module: Module | None) -> Iterator[tuple[FunctionType, bool, bool]]:

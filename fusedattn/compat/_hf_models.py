@@ -61,7 +61,9 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     masks = masks_of(config)
     if masks is None:
         return eager_mask(*sizes, config=config, **options)
-    options |= {} if masks.causal else dict(allow_is_causal_skip=False)
+    # Of layers that share keys a model may compute the last rows alone, of which no mask would not say that they are.
+    causal = masks.causal and not getattr(config, "num_kv_shared_layers", 0)
+    options |= {} if causal else dict(allow_is_causal_skip=False)
     options |= {} if masks.unhidden else dict(allow_is_bidirectional_skip=False)
     return sdpa_mask(*sizes, config=config, **options)
 
@@ -139,6 +141,7 @@ class Survey:
     unsafe: bool = False  # there is some that might be wrong for a bool mask, or for None
     causal: set[bool] = field(default_factory=set)  # whether None is causal, for those that call the interface
     silent: set[tuple[type, Kind]] = field(default_factory=set)  # what does not call, and has no nearer config
+    refused: set[str] = field(default_factory=set)  # what some hand the interface, of which we refuse each
 
 
 def settle(model: Any, asked: dict[int, str] | None = None) -> None:
@@ -159,11 +162,11 @@ def settle(model: Any, asked: dict[int, str] | None = None) -> None:
         if not asks or any(type(outer.config) is type(one.config) for outer in around):
             continue
         if name is not None:
-            written = "".join([*(name if one.used else "eager")])  # a new object
+            written = "".join([*(name if one.used and not one.refused else "eager")])  # a new object
             one.config._attn_implementation_internal = written
             if type(one.config) in safe:
                 setattr(one.config, MASKS, safe[type(one.config)]._replace(name=written))
-        if one.silent or one.config is model.config and not one.attends and not around:
+        if one.silent or one.refused or one.config is model.config and not one.attends and not around:
             to_warn.setdefault(type(one.model), []).append(one)
     for cls, surveyed_parts in to_warn.items():
         silent = {part for one in surveyed_parts for part in one.silent}
@@ -171,10 +174,13 @@ def settle(model: Any, asked: dict[int, str] | None = None) -> None:
         where = f"{', '.join(strays)} of {cls.__name__}, which do" if strays else None
         if not any(one.used for one in surveyed_parts):
             where = f"{cls.__name__}, whose code does"
-        if where and cls not in _warned:
+        why = f"{where} not call transformers' AttentionInterface" if where else None
+        if refused := sorted(set().union(*(one.refused for one in surveyed_parts))):
+            why = f"{cls.__name__}, whose code hands transformers' AttentionInterface {', '.join(refused)}"
+        if why and cls not in _warned:
             _warned.add(cls)
-            text = f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it "
-            warnings.warn(text + 'does with attn_implementation="eager"', stacklevel=2)
+            text = f"fusedattn is not used in {why}: it computes what it does with attn_implementation="
+            warnings.warn(text + '"eager"', stacklevel=2)
 
 
 def safe_masks(model: Any, surveys: dict[int, Survey]) -> dict[type, Masks]:
@@ -223,7 +229,7 @@ def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surve
     if stranger and does.masked and not (does.calls or beneath):
         does = does._replace(attends=True)  # in code without a name that tells
     if does.calls or does.attends or named(cls):
-        used = does.calls and requested(configs[-1]) is not None
+        used = does.calls and not does.refused and requested(configs[-1]) is not None
         # Whether the module says what None means, and the models of its config that they take other masks than eager's.
         flags = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
         alike = [model for model in models if type(model.config) is type(models[-1].config)]
@@ -235,6 +241,8 @@ def survey(module: Any, models: tuple[Any, ...], configs: tuple[Any, ...], surve
             if used:
                 outer.causal.add(bool(getattr(module, "is_causal", True)))
             outer.unsafe |= does.masked and does.attends or does.calls and not (used and able)
+        nearest = surveys[id(configs[-1])]
+        nearest.refused |= does.refused
         if not does.calls:
-            surveys[id(configs[-1])].silent.add((cls, does))
+            nearest.silent.add((cls, does))
     return beneath or does.calls or does.attends

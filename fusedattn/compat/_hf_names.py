@@ -1,9 +1,16 @@
-"""The names registered with transformers, and an attribute of configs that says which masks their models take."""
+"""The names registered with transformers, an attribute of configs for masks that models take, and what we refuse."""
 
 from typing import Any, NamedTuple
 
 NAMES: set[str] = set()  # that were registered
 MASKS = "_fusedattn_masks"  # the attribute of a config that holds its Masks, if there are safe ones
+# Keywords of some models. Leaving one out would change the answer.
+REFUSED = {
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by blocks",
+    "sinks": "a sink for each query",
+    "head_mask": "a weight for each head",
+}
 
 
 class Masks(NamedTuple):

@@ -7,15 +7,8 @@ from torch import Tensor, nn
 
 from ..api import attention
 from ..call.rules import check_strided, fail
-from ._hf_names import NAMES, masks_of
+from ._hf_names import NAMES, REFUSED, masks_of
 
-# Keywords of some models. Leaving one out would change the answer.
-REFUSED = {
-    "indices": "sparse attention by indices",
-    "block_indices": "sparse attention by blocks",
-    "sinks": "a sink for each query",
-    "head_mask": "a weight for each head",
-}
 # What transformers takes a name for that holds one of these.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
@@ -31,7 +24,8 @@ def register(name: str = "fusedattn") -> None:
 
     Attention is then ours in training, in generate() with any cache and under gradient checkpointing, in each part of a
     model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
-    and T5) computes what it does with "eager", and a warning names the class of the model, once. The code is read, of
+    and T5), or that hands it sparse indices or a sink for each query (DeepSeek-V3.2, GLM-MoE-DSA, Inkling2), computes
+    what it does with "eager", and a warning names the class of the model, once. The code is read, of
     classes and of instances whose methods were replaced, when a model is built or loaded and when
     `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
     name. After replacing attention in a model, call `set_attn_implementation` again. A model whose code is mixed, or

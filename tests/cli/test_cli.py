@@ -111,12 +111,14 @@ def test_check_says_why_a_backend_leaves_a_case_out(capsys):
     assert "left out: cpu on cpu, softcap, float32: it knows no softcap\n" in capsys.readouterr().out
 
 
-def test_check_interprets_kernels_without_being_told():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels are not interpreted")
+@pytest.mark.parametrize("on", [[], ["--device", "cpu"]], ids=["no device", "cpu"])
+def test_check_interprets_kernels_without_being_told(on):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "fusedattn", "check", "--json", "--backend", "triton"]
     shown = subprocess.run(
-        [*command, "--dtype", "float32", "--case", "causal"],
+        [*command, *on, "--dtype", "float32", "--case", "causal"],
         capture_output=True,
         text=True,
         env=environment,

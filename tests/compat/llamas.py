@@ -11,7 +11,12 @@ from .families import GROUPED, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
 compat.register()
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb  # noqa: E402
+from transformers.models.llama.modeling_llama import (  # noqa: E402
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 ROUTES = ["from_config", "from_pretrained", "set_attn_implementation", "deepcopy"]
 
@@ -88,6 +93,28 @@ class Changed(transformers.LlamaForCausalLM):
         for index, attention in enumerate(self.attentions):
             self.model.layers[index].self_attn = attention(config, index)
         self.post_init()
+
+
+class SparseAttention(LlamaAttention):
+    """Hides keys by the mask where the interface takes one, and else hands it their indices."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **options):
+        most = torch.arange(hidden_states.shape[1])[None, :, None] // 2  # of each row one key, about in the middle
+        indices = None
+        if self.config._attn_implementation in ("eager", "sdpa"):
+            chosen = torch.zeros(1, 1, *hidden_states.shape[1:2] * 2, dtype=torch.bool).scatter(3, most[None], True)
+            attention_mask = attention_mask.masked_fill(~chosen, torch.finfo(hidden_states.dtype).min)
+        else:
+            indices = most
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        rows = [x(hidden_states).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj)]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(self, *rows, attention_mask, scaling=self.scaling, indices=indices)
+        return self.o_proj(out.flatten(2)), None
+
+
+class HalfSparse(Changed):
+    attentions = (SparseAttention, LlamaAttention)
 
 
 class HalfOwn(Changed):

@@ -10,7 +10,7 @@ import fusedattn as fa
 from fusedattn.compat import _switch, transformers as compat
 
 from .. import sample
-from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens
+from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -145,6 +145,31 @@ def test_a_window_that_begins_to_bind_while_tokens_are_generated():
 def test_the_prompt_in_a_static_cache_is_causal_and_sees_no_empty_slot(calls):
     generated(model_of("Llama"), "fusedattn", dict(input_ids=tokens(2, 5)), cache_implementation="static")
     assert calls[0]["causal"] and calls[0]["mask"] is None and not calls[-1]["causal"]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="came with transformers 5")
+def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
+    """Of which no mask would say that they are the last: for torch's SDPA such a model looks for that itself."""
+    options = dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, global_head_dim=8, num_hidden_layers=4)
+    options |= dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=32, num_kv_shared_layers=2)
+    config = transformers.Gemma4TextConfig(**{**GROUPED, **options, "head_dim": 8})
+    model = weighted(transformers.Gemma4ForCausalLM._from_config(config, attn_implementation="eager"))
+    x, repeating = tokens(2, 9), tokens(1, 5).repeat(1, 3)
+    found = {}
+    for name in ("eager", "fusedattn"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found[name] = model(x, use_cache=False, logits_to_keep=3).logits
+        generate = functools.partial(model.generate, max_new_tokens=4, do_sample=False, output_scores=True)
+        generate = functools.partial(generate, return_dict_in_generate=True)
+        for more in (
+            dict(inputs=x, cache_implementation="static"),
+            dict(inputs=repeating, prompt_lookup_num_tokens=3),
+        ):
+            made = generate(**more)
+            found[name] = torch.cat((found[name].flatten(), made.sequences.flatten(), torch.cat(made.scores).flatten()))
+    assert calls
+    torch.testing.assert_close(found["fusedattn"], found["eager"], rtol=0, atol=1e-4)
 
 
 def test_packed_sequences_do_not_see_each_other():

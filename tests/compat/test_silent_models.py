@@ -9,6 +9,7 @@ from .llamas import (
     PADDED,
     ROUTES,
     HalfOwn,
+    HalfSparse,
     OwnAttention,
     changed,
     logits,
@@ -230,6 +231,31 @@ def test_a_part_may_be_asked_for_alone(told, calls):
         model.set_attn_implementation(asked)
         torch.testing.assert_close(logits(model, SEEN)[shown], want[shown], rtol=0, atol=1e-5)
         assert len(calls) == 2 and not told()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_model_that_hands_on_what_is_refused_is_eager_and_says_so(route, told, calls, tmp_path):
+    """All of it: the attention that is sparse looks at the name that its config has."""
+    model = changed(HalfSparse)
+    got = made(model, route, tmp_path)
+    assert got.config._attn_implementation == "eager"
+    assert torch.equal(logits(got, PADDED), logits(model, PADDED)) and not calls
+    assert ["HalfSparse, whose code hands transformers' AttentionInterface indices" in text for text in told()] == [
+        True
+    ]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="came with transformers 5")
+def test_sparse_attention_of_transformers(told, calls):
+    options = dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4)
+    options |= dict(v_head_dim=7, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+    options |= dict(moe_intermediate_size=16, index_topk=3, index_n_heads=2, index_head_dim=8)
+    config = transformers.DeepseekV32Config(**{**TINY, **options})
+    model = weighted(transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="eager"))
+    want = logits(model, PADDED)
+    model.set_attn_implementation("fusedattn")
+    assert torch.equal(logits(model, PADDED), want) and not calls
+    assert ["DeepseekV32ForCausalLM" in text for text in told()] == [True]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
