@@ -38,7 +38,7 @@ class Packing:
         if 0 in padded.shape[:2]:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
-        sequence = torch.searchsorted(self.starts + self.lengths, row, right=True).clamp(max=len(self.starts) - 1)
+        sequence = torch.searchsorted(self.starts + self.lengths, row, right=True).clamp(max=self.starts.shape[0] - 1)
         place = row - self.starts[sequence]
         real = (place >= 0) & (place < self.lengths[sequence])
         rows = padded[sequence, torch.where(real, place, 0)]
@@ -52,7 +52,7 @@ def longest(offsets: Tensor, name: str) -> int:
         raise ValueError(f"{name}: expected an int in code that is compiled or mapped over these offsets, got None")
     if offsets.is_meta:
         raise ValueError(f"{name}: expected an int beside offsets on meta, got None")
-    return max(0, int(offsets.diff().max())) if len(offsets) > 1 else 0
+    return max(0, int(offsets.diff().max())) if offsets.shape[0] > 1 else 0
 
 
 def packing(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Packing:

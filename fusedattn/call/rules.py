@@ -159,7 +159,12 @@ def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]]) -> Rule:
     def expected(_: Tensor, about: Any) -> str:
         return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}"
 
-    return invalid(name, expected, lambda x, about: all(tuple(x.shape) != allowed(about) for allowed in shapes))
+    return invalid(name, expected, lambda x, about: not any(is_shape(x, allowed(about)) for allowed in shapes))
+
+
+def is_shape(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a shape: of another rank nothing is compared, which an exported graph would guard on."""
+    return x.dim() == len(shape) and tuple(x.shape) == shape
 
 
 def has_columns(name: str) -> Rule:

@@ -9,7 +9,7 @@ from torch.nn.functional import linear, pad
 from torch.types import Device
 
 from ..call.numbers import as_python
-from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, unfit
+from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, is_shape, unfit
 from ..modules import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
@@ -57,7 +57,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
     # Not `in`, which the compiler may take for false where sizes vary: it then stops at the message.
-    if all(tuple(mask.shape) != shape for shape in shapes):
+    if not any(is_shape(mask, shape) for shape in shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 

@@ -78,9 +78,11 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, TensorDescriptor]:
     """The `descriptor` of each tensor, in place of its View, if the copy engine can read all of them; else nothing.
 
+    It cannot where there is none, as with no keys.
+
     hiding: the mask of their rows, if there is one. What it hides may be NaN, and only threads can leave that out.
     """
-    if hiding is not None or not all(strided(x) and aligned(x) for x in tensors.values()):
+    if hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
     return {name: descriptor(x, rows) for name, x in tensors.items()}
 

@@ -51,9 +51,9 @@ def _drawn(
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
     # A compiler fuses what here has to fit the cache, and would take the number of slabs for a guard on sizes.
     whole = torch.compiler.is_compiling()
-    step = end - start if whole else max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
+    step = max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
     slabs = []
-    for row in range(start, end, max(1, step)):
+    for row in (start,) if whole else range(start, end, step):
         rows = torch.arange(row, end if whole else min(row + step, end), device=device)[None, :, None]
         shape = torch.broadcast_shapes(plane.shape, rows.shape, column.shape)
         words = _rounds([x.expand(shape) for x in (rows, column, plane & WORD, plane >> 32)], key)

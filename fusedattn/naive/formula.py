@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ..call.cached import Decode
 from ..call.form import Call, autocasting
 from ..call.layout import arrange
-from ..private import transforms_active
+from ..private import dispatch_modes, transforms_active
 from . import cached, pairs
 from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
 from .inputs import prepared
@@ -37,7 +37,9 @@ def grouped(x: Tensor, heads: int) -> Tensor:
 def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """(B, Hq, Sq, Sk), without a copy of a key head for each of its heads."""
     # Not by baddbmm, which could scale as well: torch 2.13 crashed on it where torch.func is inside torch.compile.
-    scores = torch.bmm(grouped(query, key.shape[1]), key.flatten(0, 1).mT).mul_(scale)
+    scores = torch.bmm(grouped(query, key.shape[1]), key.flatten(0, 1).mT)
+    # A selective checkpoint, which is a mode, may keep the product.
+    scores = scores * scale if torch.compiler.is_compiling() or dispatch_modes() else scores.mul_(scale)
     return scores.view(*query.shape[:3], key.shape[2])
 
 
@@ -320,7 +322,8 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     made = prepared(call, wide(call))
     out, lse = _blocks(made, need_lse)
     # All rows at once: they are what was asked for. The output stays what it is without them.
-    weights = of_all(made, False, True)[2].to(call.query.dtype).contiguous() if need_weights else None
+    products = FEWEST_COPIES if sized(made) else AS_WRITTEN
+    weights = of_all(made, False, True, products)[2].to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 
 

@@ -33,6 +33,20 @@ def test_compiled_code_knows_no_lengths(backend, device):
     assert counter["unique_graphs"] == 1
 
 
+class Packed(torch.nn.Module):
+    def forward(self, x, cu_seqlens):
+        return fa.attention_varlen(x, x, x, cu_seqlens, cu_seqlens, max_seqlen_q=16, max_seqlen_k=16, softcap=3.0)
+
+
+def test_an_export_takes_any_number_of_sequences():
+    sequences, tokens = torch.export.Dim("sequences", min=3, max=99), torch.export.Dim("tokens", min=2, max=999)
+    inputs = torch.randn(9, 2, 8), torch.tensor([0, 3, 7, 9], dtype=torch.int32)
+    exported = torch.export.export(Packed(), inputs, dynamic_shapes=({0: tokens}, {0: sequences})).module()
+    for lengths in ((3, 4, 2), (5, 16), (1, 0, 8, 2, 6)):
+        x = torch.randn(sum(lengths), 2, 8)
+        torch.testing.assert_close(exported(x, offsets(lengths)), Packed()(x, offsets(lengths)))
+
+
 @pytest.mark.parametrize("backend", ["triton", "naive"])
 def test_second_derivatives(backend, device):
     rows, keys = (2, 0, 3), (3, 2, 2)

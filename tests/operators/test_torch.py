@@ -1,10 +1,12 @@
 """Inside PyTorch: compile, export, opcheck, checkpointing, autocast, fake tensors."""
 
+import functools
 import io
 import shutil
 
 import pytest
 import torch
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +50,57 @@ def test_compile_does_not_recompile_for_each_length(device, backend, fresh):
         inputs = draw(device, sq=sq, sk=sk)
         same([step(*inputs)], [fa.attention(*inputs, causal=True, backend=backend)])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_compiled_dropout_knows_no_lengths(fresh):
+    """Nor how often 16 goes into them, which the rows that are drawn come in."""
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
+    for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
+        assert step(torch.randn(1, 2, length, 16)).shape == (1, 2, length, 16)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
+
+
+@pytest.mark.parametrize("options", [dict(softcap=3.0), {}], ids=["softcap", "plain"])
+def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
+    layer = fa.MultiHeadAttention(16, 4, num_kv_heads=2, **options).eval()
+    exported = torch.export.export(
+        layer, (torch.randn(3, 7, 16),), dict(need_weights=True), dynamic_shapes=dict(query=OPEN, need_weights=None)
+    ).module()
+    for batch, length in ((2, 2), (5, 300), (3, 7)):
+        x = torch.randn(batch, length, 16)
+        same(exported(x, need_weights=True), layer(x, need_weights=True), atol=1e-5)
+
+
+class Sloped(torch.nn.Module):
+    def forward(self, query, alibi_slopes):
+        return fa.attention(query, query, query, alibi_slopes=alibi_slopes)
+
+
+def test_an_export_takes_as_many_batches_as_heads():
+    inputs, batch = (torch.randn(3, 4, 7, 16), torch.rand(3, 4)), {0: OPEN[0]}
+    exported = torch.export.export(Sloped(), inputs, dynamic_shapes=(batch, batch)).module()
+    for count in (4, 5):
+        inputs = torch.randn(count, 4, 7, 16), torch.rand(count, 4)
+        same([exported(*inputs)], [Sloped()(*inputs)])
+
+
+@pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
+def test_a_checkpoint_may_keep_products(backend, dropout_p):
+    """What it keeps may not be written to."""
+    keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
+    inputs = draw("cpu", sq=33, sk=33, requires_grad=True)
+
+    def attend(*tensors):
+        return fa.attention(*tensors, dropout_p=dropout_p, seed=5, backend=backend)
+
+    made = checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
+    grads = (torch.autograd.grad(out.square().sum(), inputs) for out in (made, attend(*inputs)))
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
