@@ -42,7 +42,6 @@ def scaled_dot_product_attention(
     """
     inputs = {"query": query, "key": key, "value": value}
     check_tensors(**inputs)
-    dropout_p, scale = _number(dropout_p), _number(scale)
     for name, tensor in inputs.items():
         jagged = query.is_nested and tensor.layout == torch.jagged
         if not jagged and (got := irregular(tensor)) is not None:
@@ -91,11 +90,6 @@ def scaled_dot_product_attention(
     if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
         return out
     return out.contiguous().view(*leading, *out.shape[2:])
-
-
-def _number(x: Any) -> Any:
-    """The number that a tensor of rank 0 is, as torch takes it unless it wants a gradient; anything else as it is."""
-    return x.item() if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad else x
 
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:

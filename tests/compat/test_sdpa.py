@@ -232,16 +232,6 @@ def test_causal_biases_of_torch():
         compat.scaled_dot_product_attention(query, key, value, bias.causal_upper_left(3, 4))
 
 
-def test_numbers_may_be_tensors_of_rank_0():
-    inputs = torch.randn(3, 1, 2, 8, 16)
-    options = dict(scale=torch.tensor(0.3), dropout_p=torch.tensor(0))
-    got = compat.scaled_dot_product_attention(*inputs, **options)
-    torch.testing.assert_close(got, F.scaled_dot_product_attention(*inputs, **options))
-    for wrong in (torch.tensor([0.3]), torch.tensor(0.3, requires_grad=True)):  # torch refuses these, too
-        with pytest.raises(TypeError, match="scale: expected a number, got Tensor"):
-            compat.scaled_dot_product_attention(*inputs, scale=wrong)
-
-
 def test_dropout_always_applies():
     query, key, value = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 40, 8), torch.ones(2, 3, 40, 4)
     torch.manual_seed(1)
