@@ -303,7 +303,7 @@ def stored_arguments(
 
 
 def product_arguments(call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward) -> dict:
-    """The arguments, but `before`, of the kernel that makes of these the gradient of key, or of query."""
+    """The arguments, but `planes` and `before`, of the kernel that makes of these the gradient of key, or of query."""
     each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     return _common(call) | dict(

@@ -1,4 +1,4 @@
-"""The order in which programs take blocks of rows, several where these are alike."""
+"""The order in which programs take blocks of rows, or of keys, several each."""
 
 from typing import NamedTuple
 
@@ -37,12 +37,12 @@ def share(schedule, program, programs):
 
 
 @triton.jit
-def take(schedule, n, program, programs, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """(first row, Plane) of the n-th block of a program."""
+def take(schedule, n, program, programs, heads, BLOCK: tl.constexpr, first_plane=0):
+    """(first row, Plane) of the n-th block of a program, of planes from first_plane on."""
     at = _at(n, program, programs)
     before = at // (schedule.blocks * schedule.section) * schedule.section
     together = tl.minimum(schedule.section, schedule.planes - before)
     within = at - before * schedule.blocks
-    index = before + within % together
+    index = first_plane + before + within % together
     first = (schedule.blocks - 1 - within // together) * BLOCK
-    return first, span.Plane(index // HEADS, index % HEADS, index, ())
+    return first, span.Plane(index // heads, index % heads, index, ())

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import span
-from . import ring
+from . import ring, schedule
 from .copies import async_store
 from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, only, weights_of_rows
 
@@ -61,17 +61,6 @@ def _rows_met(shared, first, band):
     TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
     begin, end = _met(span.flip(band), first, TILE)
     return begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)
-
-
-@gluon.jit
-def _place(length, heads, before, BLOCK: gl.constexpr):
-    """(block, Plane) of a program, where those of a launch have all blocks of some heads, from `before` on.
-
-    First the first blocks of all of them: under a causal band these have the most keys or rows.
-    """
-    planes = gl.num_programs(0) // gl.cdiv(length, BLOCK)
-    index = before + gl.program_id(0) % planes
-    return gl.program_id(0) // planes, span.Plane(index // heads, index % heads, index, ())
 
 
 @gluon.jit
@@ -222,7 +211,10 @@ def stored_backward(
     Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores, only what lies in the tiles of `_met` is written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
-    block, kv = _place(k_len, heads, before, 2 * KEYS)
+    planes = gl.num_programs(0) // gl.cdiv(k_len, 2 * KEYS)
+    # The first blocks of all heads come first: under a causal band they have the most rows.
+    block, index = gl.program_id(0) // planes, before + gl.program_id(0) % planes
+    kv = span.Plane(index // heads, index % heads, index, ())
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
@@ -249,103 +241,136 @@ def stored_backward(
 class Factors(NamedTuple):
     """What lies in shared memory of the second kernel: ds in a ring, and with them keys, or queries; what they make.
 
-    product is a tile a warpgroup, out tells that it is there.
+    product is a tile a warpgroup.
     """
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
-    product: gl.shared_memory_descriptor
-    out: gl.shared_memory_descriptor
+    product: ring.Ring
+
+
+class Work(NamedTuple):
+    """What programs of the second kernel share: blocks of planes from `first_plane` on, heads of a batch."""
+
+    order: schedule.Schedule
+    first_plane: gl.tensor
+    heads: gl.tensor
+    band: span.Band
 
 
 @gluon.jit
-def _load(
-    factors, GradScores, Others, Product, plane, before, first, begin, end, GROUP: gl.constexpr, OF_K: gl.constexpr
-):
-    """The warp that copies, in and out. For dk they are ds and queries of all heads that share a kv head."""
+def _share(work):
+    """How many blocks a program makes."""
+    return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _take(work, n, factors, OF_K: gl.constexpr):
+    """(first row, Plane, [begin, end) of the blocks that are multiplied) of the n-th block that a program makes."""
+    TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
+    PARTS: gl.constexpr = TILE // factors.others.shape[3]
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    first, plane = schedule.take(work.order, n, program, programs, work.heads, TILE, work.first_plane)
+    if OF_K:  # under a causal band the first keys have the most rows
+        first = (work.order.blocks - 1) * TILE - first
+    begin, end = _met(work.band, first, TILE)
+    return first, plane, begin * PARTS, end * PARTS
+
+
+@gluon.jit
+def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
+    """The warp that copies. For dk they are ds and queries of all heads that share a kv head."""
     DEPTH: gl.constexpr = Others.block_type.shape[2]
-    ROWS: gl.constexpr = Product.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
-    block, member = begin, begin * 0
-    for step in range((end - begin) * MEMBERS):
-        ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
-        if OF_K:
-            other = span.query_head(plane, member, GROUP)
-            here = span.Plane(other.index - before * GROUP, 0, 0, ())
-            ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, first, block * DEPTH)
-        else:
-            other = span.kv_head(plane, GROUP)
-            here = span.Plane(plane.index - before * GROUP, 0, 0, ())
-            ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, block * DEPTH, first)
-        ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH)
-        block, member = following(block, member, begin, end, MEMBERS)
-    for g in gl.static_range(2):
-        mbarrier.wait(factors.out.index(g), 0)
-        async_store(Product, [plane.batch, plane.head, first + g * ROWS, 0], factors.product.index(g))
-    store_wait(0)
+    step = 0
+    for n in range(_share(work)):
+        first, plane, begin, end = _take(work, n, factors, OF_K)
+        block, member = begin, begin * 0
+        for _ in range((end - begin) * MEMBERS):
+            ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
+            if OF_K:
+                other = span.query_head(plane, member, GROUP)
+                here = span.Plane(other.index - before * GROUP, 0, 0, ())
+                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, first, block * DEPTH)
+            else:
+                other = span.kv_head(plane, GROUP)
+                here = span.Plane(plane.index - before * GROUP, 0, 0, ())
+                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, block * DEPTH, first)
+            ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH)
+            block, member = following(block, member, begin, end, MEMBERS)
+            step += 1
 
 
 @gluon.jit
-def _multiply(g: gl.constexpr, factors, steps, scale, OF_K: gl.constexpr):
-    """A warpgroup: half of the rows of a block of dq, or of the keys of one of dk."""
-    ROWS: gl.constexpr = factors.product.shape[3]
-    WIDTH: gl.constexpr = factors.product.shape[4]
+def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
+    """A warp that stores what a warpgroup has made, while that makes its part of the next block."""
+    ROWS: gl.constexpr = Product.block_type.shape[2]
+    for n in range(_share(work)):
+        first, plane, _, _ = _take(work, n, factors, OF_K)
+        ring.wait(factors.product, 2 * n + g)
+        async_store(Product, [plane.batch, plane.head, first + g * ROWS, 0], factors.product.tiles.index(g))
+        store_wait(0)
+        ring.release(factors.product, 2 * n + g)
+
+
+@gluon.jit
+def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K: gl.constexpr):
+    """A warpgroup: half of the rows of each block of dq, or of the keys of each of dk."""
+    ROWS: gl.constexpr = factors.product.tiles.shape[3]
+    WIDTH: gl.constexpr = factors.product.tiles.shape[4]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-    for step in range(steps):
-        ring.wait(factors.ds, step)
-        if OF_K:
-            ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=0)
-        else:
-            ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=1).permute((1, 0))
-        total = warpgroup_mma(ds, ring.at(factors.others, step), total, is_async=True)
-        total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
-        ring.release(factors.ds, step - 1, pred=step > 0)
-    total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
-    ring.at(factors.product, g).store((total * scale).to(factors.product.dtype))
-    fence_async_shared()
-    mbarrier.arrive(factors.out.index(g), count=1)
+    step = 0
+    for n in range(_share(work)):
+        _, _, begin, end = _take(work, n, factors, OF_K)
+        total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        steps = (end - begin) * MEMBERS
+        for i in range(steps):
+            ring.wait(factors.ds, step)
+            if OF_K:
+                ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=0)
+            else:
+                ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=1).permute((1, 0))
+            total = warpgroup_mma(ds, ring.at(factors.others, step), total, is_async=True)
+            total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
+            ring.release(factors.ds, step - 1, pred=i > 0)
+            step += 1
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+        ring.release(factors.ds, step - 1, pred=steps > 0)
+        ring.put(factors.product, 2 * n + g, (total * scale).to(factors.product.tiles.dtype))
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "before"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "before"])
 def grad_product(
     GradScores, Others, Product,
-    q_len, k_len, left, right, scale, heads, before,
+    q_len, k_len, left, right, scale, heads, planes, before,
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads are those of it. `stored_backward` has the rest.
+    """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads are those of it, and planes how many it is made of.
 
-    A program makes two blocks of it. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns,
-    or, if OF_K, its rows.
+    `stored_backward` has the rest. Programs, of which there may be fewer than blocks, make two blocks of Product at a
+    time. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns, or, if OF_K, its rows.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
-    DEPTH: gl.constexpr = Others.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     length = k_len if OF_K else q_len
-    block, plane = _place(length, heads, before * (GROUP // MEMBERS), TILE)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if OF_K:
         band = span.flip(band)
-        first = block * TILE
-    else:
-        first = span.latest_first(block, length, TILE)
-    begin, end = _met(band, first, TILE)
-    begin, end = begin * (TILE // DEPTH), end * (TILE // DEPTH)
+    order = schedule.Schedule(gl.cdiv(length, TILE), planes, planes)
+    work = Work(order, before * (GROUP // MEMBERS), heads, band)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
-    product = gl.allocate_shared_memory(Product.dtype, [2] + Product.block_type.shape, Product.layout)
-    out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for g in gl.static_range(2):
-        mbarrier.init(out.index(g), count=1)
+    factors = Factors(ds, others, ring.ring(Product, 2, 1))
     fence_async_shared()
-    factors, steps = Factors(ds, others, product, out), (end - begin) * MEMBERS
     gl.warp_specialize(
         [
-            (_multiply, (0, factors, steps, scale, OF_K)),
-            (_multiply, (1, factors, steps, scale, OF_K)),
-            (_load, (factors, GradScores, Others, Product, plane, before, first, begin, end, GROUP, OF_K)),
+            (_multiply, (0, factors, work, scale, MEMBERS, OF_K)),
+            (_multiply, (1, factors, work, scale, MEMBERS, OF_K)),
+            (_load, (factors, GradScores, Others, work, before, GROUP, OF_K)),
+            (_store_product, (0, factors, Product, work, OF_K)),
+            (_store_product, (1, factors, Product, work, OF_K)),
         ],
-        [WARPS, 1],
-        [REGISTERS, COPYING_REGISTERS],
+        [WARPS, 1, 1, 1],
+        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
     )

@@ -198,19 +198,20 @@ def test_what_the_copy_engine_cannot_read_is_copied(on):
 
 
 @triton.jit
-def _deal(taken, blocks, planes, section):
+def _deal(taken, blocks, planes, section, before):
     order = schedule.Schedule(blocks, planes, section)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for n in range(schedule.share(order, program, programs)):
-        first, plane = schedule.take(order, n, program, programs, HEADS=2, BLOCK=10)
+        first, plane = schedule.take(order, n, program, programs, 2, BLOCK=10, first_plane=before)
         tl.atomic_add(taken + plane.index * blocks + first // 10, 1)
 
 
 def test_each_block_of_rows_is_taken_once(device):
     for blocks, planes, section, programs in itertools.product((1, 5), (1, 2, 7), (1, 3, 7), (1, 4, 35, 50)):
-        taken = torch.zeros(planes, blocks, dtype=torch.int32, device=device)
-        _deal[(programs,)](taken, blocks, planes, min(section, planes))
-        assert taken.eq(1).all(), (blocks, planes, section, programs)
+        taken, before = torch.zeros(9 + planes, blocks, dtype=torch.int32, device=device), programs % 3
+        _deal[(programs,)](taken, blocks, planes, min(section, planes), before)
+        assert taken[before : before + planes].eq(1).all(), (blocks, planes, section, programs)
+        assert taken.sum() == planes * blocks
 
 
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.

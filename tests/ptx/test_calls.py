@@ -70,10 +70,14 @@ def test_what_is_wrong_is_said(monkeypatch):
 
 @pytest.mark.matrix
 def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
-    """Two kv heads of three, of which two query heads share each; then those of a repeated call."""
+    """Two kv heads of three, of which two query heads share each; then those of a repeated call.
+
+    One program makes all blocks of dq of two heads, and one all of dk.
+    """
     monkeypatch.setattr(tiles, "SCORES_BYTES", 1)
     monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
     fields = dict(B=3, Hq=2, Hkv=1, D=256, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
+    fields |= dict(multiprocessors=1)
     outcome = calls.execute(*dense(("at a time", fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     names = [x.name for x in outcome.device.launches]
