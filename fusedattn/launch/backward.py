@@ -200,16 +200,17 @@ def _stored_on_hopper(name, p, grads, taken):
     of_query = hopper.product_arguments(call, scores, grads[0], False, taken)
     of_key = hopper.product_arguments(call, scores, grads[1], True, taken)
     heads, group, at_a_time = p.batch * call.key.shape[1], first["GROUP"], hopper.heads_at_a_time(call)
-    products = ("hopper_dk", of_key, 1, p.keys), ("hopper_dq", of_query, group, p.rows)
+    launches = (name, first, 1, p.keys), ("hopper_dk", of_key, 1, p.keys), ("hopper_dq", of_query, group, p.rows)
     options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=registers)
     with run.surroundings(device):
         for before in range(0, heads, at_a_time):
             some = min(at_a_time, heads - before)
-            run.run_kernel(name, cdiv(p.keys, taken.keys) * some, first | dict(before=before), **options)
-            for product, launched, members, length in products:
-                launched = launched | dict(planes=some * members, before=before)
-                programs = min(cdiv(length, taken.keys) * some * members, run.multiprocessors(device))
-                run.run_kernel(product, programs, launched, **options)
+            for kernel, launched, members, length in launches:
+                planes = some * members
+                programs = cdiv(length, taken.keys) * planes
+                if kernel != name:
+                    programs = hopper.product_programs(call, programs, run.multiprocessors(device))
+                run.run_kernel(kernel, programs, launched | dict(planes=planes, before=before), **options)
 
 
 def _postprocess(p, query_sums, grad_query, taken):

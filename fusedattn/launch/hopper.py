@@ -284,13 +284,20 @@ def new_scores(call: Call) -> Tensor:
     return call.query.new_empty((heads_at_a_time(call) * group, *shape))
 
 
+def _section(size):
+    """How many planes come together, of which blocks read so many bytes of each again and again."""
+    return max(1, tiles.SECTION_BYTES // size)
+
+
 def stored_arguments(
     call: Call, grad_out: Tensor, rows: Tensor, grad_scores: Tensor, grad_value: Tensor, taken: Backward
 ) -> dict:
-    """The arguments, but `before`, of the kernel that makes the gradients of scores and of values."""
+    """The arguments, but `planes` and `before`, of the kernel that makes the gradients of scores and of values."""
     each, length = tiles.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
-    return dict(
+    common = _common(call)
+    return common | dict(
+        section=_section(common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3]) * 2),
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
@@ -298,15 +305,23 @@ def stored_arguments(
         Rows=descriptor(rows[..., :length], 4, taken.rows),
         GradScores=descriptor(grad_scores[..., :length], each, taken.rows),
         GradV=descriptor(grad_value, each, width_v),
-        **_common(call),
     )
+
+
+def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
+    """How many programs share the blocks of a gradient of key, or of query."""
+    alike = call.left is None and call.right is None
+    return min(blocks, multiprocessors) if alike and call.key.shape[2] <= tiles.SHARED_PRODUCTS else blocks
 
 
 def product_arguments(call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward) -> dict:
     """The arguments, but `planes` and `before`, of the kernel that makes of these the gradient of key, or of query."""
     each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
-    return _common(call) | dict(
+    common = _common(call)
+    kv_heads = _section((common["GROUP"] if of_key else 1) * others.shape[2] * others.shape[3] * 2)
+    return common | dict(
+        section=kv_heads if of_key else kv_heads * common["GROUP"],
         GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),
         Others=descriptor(others, each, width_k),
         Product=descriptor(grad, each, width_k),

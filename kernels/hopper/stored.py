@@ -64,6 +64,15 @@ def _rows_met(shared, first, band):
 
 
 @gluon.jit
+def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
+    """(first row, or, if OF_K, key, Plane) of the n-th block that a program makes, of planes from `before` on."""
+    first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
+    if OF_K:  # under a causal band the first keys have the most rows
+        first = (order.blocks - 1) * TILE - first
+    return first, plane
+
+
+@gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
     """The warp that copies."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
@@ -198,23 +207,21 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     mbarrier.arrive(shared.out.index(g), count=1)
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "before"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def stored_backward(
     Q, K, V, GradOut, Rows, GradScores, GradV,
-    q_len, k_len, left, right, scale, heads, before,
+    q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq) of the query heads of the kv heads from `before` on.
+    """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq), of `planes` kv heads, from `before` on.
 
-    There are programs for as many of them as are made at a time. heads is Hkv. All are descriptors, with blocks of 64
-    keys, the rows of a block of Q, and the columns of `wide_backward`, or half of these for GradOut.
-    Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores, only what lies in the tiles of `_met` is written.
+    There is a program for each two blocks of keys of them; of section planes they come together. heads is Hkv. All are
+    descriptors, with blocks of 64 keys, the rows of a block of Q, and the columns of `wide_backward`, or half of these
+    for GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores, only what lies in the tiles of `_met` is written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
-    planes = gl.num_programs(0) // gl.cdiv(k_len, 2 * KEYS)
-    # The first blocks of all heads come first: under a causal band they have the most rows.
-    block, index = gl.program_id(0) // planes, before + gl.program_id(0) % planes
-    kv = span.Plane(index // heads, index % heads, index, ())
+    order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section)
+    first, kv = _take(order, 0, heads, before, 2 * KEYS, True)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
@@ -224,7 +231,6 @@ def stored_backward(
         mbarrier.init(out.index(g), count=1)
     fence_async_shared()
     shared = Shared(k, v, q, do, rows, ds, out)
-    first = block * 2 * KEYS
     gl.warp_specialize(
         [
             (_consume, (0, shared, first, band, scale, GROUP)),
@@ -250,10 +256,10 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What programs of the second kernel share: blocks of planes from `first_plane` on, heads of a batch."""
+    """What programs of the second kernel share: blocks of planes from `before` on, and how many heads a batch has."""
 
     order: schedule.Schedule
-    first_plane: gl.tensor
+    before: gl.tensor
     heads: gl.tensor
     band: span.Band
 
@@ -265,14 +271,11 @@ def _share(work):
 
 
 @gluon.jit
-def _take(work, n, factors, OF_K: gl.constexpr):
+def _factors_of(work, n, factors, OF_K: gl.constexpr):
     """(first row, Plane, [begin, end) of the blocks that are multiplied) of the n-th block that a program makes."""
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
     PARTS: gl.constexpr = TILE // factors.others.shape[3]
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    first, plane = schedule.take(work.order, n, program, programs, work.heads, TILE, work.first_plane)
-    if OF_K:  # under a causal band the first keys have the most rows
-        first = (work.order.blocks - 1) * TILE - first
+    first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)
     begin, end = _met(work.band, first, TILE)
     return first, plane, begin * PARTS, end * PARTS
 
@@ -284,7 +287,7 @@ def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: 
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0
     for n in range(_share(work)):
-        first, plane, begin, end = _take(work, n, factors, OF_K)
+        first, plane, begin, end = _factors_of(work, n, factors, OF_K)
         block, member = begin, begin * 0
         for _ in range((end - begin) * MEMBERS):
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
@@ -306,7 +309,7 @@ def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
     """A warp that stores what a warpgroup has made, while that makes its part of the next block."""
     ROWS: gl.constexpr = Product.block_type.shape[2]
     for n in range(_share(work)):
-        first, plane, _, _ = _take(work, n, factors, OF_K)
+        first, plane, _, _ = _factors_of(work, n, factors, OF_K)
         ring.wait(factors.product, 2 * n + g)
         async_store(Product, [plane.batch, plane.head, first + g * ROWS, 0], factors.product.tiles.index(g))
         store_wait(0)
@@ -321,7 +324,7 @@ def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     step = 0
     for n in range(_share(work)):
-        _, _, begin, end = _take(work, n, factors, OF_K)
+        _, _, begin, end = _factors_of(work, n, factors, OF_K)
         total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         steps = (end - begin) * MEMBERS
         for i in range(steps):
@@ -339,16 +342,16 @@ def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K
         ring.put(factors.product, 2 * n + g, (total * scale).to(factors.product.tiles.dtype))
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "before"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def grad_product(
     GradScores, Others, Product,
-    q_len, k_len, left, right, scale, heads, planes, before,
+    q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads are those of it, and planes how many it is made of.
+    """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads, planes and section are those of it.
 
-    `stored_backward` has the rest. Programs, of which there may be fewer than blocks, make two blocks of Product at a
+    `stored_backward` has the rest; `before` is of kv heads. Programs, of which there may be fewer than blocks, make two blocks of Product at a
     time. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns, or, if OF_K, its rows.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
@@ -357,7 +360,7 @@ def grad_product(
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if OF_K:
         band = span.flip(band)
-    order = schedule.Schedule(gl.cdiv(length, TILE), planes, planes)
+    order = schedule.Schedule(gl.cdiv(length, TILE), planes, section)
     work = Work(order, before * (GROUP // MEMBERS), heads, band)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
