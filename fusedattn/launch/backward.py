@@ -210,7 +210,9 @@ def _stored_on_hopper(name, p, grads, taken):
                 programs = cdiv(length, taken.keys) * planes
                 if kernel != name:
                     programs = hopper.product_programs(call, programs, run.multiprocessors(device))
-                run.run_kernel(kernel, programs, launched | dict(planes=planes, before=before), **options)
+                section = min(planes, launched["section"])
+                launched = launched | dict(planes=planes, section=section, before=before)
+                run.run_kernel(kernel, programs, launched, **options)
 
 
 def _postprocess(p, query_sums, grad_query, taken):

@@ -284,9 +284,9 @@ def new_scores(call: Call) -> Tensor:
     return call.query.new_empty((heads_at_a_time(call) * group, *shape))
 
 
-def _section(size):
-    """How many planes come together, of which blocks read so many bytes of each again and again."""
-    return max(1, tiles.SECTION_BYTES // size)
+def _section(fits, size):
+    """How many kv heads are worked on together, where so many bytes fit, and blocks read those of each many times."""
+    return max(1, fits // size)
 
 
 def stored_arguments(
@@ -297,7 +297,9 @@ def stored_arguments(
     width_k, width_v = _widths(call)
     common = _common(call)
     return common | dict(
-        section=_section(common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3]) * 2),
+        section=_section(
+            tiles.SECTION_BYTES, 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
+        ),
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
@@ -309,9 +311,8 @@ def stored_arguments(
 
 
 def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
-    """How many programs share the blocks of a gradient of key, or of query."""
-    alike = call.left is None and call.right is None
-    return min(blocks, multiprocessors) if alike and call.key.shape[2] <= tiles.SHARED_PRODUCTS else blocks
+    """How many programs share the blocks of a gradient of key, or of query; where these differ, one has each."""
+    return min(blocks, multiprocessors) if call.left is None and call.right is None else blocks
 
 
 def product_arguments(call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward) -> dict:
@@ -319,9 +320,10 @@ def product_arguments(call: Call, grad_scores: Tensor, grad: Tensor, of_key: boo
     each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)
-    kv_heads = _section((common["GROUP"] if of_key else 1) * others.shape[2] * others.shape[3] * 2)
+    members = common["GROUP"] if of_key else 1
+    section = _section(tiles.SECTION_BYTES // 2, 2 * members * others.shape[2] * others.shape[3])
     return common | dict(
-        section=kv_heads if of_key else kv_heads * common["GROUP"],
+        section=section if of_key else section * common["GROUP"],
         GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),
         Others=descriptor(others, each, width_k),
         Product=descriptor(grad, each, width_k),

@@ -78,13 +78,13 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 FEW_ROWS = 64  # no more than these take no larger tile; as many of several heads may share one
 L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their planes are worked on
 
-# The same of the backward that stores gradients of scores, which come and go beside them.
+# The same of queries and incoming gradients, beside gradients of scores, which come and go; of products half of it. On
+# an H200 without sections 1.25 times the time at 1024 tokens, and 1.17 at 2048; halves and doubles were slower.
 SECTION_BYTES = 16 << 20
 
 # With how many keys at most programs share blocks of rows, by width: with more, one block each is faster (an H200, D
 # 128: 655 and 604 TFLOP/s with 16384 keys, 645 and 631 with 8192, 624 and 631 with 4096).
 SHARED_KEYS = {128: 4096}
-SHARED_PRODUCTS = 4096  # the same of blocks of the gradients of key and query, where scores are stored
 
 # By width: the first is taken, the others are what to time it against. On an H200 the first are the fastest, but at D
 # 64: from 4096 tokens on three warpgroups are 1.05 to 1.09 times as fast without a band (bench/results/h200.csv).

@@ -215,9 +215,10 @@ def stored_backward(
 ):  # fmt: skip
     """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq), of `planes` kv heads, from `before` on.
 
-    There is a program for each two blocks of keys of them; of section planes they come together. heads is Hkv. All are
-    descriptors, with blocks of 64 keys, the rows of a block of Q, and the columns of `wide_backward`, or half of these
-    for GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores, only what lies in the tiles of `_met` is written.
+    There is a program for each two blocks of keys of them, first those of `section` planes, then of as many others.
+    heads is Hkv. All are descriptors, with blocks of 64 keys, the rows of a block of Q, and the columns of
+    `wide_backward`, or half of these for GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores,
+    only what lies in the tiles of `_met` is written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section)
@@ -351,8 +352,9 @@ def grad_product(
 ):  # fmt: skip
     """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads, planes and section are those of it.
 
-    `stored_backward` has the rest; `before` is of kv heads. Programs, of which there may be fewer than blocks, make two blocks of Product at a
-    time. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns, or, if OF_K, its rows.
+    `stored_backward` has the rest; before is of kv heads. Programs, of which there may be fewer, make two blocks of
+    Product at a time. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns, or, if OF_K,
+    its rows.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1

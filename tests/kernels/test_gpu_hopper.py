@@ -136,8 +136,9 @@ def in_any_order(monkeypatch):
 def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison, launched):
     """In turns, as this file asks for, and in whatever order dq is added; more programs than there is room for.
 
-    Of products a program makes several blocks, which seven then have to.
+    Of products a program makes several blocks, which seven then have to, of a few heads at a time.
     """
+    monkeypatch.setattr(tiles, "SECTION_BYTES", 2 << 20)
     monkeypatch.setattr(tiles, "SCORES_BYTES", 8 << 20)  # of some heads of key at a time
     monkeypatch.setattr(run, "multiprocessors", lambda device: 7)
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)

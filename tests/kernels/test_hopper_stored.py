@@ -118,9 +118,32 @@ def test_heads_are_done_two_at_a_time(case, monkeypatch, poison):
     want = []
     for before in range(0, heads, 2):
         some = min(2, heads - before)
-        # Two blocks of keys, and one of rows, of which three programs make several where there are more.
-        want += zip(EACH, (2 * some, min(3, 2 * some), min(3, group * some)), strict=True)
+        # Two blocks of keys, and one of rows. Where all are alike three programs make several of those of products.
+        most = 99 if case.causal else 3
+        want += zip(EACH, (2 * some, min(most, 2 * some), min(most, group * some)), strict=True)
     assert some == 1 and launched[-len(want) :] == want and launched[-len(want) - 1][0] == "preprocess"
+
+
+@pytest.mark.parametrize("size", [1, 1 << 13])
+def test_heads_come_in_sections(size, monkeypatch, poison):
+    """Of one head, or of two or four, of which the last has fewer."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(tiles, "SECTION_BYTES", size << 1)
+    check(Case("sections", B=3, Hq=2, Hkv=1, Sq=20, Sk=16, D=136, Dv=16, causal=True, **BF16), "cpu")
+    check(Case("sections", B=5, Hq=2, Hkv=2, Sq=20, Sk=16, D=136, Dv=16, **BF16), "cpu")
+
+
+def test_how_many_heads_come_together(monkeypatch):
+    """Of which what blocks read many times fits: q and do, or q, of all query heads that share one of key, or k."""
+    call = _call(100, batch=9, heads=4)
+    q, k, rows = call.query, call.key, torch.empty(9, 4, 4, 100, device="meta")
+    scores, form = hopper.new_scores(call), Backward(64, 3)
+    monkeypatch.setattr(tiles, "SECTION_BYTES", 3 * 4 * 100 * 2 * 136 * 2)
+    assert hopper.stored_arguments(call, q, rows, scores, k, form)["section"] == 3
+    assert hopper.product_arguments(call, scores, k, True, form)["section"] == 3
+    assert hopper.product_arguments(call, scores, q, False, form)["section"] == 12 * 4  # query heads of 12 heads of key
+    monkeypatch.setattr(tiles, "SECTION_BYTES", 1)
+    assert hopper.product_arguments(call, scores, k, True, form)["section"] == 1
 
 
 def _call(length, dim=136, batch=1, heads=1):
@@ -233,11 +256,9 @@ SLIPS = {
     ),
     "half of the rows are left out": ("end * (TILE // BLOCK_M)", "end", QUERY),
     "the band is not flipped": ("begin, end = _met(span.flip(band),", "begin, end = _met(band,", QUERY),
-    "each round begins with the first head": ("// planes, before + gl.program", "// planes, gl.program", "AssertionError"),
-    "batches have as many heads as are done at a time": (
-        "index // heads, index % heads", "index // planes, index % planes", QUERY,
-    ),
-    "blocks follow each other, and heads": ("program_id(0) // planes,", "program_id(0) % planes,", QUERY),
+    "each round begins with the first head": ("order, 0, heads, before,", "order, 0, heads, 0,", "AssertionError"),
+    "batches have as many heads as are done at a time": ("_take(order, 0, heads,", "_take(order, 0, planes,", QUERY),
+    "blocks of keys are those of rows": ("gl.cdiv(k_len, 2 * KEYS), planes", "gl.cdiv(q_len, 2 * KEYS), planes", VALUE),
     # What is stored.
     "all rounds store scores where the first does not": ("GROUP).index - before * GROUP", "GROUP).index", QUERY),
     "scores are stored as those of the first head": (
@@ -401,8 +422,8 @@ SLIPS_OF_PRODUCTS = {
     "dq is of the keys of another head": ("other = span.kv_head(plane, GROUP)", "other = plane", QUERY),
     "ds goes with others of the first step": ("Others, other, block * DEPTH", "Others, other, begin * DEPTH", QUERY),
     "each block begins with the first tile of the ring": (
-        "        first, plane, begin, end = _take(work, n, factors, OF_K)\n        block",
-        "        first, plane, begin, end = _take(work, n, factors, OF_K)\n        step = 0\n        block",
+        "        first, plane, begin, end = _factors_of(work, n, factors, OF_K)\n        block",
+        "        first, plane, begin, end = _factors_of(work, n, factors, OF_K)\n        step = 0\n        block",
         FOREVER,
     ),
     # The warps that store.
@@ -459,7 +480,7 @@ SLIPS_OF_PRODUCTS = {
     # Which blocks.
     "rounds of dq begin as those of dk": ("before * (GROUP // MEMBERS)", "before", "AssertionError"),
     "rounds of dk begin as those of dq": ("before * (GROUP // MEMBERS)", "before * GROUP", KEY),
-    "each round makes those of the first": ("TILE, work.first_plane)", "TILE)", "AssertionError"),
+    "each round makes those of the first": ("work.heads, work.before, TILE", "work.heads, 0, TILE", "AssertionError"),
     "dk has blocks of rows": ("k_len if OF_K else q_len", "q_len", KEY),
     "dq has blocks of keys": ("k_len if OF_K else q_len", "k_len", QUERY),
     "the band is not flipped for dk": ("    if OF_K:\n        band = span.flip(band)\n", "", KEY),
@@ -518,7 +539,8 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch, poison):
 def test_a_slip_in_products_is_found(slip, tmp_path, monkeypatch, poison):
     """Where one program makes all blocks of a round, the first of them, for dq, of rows that see nothing."""
     before, after, said = SLIPS_OF_PRODUCTS[slip]
-    emulate(monkeypatch, stored=slipped(stored, before, after, tmp_path), multiprocessors=1)
+    emulate(monkeypatch, stored=slipped(stored, before, after, tmp_path))
+    monkeypatch.setattr(hopper, "product_programs", lambda *_: 1)
     with pytest.raises(Exception, match=said):
         check(SLIP, "cpu")
         check(BLIND, "cpu")
