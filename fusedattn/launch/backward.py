@@ -196,9 +196,10 @@ def _stored_on_hopper(name, p, grads, taken):
     call, device = p.call, run.device_of(p.call.query)
     registers, *_ = tiles.REGISTERS[2]
     scores = hopper.new_scores(call)
-    first = hopper.stored_arguments(call, p.grad_out, p.launched["Rows"], scores, grads[2], taken)
-    of_query = hopper.product_arguments(call, scores, grads[0], False, taken)
-    of_key = hopper.product_arguments(call, scores, grads[1], True, taken)
+    multiprocessors = run.multiprocessors(device)
+    first = hopper.stored_arguments(call, p.grad_out, p.launched["Rows"], scores, grads[2], taken, multiprocessors)
+    of_query = hopper.product_arguments(call, scores, grads[0], False, taken, multiprocessors)
+    of_key = hopper.product_arguments(call, scores, grads[1], True, taken, multiprocessors)
     heads, group, at_a_time = p.batch * call.key.shape[1], first["GROUP"], hopper.heads_at_a_time(call)
     launches = (name, first, 1, p.keys), ("hopper_dk", of_key, 1, p.keys), ("hopper_dq", of_query, group, p.rows)
     options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=registers)
@@ -209,7 +210,7 @@ def _stored_on_hopper(name, p, grads, taken):
                 planes = some * members
                 programs = cdiv(length, taken.keys) * planes
                 if kernel != name:
-                    programs = hopper.product_programs(call, programs, run.multiprocessors(device))
+                    programs = hopper.product_programs(call, programs, multiprocessors)
                 section = min(planes, launched["section"])
                 launched = launched | dict(planes=planes, section=section, before=before)
                 run.run_kernel(kernel, programs, launched, **options)

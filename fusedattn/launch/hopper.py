@@ -284,22 +284,38 @@ def new_scores(call: Call) -> Tensor:
     return call.query.new_empty((heads_at_a_time(call) * group, *shape))
 
 
-def _section(fits, size):
-    """How many kv heads are worked on together, where so many bytes fit, and blocks read those of each many times."""
-    return max(1, fits // size)
+def _section(call, fits, size, blocks, multiprocessors):
+    """How many kv heads are worked on together, of those at a time: what all of their blocks read fits into L2.
+
+    Args:
+        fits: bytes for which there is room.
+        size: bytes of a head that its blocks read, one after the other.
+        blocks: of a head. With a band they are unequal, and the shortest of a section are too few to fill a GPU: so
+            there are three to two multiprocessors at least, and sections are nearly equal.
+    """
+    heads, most = heads_at_a_time(call), max(1, fits // size)
+    if call.left is None and call.right is None:
+        return most
+    sections = max(1, heads // max(most, cdiv(3 * multiprocessors, 2 * blocks)))
+    return cdiv(heads, sections)
 
 
 def stored_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, grad_scores: Tensor, grad_value: Tensor, taken: Backward
+    call: Call,
+    grad_out: Tensor,
+    rows: Tensor,
+    grad_scores: Tensor,
+    grad_value: Tensor,
+    taken: Backward,
+    multiprocessors: int,
 ) -> dict:
     """The arguments, but `planes` and `before`, of the kernel that makes the gradients of scores and of values."""
     each, length = tiles.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
-    common = _common(call)
+    common, blocks = _common(call), cdiv(call.key.shape[2], taken.keys)
+    size = 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
     return common | dict(
-        section=_section(
-            tiles.SECTION_BYTES, 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
-        ),
+        section=_section(call, tiles.SECTION_BYTES, size, blocks, multiprocessors),
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
@@ -315,15 +331,19 @@ def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
     return min(blocks, multiprocessors) if call.left is None and call.right is None else blocks
 
 
-def product_arguments(call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward) -> dict:
+def product_arguments(
+    call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward, multiprocessors: int
+) -> dict:
     """The arguments, but `planes` and `before`, of the kernel that makes of these the gradient of key, or of query."""
     each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)
-    members = common["GROUP"] if of_key else 1
-    section = _section(tiles.SECTION_BYTES // 2, 2 * members * others.shape[2] * others.shape[3])
+    group, blocks = common["GROUP"], cdiv(grad.shape[2], taken.keys)
+    size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
+    blocks = blocks if of_key else blocks * group
+    section = _section(call, tiles.SECTION_BYTES // 2, size, blocks, multiprocessors)
     return common | dict(
-        section=section if of_key else section * common["GROUP"],
+        section=section if of_key else section * group,
         GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),
         Others=descriptor(others, each, width_k),
         Product=descriptor(grad, each, width_k),

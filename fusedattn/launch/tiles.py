@@ -79,7 +79,7 @@ FEW_ROWS = 64  # no more than these take no larger tile; as many of several head
 L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their planes are worked on
 
 # The same of queries and incoming gradients, beside gradients of scores, which come and go; of products half of it. On
-# an H200 without sections 1.25 times the time at 1024 tokens, and 1.17 at 2048; halves and doubles were slower.
+# an H200 the backward takes 1.25 times as long without at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
 
 # With how many keys at most programs share blocks of rows, by width: with more, one block each is faster (an H200, D

@@ -133,17 +133,35 @@ def test_heads_come_in_sections(size, monkeypatch, poison):
     check(Case("sections", B=5, Hq=2, Hkv=2, Sq=20, Sk=16, D=136, Dv=16, **BF16), "cpu")
 
 
+def _sections(call, size, monkeypatch, multiprocessors=6):
+    """How many heads come together of scores, of dk, and, of query, of dq."""
+    monkeypatch.setattr(tiles, "SECTION_BYTES", size)
+    batch, heads, rows, _ = call.query.shape
+    scores, form = hopper.new_scores(call), Backward(64, 3)
+    numbers = torch.empty(batch, heads, 4, rows, device="meta")
+    made = [
+        hopper.stored_arguments(call, call.query, numbers, scores, call.value, form, multiprocessors),
+        hopper.product_arguments(call, scores, call.key, True, form, multiprocessors),
+        hopper.product_arguments(call, scores, call.query, False, form, multiprocessors),
+    ]
+    return [each["section"] for each in made]
+
+
 def test_how_many_heads_come_together(monkeypatch):
     """Of which what blocks read many times fits: q and do, or q, of all query heads that share one of key, or k."""
     call = _call(100, batch=9, heads=4)
-    q, k, rows = call.query, call.key, torch.empty(9, 4, 4, 100, device="meta")
-    scores, form = hopper.new_scores(call), Backward(64, 3)
-    monkeypatch.setattr(tiles, "SECTION_BYTES", 3 * 4 * 100 * 2 * 136 * 2)
-    assert hopper.stored_arguments(call, q, rows, scores, k, form)["section"] == 3
-    assert hopper.product_arguments(call, scores, k, True, form)["section"] == 3
-    assert hopper.product_arguments(call, scores, q, False, form)["section"] == 12 * 4  # query heads of 12 heads of key
-    monkeypatch.setattr(tiles, "SECTION_BYTES", 1)
-    assert hopper.product_arguments(call, scores, k, True, form)["section"] == 1
+    of_head = 4 * 100 * 2 * 136 * 2
+    assert _sections(call, 3 * of_head, monkeypatch) == [3, 3, 12 * 4]  # query heads of 12 heads of key
+    assert _sections(call, 1, monkeypatch) == [1, 1, 4]
+
+
+@pytest.mark.parametrize("heads, together", [(7, 7), (8, 8), (20, 10), (40, 10), (43, 11)])
+def test_with_a_band_there_are_blocks_enough_for_a_gpu(heads, together, monkeypatch):
+    """Ten heads of a block are more than three to two multiprocessors; as many come in each section, nearly."""
+    call = _call(100, batch=heads)._replace(right=0)
+    assert _sections(call, 1, monkeypatch)[:2] == [together, together]
+    assert _sections(_call(100, batch=heads), 1, monkeypatch)[:2] == [1, 1]
+    assert _sections(call, 1 << 40, monkeypatch)[:2] == [heads, heads]
 
 
 def _call(length, dim=136, batch=1, heads=1):
