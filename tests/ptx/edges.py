@@ -131,6 +131,9 @@ CALLS: dict[str, list[Callable]] = {
         [
             functools.partial(_dense, 300, 260, (300, 300), backend="hopper", two_passes=True, dim=256),
             functools.partial(
+                _dense, 260, 300, (300, 300), backend="hopper", two_passes=True, multiprocessors=1, dim=256
+            ),
+            functools.partial(
                 _dense, 70, 41, (100, 100), backend="hopper", two_passes=True, spread=32, below=True, dim=256
             ),
             *_attended(backend="hopper", two_passes=True, dim=256),
