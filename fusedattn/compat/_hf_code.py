@@ -18,7 +18,7 @@ ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flex_attention$|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_head_attention_forward|^MultiheadAttention$"
 )
-ALWAYS = frozenset(REFUSED) - {"head_mask"}  # what is never None where it is handed on
+ALWAYS = frozenset(REFUSED) - {"head_mask"}  # what is hardly ever None where it is handed on
 
 
 class Kind(NamedTuple):

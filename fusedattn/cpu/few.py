@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.form import Call
 from .centre import INFINITE, in_groups
-from .parts import Rectangle, additive
+from .parts import Rectangle, additive, is_nothing
 
 FEW = 64  # keys of float32 whose gradients are computed by the formula
 
@@ -32,12 +32,12 @@ def weighed(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> t
     return weights, torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
 
 
-def added_to_few(call: Call, where: Rectangle, less: float) -> Tensor | None:
+def added_to_few(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     """What the formula adds to the scores of a rectangle; None if that is nothing."""
-    return additive(call, where, less) if where.masked or where.causal or less else None
+    return additive(call, where, less) if where.masked or where.causal or not is_nothing(less) else None
 
 
-def weights_of(call: Call, where: Rectangle, less: float, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def weights_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """(weights, lse less an offset) of a rectangle by the formula, as if its rows saw nothing else."""
     weights, lse = weighed(rows, keys, call.scale, added_to_few(call, where, less))
     return weights.masked_fill_((lse == -INFINITE)[..., None], 0.0) if where.masked else weights, lse

@@ -11,7 +11,7 @@ weight would differ.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -25,7 +25,10 @@ from ..private import flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
 from .few import FEW, by_weights, product, weights_of
 from .kernel import attend
-from .parts import Part, Rectangle, additive, has_holes, is_additive, parts, rectangles
+from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, parts, rectangles
+
+# From where on the rounding of an lse to float32 shows in what it says that sets of keys weigh; 16 of other dtypes.
+LARGE = {torch.bfloat16: 2.0**13}
 
 
 class Result(NamedTuple):
@@ -104,16 +107,18 @@ def offset(call: Call) -> float:
         return 0.0
     if call.left is not None and call.right is not None:
         seen = min(seen, call.left + call.right + 1)
-    return math.log(max(1, seen)) + 0.5
+    return float(round(math.log(max(1, seen)) + 0.5))  # a whole number, which large scores are rounded less by
 
 
-def mask(call: Call, where: Rectangle, less: float) -> Tensor | None:
+def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     """What the kernel adds to the scores of a rectangle; None if that is nothing."""
     if where.masked:
         return additive(call, where, less)
+    if is_nothing(less):
+        return None
     batch, heads = call.query.shape[:2]
     size = batch, heads, where.last - where.first, where.end - where.begin
-    return call.query.new_full((1, 1, 1, 1), -less).expand(size) if less else None
+    return (-less if isinstance(less, Tensor) else call.query.new_full((1, 1, 1, 1), -less)).expand(size)
 
 
 def _is_exact(where: Rectangle, query: Tensor) -> bool:
@@ -121,7 +126,9 @@ def _is_exact(where: Rectangle, query: Tensor) -> bool:
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool, less: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool, less: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides."""
     query, key, value = _of(where, tensors)
     if save and _is_exact(where, query):
@@ -154,10 +161,27 @@ def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Se
     return by_weights(weights, call.scale, tensors, grad_out, None if lse is None else out)
 
 
-def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, of which each row sees some in both. See `fusedattn.merge`."""
-    shares, total = _shares((lse, more_lse))
-    return out * shares[0, ..., None] + more * shares[1, ..., None], total
+def _exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
+    """An lse less the offset, in float64 where its rounding would show in the shares of sets of keys.
+
+    again: function of an offset of each row, which gives the lse less that: near 0, it is hardly rounded.
+    """
+    large = LARGE.get(call.query.dtype, 16.0)
+    if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
+        return lse
+    near = lse.masked_fill(lse.isinf(), 0.0) + less
+    return again(near[..., None]).double() + (near.double() - less)
+
+
+def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(output, lse) over sets of keys, of which each row sees some in all, from those of each. See `merge`."""
+    shares, total = _shares([lse for _, lse in found])
+    terms = [out * share[..., None].to(_wide_of(out)) for (out, _), share in zip(found, shares, strict=True)]
+    return torch.stack(terms).sum(0), total
+
+
+def _wide_of(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _shares(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -198,20 +222,21 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], save: bool, less: float)
     """(output, lse less the offset) of a part from inputs as the kernel takes them."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
-    if len(some) == 1 and some[0].last - some[0].first == rows:
-        out, lse = _attend(call, some[0], tensors, save, less)
+
+    def attended(where: Rectangle, alone: bool) -> tuple[Tensor, Tensor]:
+        out, lse = _attend(call, where, tensors, save, less)
+        if not alone or call.sinks is not None:
+            lse = _exact(call, lse, less, lambda near: _attend(call, where, tensors, save, near)[1])
         return out[..., :columns], lse
+
+    if len(some) == 1 and some[0].last - some[0].first == rows:
+        return attended(some[0], True)
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
-    lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
-    before = None
-    for where in some:
-        here = slice(where.first, where.last)
-        more, more_lse = _attend(call, where, tensors, save, less)
-        more = more[..., :columns]
-        if here == before:
-            more, more_lse = _merged(out[:, :, here], lse[:, :, here], more, more_lse)
-        out[:, :, here], lse[:, :, here] = more, more_lse
-        before = here
+    lse = out.new_full(out.shape[:3], -INFINITE, dtype=_wide_of(out) if call.sinks is None else torch.float64)
+    for (first, last), same_rows in groupby(some, key=lambda where: where[:2]):
+        of_keys = list(same_rows)
+        found = [attended(where, len(of_keys) == 1) for where in of_keys]
+        out[:, :, first:last], lse[:, :, first:last] = found[0] if len(found) == 1 else _merged(found)
     return out, lse
 
 
@@ -222,8 +247,8 @@ def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, c
         out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
         lse = lse.masked_fill(hidden[..., 0], -INFINITE)
     if call.sinks is not None:
-        shares, total = _shares((lse, _of_sink(call, lse.dtype, less)))
-        factor = shares[0, ..., None]
+        shares, total = _shares((lse, _of_sink(call, torch.float64, less)))
+        factor, total = shares[0, ..., None].to(_wide_of(out)), total.to(_wide_of(out))
         # As of the centre, so that what is kept is still the output less that; without one it is the output.
         kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
@@ -284,6 +309,25 @@ def _are_alone(call: Call, some: list[Rectangle]) -> bool:
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
+def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The weights of rectangles that have their rows in common, and see nothing else."""
+    call = part.call
+
+    def found(where: Rectangle, less: float | Tensor) -> tuple[Tensor, Tensor]:
+        return weights_of(call, where, less, *_of(where, tensors)[:2])
+
+    def exact(where: Rectangle, lse: Tensor) -> Tensor:
+        return _exact(call, lse, 0.0, lambda near: found(where, near)[1])
+
+    made = [found(where, 0.0) for where in some]
+    if len(some) == 1 and call.sinks is None:
+        return [weights for weights, _ in made]
+    lses = [exact(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
+    lses += [] if call.sinks is None else [_of_sink(call, torch.float64, 0.0)]
+    shares = _shares(lses)[0].to(tensors[0].dtype)
+    return [weights * share[..., None] for (weights, _), share in zip(made, shares, strict=False)]
+
+
 def weights(call: Call, columns: int) -> Tensor:
     """The weights (B, Hq, Sq, columns) of a call."""
     whole, wide = call.query.new_zeros(*call.query.shape[:3], columns), wide_dtype(call)
@@ -292,13 +336,7 @@ def weights(call: Call, columns: int) -> Tensor:
         of_part = part.of_rows(whole)
         for (first, last), same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
-            made = [weights_of(part.call, where, 0.0, *_of(where, tensors)[:2]) for where in some]
-            lses = [lse for _, lse in made]
-            if part.call.sinks is not None:
-                lses.append(_of_sink(part.call, wide, 0.0))
-            shares = _shares(lses)[0] if len(lses) > 1 else None
-            for number, (where, (of_keys, _)) in enumerate(zip(some, made, strict=True)):
-                of_keys = of_keys if shares is None else of_keys * shares[number, ..., None]
+            for where, of_keys in zip(some, _weights_of_rows(part, some, tensors), strict=True):
                 of_part[:, :, first:last, where.begin : where.end] = of_keys
     return whole if call.query_mask is None else whole.masked_fill_(_hidden(call.query_mask), 0.0)
 

@@ -302,18 +302,25 @@ def _joined(one: Block, other: Block) -> Block | None:
     return both if _size(both) <= _size(one) + _size(other) + CALL else None
 
 
-def additive(call: Call, where: Rectangle, less: float = 0.0) -> Tensor:
+def is_nothing(less: float | Tensor) -> bool:
+    """Whether an offset takes nothing off scores."""
+    return not isinstance(less, Tensor) and not less
+
+
+def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor:
     """What is added to the scores of a rectangle, -inf where a row does not see a key; broadcasts to them.
 
-    less: what is taken off them besides.
+    less: what is taken off them besides, of all or, (B, Hq, rows, 1), of those of a row.
     """
     block = Block(*where[:4])
-    if is_additive(call) and call.left is call.right is None and not less:
+    if is_additive(call) and call.left is call.right is None and is_nothing(less):
         assert call.bias is not None
         return pairs.cut(call.bias, block)
     wide = torch.promote_types(call.query.dtype, torch.float32)
     terms = pairs.added(call, block, wide)
-    if less or not terms:
+    if isinstance(less, Tensor):
+        terms.append(-less)
+    elif less or not terms:
         terms.append(torch.full((), -less, dtype=wide, device=call.query.device))
     total = functools.reduce(torch.add, terms)
     seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # bias is -inf where it hides

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import private
 from ..call.cached import Decode
-from ..call.form import Call
+from ..call.form import Call, wide_dtype
 from ..call.layout import row_major
 from ..launch.failures import Unusable, take_next
 from ..naive import cached, formula
@@ -33,7 +33,7 @@ def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     nothing = out.new_empty(0), out.new_empty(0)
     # A tangent must have the layout of what it is one of.
     lse, weights = (empty if x is None else row_major(x) for x, empty in zip(more, nothing, strict=True))
-    return out, lse, weights, out.new_empty((*out.shape[:3], 0) if save else (0,))
+    return out, lse, weights, out.new_empty((*out.shape[:3], 0) if save else (0,), dtype=wide_dtype(call))
 
 
 def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call, why: Unusable) -> None:

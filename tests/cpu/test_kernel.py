@@ -180,6 +180,36 @@ def test_weights_add_up_to_1_however_large_scores_are(size, options, saves):
         torch.testing.assert_close(out, rows[..., None].expand_as(out), rtol=0, atol=4e-6 * max(1.0, size / 64))
 
 
+@pytest.mark.parametrize("size", [2.0**6, 2.0**8, 2.0**10, 2.0**14, 2.0**19], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(sinks=5.0), dict(causal=True, sinks=-2.0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("saves", [True, False])
+def test_large_scores_that_are_exact(saves, dtype, options, size):
+    """The formula rounds nothing of them, so what two rectangles, or a sink, weigh must not be rounded as an lse is."""
+    query, key = (torch.randint(-4, 5, (1, 2, n, 16)) / 4.0 for n in (100, 200))
+    query[..., 0], key[..., 0] = 1.0, size
+    value = torch.randn(1, 2, 200, 16)
+    options = dict(options, scale=1.0)
+    if "sinks" in options:
+        options["sinks"] = torch.full((2,), size + options["sinks"])
+
+    def results(function, of, **more):
+        inputs = [x.to(dtype).to(of).requires_grad_(saves) for x in (query, key, value)]
+        out = function(*inputs, **options, **more).detach()
+        with torch.no_grad():
+            return out, function(*inputs, **options, **more, return_weights=True)[1]
+
+    results = zip(
+        results(fa.attention, dtype, backend="cpu"),
+        results(fa.reference.eager, dtype),
+        results(fa.reference.eager, torch.float64),
+        strict=True,
+    )
+    for what, (got, eager, exact) in zip(("out", "weights"), results, strict=True):
+        found = verdict(got, eager, exact, torch.zeros(1, 2, 100, dtype=torch.bool))
+        assert found.ok, (what, found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("large", [1.0, 1e3, 1e5])
 def test_weights_of_large_scores_are_as_exact_as_the_formulas(large, dtype):

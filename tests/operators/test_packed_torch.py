@@ -69,6 +69,30 @@ def test_second_derivatives(backend, device):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_tangents_of_gradients(backend, dtype):
+    """Forward mode over reverse mode: the tangent of a gradient is what the second derivative gives."""
+    rows = (2, 0, 3)
+    query, key, value = (x.detach() for x in draw_packed(rows, rows, dtype=dtype)[:3])
+    offset = offsets(rows)
+
+    def loss(query):
+        out, lse = fa.attention_varlen(
+            *(query, key, value, offset, offset), max_seqlen_q=3, max_seqlen_k=3, backend=backend, return_lse=True
+        )
+        return out.float().square().sum() + lse.sum()
+
+    direction = torch.randn_like(query)
+    gradient, tangent = torch.func.jvp(torch.func.grad(loss), (query,), (direction,))
+    (leaf,) = leaves(query)
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad((first * direction).sum(), leaf)
+    close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=0.1, rtol=0.1)
+    torch.testing.assert_close(gradient, first, **close)
+    torch.testing.assert_close(tangent, second, **close)
+
+
 def test_vmap_is_one_call_of_all_sequences(device):
     query, key, value, _ = draw_packed((5, 3), (4, 4), device)
     cu = offsets((5, 3), device), offsets((4, 4), device)
