@@ -130,7 +130,7 @@ EQUIVALENT = (
     Equivalent("<= for <", "span.py: return tl.where(c < b.keys,", NOT_STORED, ("hopper_stored",)),
     Equivalent(">= for >", "span.py: return begin, full, tl.where(n <=", MASKED_TOO, ("hopper_stored",)),
     Equivalent("barrier left out", "stored.py: half(v, 1).store(", OWN_ROWS, ("hopper_stored",)),
-    Equivalent("<= for <", "stored.py: for step in range(", IN_PAIRS, ("hopper_stored", "hopper_dk", "hopper_dq")),
+    Equivalent("<= for <", "stored.py: for step in range(", IN_PAIRS, ("hopper_stored",)),
     Equivalent("barrier left out", "softmax.py: return tl.math.exp2(", OWN_WARP, ("dq",), ("before 0",)),
     Equivalent("barrier left out", "gradient.py: return dropping.before(", OWN_WARP, ("dq",), ("before 0",)),
 )
