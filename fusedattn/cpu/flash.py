@@ -11,7 +11,7 @@ weight would differ.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,9 +26,7 @@ from .centre import INFINITE, centre, in_groups, to_heads, with_centre
 from .few import FEW, by_weights, product, weights_of
 from .kernel import attend
 from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, parts, rectangles
-
-# From where on the rounding of an lse to float32 shows in what it says that sets of keys weigh; 16 of other dtypes.
-LARGE = {torch.bfloat16: 2.0**13}
+from .shares import exact, merged, shares_of, wide_of
 
 
 class Result(NamedTuple):
@@ -161,39 +159,6 @@ def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Se
     return by_weights(weights, call.scale, tensors, grad_out, None if lse is None else out)
 
 
-def _exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """An lse less the offset, in float64 where its rounding would show in the shares of sets of keys.
-
-    again: function of an offset of each row, which gives the lse less that: near 0, it is hardly rounded.
-    """
-    large = LARGE.get(call.query.dtype, 16.0)
-    if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
-        return lse
-    near = lse.masked_fill(lse.isinf(), 0.0) + less
-    return again(near[..., None]).double() + (near.double() - less)
-
-
-def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(output, lse) over sets of keys, of which each row sees some in all, from those of each. See `merge`."""
-    shares, total = _shares([lse for _, lse in found])
-    terms = [out * share[..., None].to(_wide_of(out)) for (out, _), share in zip(found, shares, strict=True)]
-    return torch.stack(terms).sum(0), total
-
-
-def _wide_of(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _shares(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What sets of keys and sinks have of the weight of all, which adds up to 1 however large lses are, and their lse.
-
-    The shares are (sets, ...), 0 where no set has a weight.
-    """
-    every = torch.stack(torch.broadcast_tensors(*lses))
-    total = every.logsumexp(0)
-    return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total
-
-
 def _of_sink(call: Call, dtype: torch.dtype, less: float) -> Tensor:
     """Scores of sinks less the offset, (1 or B, Hq, 1)."""
     assert call.sinks is not None
@@ -226,17 +191,17 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], save: bool, less: float)
     def attended(where: Rectangle, alone: bool) -> tuple[Tensor, Tensor]:
         out, lse = _attend(call, where, tensors, save, less)
         if not alone or call.sinks is not None:
-            lse = _exact(call, lse, less, lambda near: _attend(call, where, tensors, save, near)[1])
+            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, save, near)[1])
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
         return attended(some[0], True)
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
-    lse = out.new_full(out.shape[:3], -INFINITE, dtype=_wide_of(out) if call.sinks is None else torch.float64)
+    lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out) if call.sinks is None else torch.float64)
     for (first, last), same_rows in groupby(some, key=lambda where: where[:2]):
         of_keys = list(same_rows)
         found = [attended(where, len(of_keys) == 1) for where in of_keys]
-        out[:, :, first:last], lse[:, :, first:last] = found[0] if len(found) == 1 else _merged(found)
+        out[:, :, first:last], lse[:, :, first:last] = found[0] if len(found) == 1 else merged(found)
     return out, lse
 
 
@@ -247,8 +212,8 @@ def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, c
         out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
         lse = lse.masked_fill(hidden[..., 0], -INFINITE)
     if call.sinks is not None:
-        shares, total = _shares((lse, _of_sink(call, torch.float64, less)))
-        factor, total = shares[0, ..., None].to(_wide_of(out)), total.to(_wide_of(out))
+        shares, total = shares_of((lse, _of_sink(call, torch.float64, less)))
+        factor, total = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
         # As of the centre, so that what is kept is still the output less that; without one it is the output.
         kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
@@ -290,7 +255,7 @@ def forward(call: Call, save: bool) -> Result:
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
-        lse = out.new_full(out.shape[:3], -INFINITE, dtype=torch.promote_types(out.dtype, torch.float32))
+        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out))
         if call.sinks is not None:
             lse = torch.maximum(lse, _of_sink(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
@@ -316,15 +281,15 @@ def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Te
     def found(where: Rectangle, less: float | Tensor) -> tuple[Tensor, Tensor]:
         return weights_of(call, where, less, *_of(where, tensors)[:2])
 
-    def exact(where: Rectangle, lse: Tensor) -> Tensor:
-        return _exact(call, lse, 0.0, lambda near: found(where, near)[1])
+    def lse_of(where: Rectangle, lse: Tensor) -> Tensor:
+        return exact(call, lse, 0.0, lambda near: found(where, near)[1])
 
     made = [found(where, 0.0) for where in some]
     if len(some) == 1 and call.sinks is None:
         return [weights for weights, _ in made]
-    lses = [exact(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
+    lses = [lse_of(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
     lses += [] if call.sinks is None else [_of_sink(call, torch.float64, 0.0)]
-    shares = _shares(lses)[0].to(tensors[0].dtype)
+    shares = shares_of(lses)[0].to(tensors[0].dtype)
     return [weights * share[..., None] for (weights, _), share in zip(made, shares, strict=False)]
 
 
