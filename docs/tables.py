@@ -1,11 +1,14 @@
 """Makes the tables of the pages from the CSV files of bench/results, so that a page cannot say what no row does."""
 
 import csv
+import itertools
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from fusedattn.bench import cases, providers, rows
 
+import fusedattn
 from fusedattn.launch import tiles
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
@@ -24,6 +27,17 @@ SAID = {
     "model=llama": "a small Llama of Transformers",
     "filled=1": "one token after a full cache",
     "filled=0.5": "one token after a cache that is half full",
+}
+
+# What the table of choices asks about.
+GPUS = {"H100, H200": (9, 0), "A100": (8, 0)}
+CALLS = {
+    "D 64": dict(D=64),
+    "D 128": {},
+    "D 128, causal": dict(causal=True),
+    "D 128, `window=(512, 0)`": dict(window=(512, 0)),
+    "D 256, causal": dict(D=256, causal=True),
+    "D 128, `softcap=20.0`": dict(softcap=20.0),
 }
 
 
@@ -154,6 +168,18 @@ def gpu_machine() -> str:
     )
 
 
+def choices() -> str:
+    """Return the kernels that a call takes on each kind of GPU, forward and backward, as `fusedattn.explain` says."""
+    lines = []
+    for (what, options), (gpu, capability) in itertools.product(CALLS.items(), GPUS.items()):
+        inputs = [torch.empty(1, 8, 4096, options.get("D", 128), dtype=torch.bfloat16, device="meta")] * 3
+        given = {name: x for name, x in options.items() if name != "D"}
+        found = fusedattn.explain(*inputs, capability=capability, **given)
+        forward, *backward = (f"`{name}`" for name in found.tiles)
+        lines.append((what, gpu, f'`"{found.backend}"`', forward, ", ".join(backward)))
+    return table(("call, bfloat16, 4096 tokens", "GPU", "backend", "forward", "backward"), lines)
+
+
 def versions() -> str:
     """The last run with each pair of versions, from versions.csv."""
     last = {(row["torch"], row["triton"], row["what"]): row for row in _read("versions.csv")}
@@ -198,7 +224,8 @@ def _taken(mode: str, case: cases.Case) -> list[str]:
         forms = [providers.way_back_name(kernel, tiles.ON_HOPPER[kernel][width][0]) for kernel in kernels]
         return [providers.BACKWARD + form for form in forms]
     shared = not case.causal and case.Sk <= tiles.SHARED_KEYS.get(width, case.Sk)
-    return [f"{providers.PIPELINE}{providers.pipeline_name(tiles.HOPPER[width][0]._replace(persistent=shared))}"]
+    form = tiles.forms_on_hopper("hopper", width, min(case.Sq, case.Sk), case.causal)[0]
+    return [f"{providers.PIPELINE}{providers.pipeline_name(form._replace(persistent=shared))}"]
 
 
 def _ours(times: dict) -> rows.Row:
@@ -227,6 +254,6 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(features, cpu_lengths, cpu_options, cpu_tangents, cpu_machine),
-        *(gpu_speeds, gpu_others, gpu_machine, versions),
+        *(gpu_speeds, gpu_others, gpu_machine, choices, versions),
     )
 }

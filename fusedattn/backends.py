@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .call.cached import Decode
-from .call.form import Arguments, Call, asked, asking, check_names, hiding
+from .call.form import Arguments, AssumedGPU, Call, Device, asked, asking, check_names, device_of, hiding
 from .call.rules import check_flags, checked, fail
 from .cpu import run as cpu
 from .launch import tiles as tile_table, tuned
@@ -26,8 +26,16 @@ MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the
 INTERPRETED = " (for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them)"
 
 
+def _too_old(capability: int) -> tuple[str, ...]:
+    return (f"the GPU has compute capability {_dotted(capability)}, less than 8.0",) if capability < 80 else ()
+
+
+def _dotted(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
+
+
 @functools.cache
-def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
+def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     try:
         import triton
     except Exception as error:  # whatever an installation that is broken raises is why there are no kernels
@@ -46,28 +54,27 @@ def _find_machine_reasons(device: torch.device) -> tuple[str, ...]:
         from .launch import run as launch
     except Exception as error:  # a Triton of the future may lack what kernels are written with
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
+    if isinstance(device, AssumedGPU):
+        return _too_old(device.capability)
     if launch.interpreting():
         return ()
     if torch.version.hip is not None:
         return ("the GPU is not an NVIDIA GPU",)
-    reasons = []
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        major, minor = torch.cuda.get_device_capability(device)
-        reasons.append(f"the GPU has compute capability {major}.{minor}, less than 8.0")
+    reasons = [*_too_old(launch.capability(device))]
     if not (triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
         reasons.append("Triton found no C compiler (gcc or clang)")
     return tuple(reasons)
 
 
 @constant
-def machine_reasons(device: torch.device) -> tuple[str, ...]:
+def machine_reasons(device: Device) -> tuple[str, ...]:
     """Why Triton kernels cannot run on tensors of a device, whatever the call."""
     return _find_machine_reasons(device)
 
 
 def _kernel_reasons(call: Call) -> list[str]:
     """Why no kernel takes tensors as those of a call, whatever it does with them."""
-    device, dtype = call.query.device, call.query.dtype
+    device, dtype = device_of(call.query), call.query.dtype
     reasons = list(machine_reasons(device))
     if dtype == torch.float64 and device.type == "cuda":
         reasons.append("float64 is for the naive path")
@@ -108,15 +115,13 @@ def _grid_reasons(call: Call) -> list[str]:
 
 
 @constant
-def hopper_reasons(device: torch.device) -> tuple[str, ...]:
+def hopper_reasons(device: Device) -> tuple[str, ...]:
     """Why the kernel for Hopper cannot run on tensors of a device that other kernels can run on, whatever the call."""
     from .launch import run as launch
 
-    if launch.interpreting():
+    if (number := launch.capability(device)) is None:
         return ("Gluon, the language of its kernel, has no interpreter",)
-    if (number := launch.capability(device)) != 90:
-        return (f"the GPU has compute capability {number // 10}.{number % 10}, not 9.0",)
-    return ()
+    return () if number == 90 else (f"the GPU has compute capability {_dotted(number)}, not 9.0",)
 
 
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
@@ -125,7 +130,7 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
         return [reason.removesuffix(INTERPRETED) for reason in reasons]  # nothing interprets it
     from .launch import hopper
 
-    reasons = [*hopper_reasons(call.query.device), *hopper.reasons(call)]
+    reasons = [*hopper_reasons(device_of(call.query)), *hopper.reasons(call)]
     return reasons or attention.failed(call, need_weights, on_hopper=True)
 
 
@@ -142,10 +147,8 @@ class Backend(NamedTuple):
 
 
 def _hopper_waits(call: Call) -> str | None:
-    """Why the kernel for Hopper takes a call only where it is named: it was not found faster on this machine."""
-    if tuned.prefers_hopper("hopper", call, call.query.device):
-        return None
-    return "no tuning file says that its forward is right and faster here, so it runs only when named"
+    """Return why the kernel for Hopper takes a call only when named: a tuning file found it slower."""
+    return None if tuned.prefers_hopper("hopper", call, device_of(call.query)) else tuned.SLOWER
 
 
 BACKENDS = {
@@ -207,7 +210,7 @@ def named(name: str | None) -> str | None:
 
 def _on_gpu(call: Call | Decode) -> bool:
     """Whether kernels may take a call that names no backend: in Triton's interpreter they run only when named."""
-    return (call.call if isinstance(call, Decode) else call).query.device.type == "cuda"
+    return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
@@ -263,22 +266,46 @@ def explain(
     backend: str | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
+    capability: tuple[int, int] | None = None,
     **options: Any,
 ) -> Explanation:
-    """Which backend `fusedattn.attention` takes for these arguments, and why each other one does not. Computes nothing.
+    """Say which backend `fusedattn.attention` takes for these arguments, and why not the others. Computes nothing.
 
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> fusedattn.explain(query, key, value).backend  # print all of it to see why
         'cpu'
+        >>> half = query.bfloat16()
+        >>> fusedattn.explain(half, half, half, capability=(9, 0)).backend  # on an H100 or H200
+        'hopper'
 
-    Args: those of `fusedattn.attention`.
-    Raises: what it raises for wrong arguments.
+    Args:
+        capability: compute capability of an NVIDIA GPU, (9, 0) for an H100 or H200. The answer is for such a GPU,
+            without a tuning file, wherever the tensors are. By default it is for the device of the tensors.
+        Other arguments are those of `fusedattn.attention`.
+    Raises: what `fusedattn.attention` raises for wrong arguments; ValueError for a capability that is no pair of two
+        small numbers.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("explain", options, Arguments._fields)
     check_name(backend)
     chosen = named(backend)
     call = checked(Arguments(query, key, value, **options), named=chosen is not None)
+    with asking(gpu=_assumed(capability)):
+        return _explained(call, chosen, return_weights)
+
+
+def _assumed(capability: Any) -> AssumedGPU | None:
+    """Return the GPU that `explain` is asked about; None for that of the tensors."""
+    if capability is None:
+        return None
+    fits = isinstance(capability, (tuple, list)) and len(capability) == 2 and all(type(x) is int for x in capability)
+    if not fits or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):
+        fail(ValueError, "capability", "None or a compute capability such as (9, 0)", repr(capability))
+    return AssumedGPU(10 * capability[0] + capability[1])
+
+
+def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:
+    """Return the Explanation of a checked call; chosen: the backend that is named, or None."""
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     on_gpu = _on_gpu(call)
     for name, known in BACKENDS.items():
@@ -297,5 +324,5 @@ def explain(
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
     tiles = attention.tiles(call, return_weights, taken == "hopper")
-    backward = attention.backward_reasons(call, taken == "hopper") if not hopper_reasons(query.device) else ()
+    backward = attention.backward_reasons(call, taken == "hopper") if not hopper_reasons(device_of(call.query)) else ()
     return Explanation(taken, tiles, others, backward)

@@ -164,11 +164,26 @@ def wide_dtype(call: Call) -> torch.dtype:
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
+class AssumedGPU(NamedTuple):
+    """A GPU that need not be there, by its compute capability, 90 for (9, 0): `explain` says what calls take on it."""
+
+    capability: int
+    type: str = "cuda"
+
+    def __str__(self) -> str:
+        return f"a GPU of compute capability {self.capability // 10}.{self.capability % 10}"
+
+
+Device = torch.device | AssumedGPU
+
+
 class _Asked(threading.local):
-    """What is asked of calls of this thread: gradients with the same bits each time, and a backend by name."""
+    """Settings of this thread: deterministic gradients, a named backend, and the GPU that `explain` assumes."""
+
+    gpu: AssumedGPU | None
 
     def __init__(self) -> None:  # not attributes of the class: those the compiler of torch 2.10 would see
-        self.deterministic, self.backend = False, None
+        self.deterministic, self.backend, self.gpu = False, None, None
 
 
 asked = _Asked()
@@ -185,6 +200,11 @@ def asking(**wanted: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(asked, name, value)
+
+
+def device_of(tensor: Tensor) -> Device:
+    """Return the device of a tensor, or the GPU that `explain` assumes."""
+    return tensor.device if asked.gpu is None else asked.gpu
 
 
 def watched() -> bool:

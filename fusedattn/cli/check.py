@@ -7,8 +7,6 @@ import time
 import torch
 
 from ..backends import BACKENDS
-from ..call.form import Arguments
-from ..call.rules import checked
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
@@ -26,7 +24,7 @@ def run(arguments) -> int:
     parts: list[tuple[str, str, str]] = []
     left_out: list[dict] = []
     for device, backend, dtype in itertools.product(devices, backends, arguments.dtype or DTYPES):
-        if reasons := _reasons(backend, device, dtype, named=bool(arguments.backend)):
+        if reasons := machine.explained(device, dtype, backend).reasons.get(backend, []):
             left_out.append(dict(backend=backend, device=device, dtype=dtype, reasons=reasons))
         else:
             parts.append((backend, device, dtype))
@@ -70,13 +68,6 @@ def _named(names, known, what):
             hint = f": did you mean {near[0]}?" if near else ""
             raise Problem(f"{what}: expected one of {', '.join(known)}, got {name}{hint}")
     return [known[name] for name in names or known]
-
-
-def _reasons(backend, device, dtype, named):
-    """Why a backend is left out; one that waits to be named is not where it is named."""
-    reasons = machine.explained(device, dtype, backend).reasons.get(backend, [])
-    waits = BACKENDS[backend].waits(checked(Arguments(*machine.small(device, dtype))))
-    return reasons or ([] if named or waits is None else [waits])
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:

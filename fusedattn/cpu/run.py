@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from ..call.form import DIFFERENTIABLE, Call, differentiated
+from ..call.form import DIFFERENTIABLE, Call, device_of, differentiated
 from ..naive.formula import without_autocast
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, transforms_active
 from . import flash
@@ -26,8 +26,8 @@ def limits(call: Call) -> list[str]:
     lacks = []
     if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
         lacks.append("this version of PyTorch has not its kernel")
-    if call.query.device.type != "cpu":
-        lacks.append(f"the tensors are on {call.query.device.type}, not on a CPU")
+    if (device := device_of(call.query)).type != "cpu":
+        lacks.append(f"the tensors are on {device.type}, not on a CPU")
     if call.seed is not None:
         lacks.append("it knows no dropout")
     if call.softcap is not None:
@@ -50,7 +50,7 @@ def _is_too_coarse(call: Call) -> bool:
 def reasons(call: Call, need_weights: bool) -> list[str]:
     """Why a call cannot be taken; empty if it can."""
     lacks = limits(call)
-    if call.query.device.type == "cpu" and _is_too_coarse(call):
+    if device_of(call.query).type == "cpu" and _is_too_coarse(call):
         asked = ", and a graph cannot ask how many there are" if is_compiling() else ""
         lacks.append(
             f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {FEW} keys{asked}"

@@ -9,6 +9,7 @@ from ..call.form import Call, lengths_of
 from ..call.packing import packing
 from ..kernels.vocabulary.gradient import Grads
 from . import arguments, blocks, failures, hopper, run, tiles, tuned
+from .tuned import SLOWER
 
 
 class _Pass(NamedTuple):
@@ -68,14 +69,16 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     lacks = _lacks_on_hopper(call, need, kernel)
     if lacks or run.is_to_take(kernel, call, backend):
         return lacks
-    if call.named:
-        return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, call.query.device))]
     device = run.device_of(call.query)
+    if call.named:
+        return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, device))]
     if (why := failures.known((kernel, device))) is not None:
         return [str(why)]
-    if tuned.prefers_hopper(kernel, call, device):
-        return ["the heads whose gradients of scores it has room for are too few for this GPU"]
-    return ["no tuning file says that it is right and faster here, so it runs only when named"]
+    if not tuned.prefers_hopper(kernel, call, device):
+        return [SLOWER]
+    if run.form_on_hopper(kernel, call) is None:
+        return [str(run.none_is_right(kernel, device))]
+    return ["the heads whose gradients of scores fit its memory bound are too few to fill this GPU"]
 
 
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:

@@ -269,13 +269,15 @@ def heads_at_a_time(call: Call) -> int:
 
 
 def stored_fill(call: Call, multiprocessors: int) -> bool:
-    """Whether as many heads as are stored at a time have programs for nearly all of a GPU, for twice that with a band.
+    """Return whether the heads stored at a time are all heads, or have programs for nearly all multiprocessors.
 
-    With a band they are unequal.
+    Under a band programs are unequal, so it takes twice as many.
     """
     (form,) = tiles.BACKWARDS["hopper_stored"][256]
-    alike = call.left is None and call.right is None
-    return heads_at_a_time(call) * cdiv(call.key.shape[2], form.keys) >= (0.95 if alike else 1.9) * multiprocessors
+    heads, alike = heads_at_a_time(call), call.left is None and call.right is None
+    if heads == call.key.shape[0] * call.key.shape[1]:
+        return True
+    return heads * cdiv(call.key.shape[2], form.keys) >= (0.95 if alike else 1.9) * multiprocessors
 
 
 def new_scores(call: Call) -> Tensor:

@@ -12,7 +12,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.form import Call, hiding, lengths_of
+from ..call import form
+from ..call.form import AssumedGPU, Call, hiding, lengths_of
 from ..kernels import (
     append,
     block_mask,
@@ -60,9 +61,9 @@ def current_recorder():
 
 
 def device_of(tensor):
-    """Where kernels on a tensor run."""
+    """Return the device that runs the kernels on a tensor."""
     recorder = current_recorder()
-    return tensor.device if recorder is None else recorder.device
+    return form.device_of(tensor) if recorder is None else recorder.device
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
@@ -98,6 +99,8 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
 @functools.cache
 def capability(device):
     """90 for compute capability (9, 0); None where kernels are interpreted."""
+    if isinstance(device, AssumedGPU):
+        return device.capability
     if interpreting():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -112,6 +115,8 @@ def has_hopper(tensor):
 @functools.cache
 def multiprocessors(device):
     """The SM count."""
+    if isinstance(device, AssumedGPU):
+        return tile_table.MULTIPROCESSORS
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -200,7 +205,8 @@ def _is_fine(name, call, device):
 
 def _right_form(name, call, device):
     _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
-    return tuned.of(device).on_hopper(name, dtype, width)
+    length, banded = min(call.query.shape[2], call.key.shape[2]), call.left is not None or call.right is not None
+    return tuned.of(device).on_hopper(name, dtype, width, tile_table.forms_on_hopper(name, width, length, banded))
 
 
 def stored_fills(call):
@@ -214,12 +220,13 @@ def form_on_hopper(name, call):
 
 
 def is_to_take(name, call, backend):
-    """Whether a backward for Hopper is to take a call that it knows: it is named, or was found the faster one here."""
+    """Return whether a backward for Hopper takes a call that it covers: it is named, or nothing is known against it."""
     device = device_of(call.query)
     if call.named:
         wanted = backend == "hopper"
     else:
-        wanted = tuned.prefers_hopper(name, call, device) and failures.known((name, device)) is None
+        wanted = capability(device) == 90 and tuned.prefers_hopper(name, call, device)  # interpreted only when named
+        wanted = wanted and failures.known((name, device)) is None
         wanted = wanted and (name != "hopper_stored" or stored_fills(call))
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 

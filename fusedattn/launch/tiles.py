@@ -72,6 +72,7 @@ def same(form):
 
 
 WARPGROUP_ROWS = 64
+MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute capability 9.0
 # By how many warpgroups multiply: registers of a thread when it starts, then of those that multiply, and of the one
 # that copies. What is asked for then, over all, must not pass what there was: it would wait for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
@@ -86,8 +87,7 @@ SECTION_BYTES = 16 << 20
 # 128: 655 and 604 TFLOP/s with 16384 keys, 645 and 631 with 8192, 624 and 631 with 4096).
 SHARED_KEYS = {128: 4096}
 
-# By width: the first is taken, the others are what to time it against. On an H200 the first are the fastest, but at D
-# 64: from 4096 tokens on three warpgroups are 1.05 to 1.09 times as fast without a band (bench/results/h200.csv).
+# By width: the first is taken, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
 HOPPER = {
     64: (
         Pipeline(2, 128, 3),
@@ -103,6 +103,10 @@ HOPPER = {
     ),
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
+
+# By width: the pipeline that comes first in full calls of at least so many rows and keys. At D 64 three warpgroups are
+# 1.05 to 1.09 times as fast as two from 4096 tokens on (an H200, bench/results/h200.csv).
+HOPPER_LONG = {64: (4096, Pipeline(3, 128, 2))}
 
 # The backwards for Hopper, by width as HOPPER: those that add to dq, one of them in turns. With wide heads that would
 # spill; there one stores gradients of scores.
@@ -392,6 +396,20 @@ def candidates(kernel, capability, itemsize, width, load="plain"):
     if capability is None or load != "plain":
         return known
     return (*known, *CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ()))
+
+
+def forms_on_hopper(kernel, width, length, banded):
+    """Return the forms of a kernel for Hopper, best first.
+
+    Args:
+        width: the wider of D and Dv, as `row_width` has it. length: the fewer of rows and keys.
+        banded: whether the call is causal or windowed.
+    """
+    forms = ON_HOPPER[kernel].get(width, ())
+    least, long = HOPPER_LONG.get(width, (0, None))
+    if long not in forms or banded or length < least:
+        return forms
+    return long, *(form for form in forms if form != long)
 
 
 def decoder(rows):

@@ -14,13 +14,13 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..call.form import Call
+from ..call.form import Call, Device
 from ..private import constant
 from . import tiles
 from .tiles import ONE_PASS, Backward, Pipeline, Tile, row_width, same
@@ -41,6 +41,7 @@ FORMS: Mapping[str, type | None] = {
     **dict.fromkeys(OF_PEERS),
 }
 DTYPES = ("bfloat16", "float16", "float32")
+SLOWER = "the tuning file of this GPU found it slower, so it runs only when named"  # why a kernel for Hopper waits
 LOADS = ("plain", "masked", "rich")
 
 # What the best of each kernel for Hopper has to be faster than; of the ordered backward only what gives the same bits.
@@ -77,27 +78,27 @@ class Candidate(NamedTuple):
 class Choices(NamedTuple):
     """What the candidates of a file choose; without any, nothing. Places are those of `Candidate`.
 
-    right, wrong: {place: forms}, the fastest first. faster: (kernel for Hopper, dtype, width, causal) of plain calls
-    for which it is faster than those for every GPU. two_passes: (dtype, width, load) of calls whose backward is faster
-    in two passes, or right in these alone. stored: (dtype, width, causal) of plain calls whose backward for Hopper is
-    faster where it stores gradients of scores.
+    right, wrong: {place: forms}, the fastest first. slower: (kernel for Hopper, dtype, width, banded) of plain calls
+    that a universal kernel computes faster. two_passes: (dtype, width, load) of calls whose backward is faster in two
+    passes, or right in these alone. adding: (dtype, width, banded) of plain calls whose backward for Hopper is faster
+    when it adds to dq than when it stores gradients of scores. banded: causal or windowed.
     """
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
-    faster: frozenset[tuple[str, str, int, bool]] = frozenset()
+    slower: frozenset[tuple[str, str, int, bool]] = frozenset()
     two_passes: frozenset[tuple[str, int, str]] = frozenset()
-    stored: frozenset[tuple[str, int, bool]] = frozenset()
+    adding: frozenset[tuple[str, int, bool]] = frozenset()
 
     def tiles(self, place: tuple, table: tuple[Tile, ...]) -> tuple[Tile, ...]:
         """Tiles to try: those found right, the fastest first; then a table's that are not known to be wrong."""
         first, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*first, *(tile for tile in table if same(tile) not in (*first, *wrong)))
 
-    def on_hopper(self, kernel: str, dtype: str, width: int) -> Any:
-        """How a kernel for Hopper works on calls: the fastest way, or the table's first that is not wrong, if any."""
+    def on_hopper(self, kernel: str, dtype: str, width: int, table: Sequence[Any]) -> Any:
+        """Return the form of a kernel for Hopper: the fastest one, else the first of a table that is not wrong."""
         place = kernel, dtype, width, "plain"
-        known = [one for one in tiles.ON_HOPPER[kernel].get(width, ()) if one not in self.wrong.get(place, ())]
+        known = [one for one in table if one not in self.wrong.get(place, ())]
         return next(iter((*self.right.get(place, ()), *known)), None)
 
 
@@ -122,24 +123,24 @@ def choose(candidates: Iterable[Candidate]) -> Choices:
     fine = PASSED, UNFIT, UNKNOWN
     wrong = {place: tuple(same(x.form) for x in some if x.status not in fine) for place, some in places.items()}
     wrong = {place: forms for place, forms in wrong.items() if forms}
-    faster, two_passes, stored = set(), set(), set()
+    slower, two_passes, adding = set(), set(), set()
     for _, *where in places:
         dtype, width, load = where
         for kernel, others in RIVALS.items():
             special = ranked((kernel, *where))[:1]
             rivals = [x for other in others for x in ranked((other, *where))[:1]]
-            for causal in (False, True) if special and rivals else ():
-                if all(_is_faster(special[0], rival, causal) for rival in rivals):
-                    faster.add((kernel, dtype, width, causal))
+            for causal in (False, True) if special else ():
+                if any(_is_faster(rival, special[0], causal) for rival in rivals):
+                    slower.add((kernel, dtype, width, causal))
         by_scores, adds = ranked(("hopper_stored", *where))[:1], ranked(("hopper_bwd_256", *where))[:1]
-        for causal in (False, True) if by_scores else ():
-            if not adds or _is_faster(by_scores[0], adds[0], causal):
-                stored.add((dtype, width, causal))
+        for causal in (False, True) if by_scores and adds else ():
+            if _is_faster(adds[0], by_scores[0], causal):
+                adding.add((dtype, width, causal))
         one, two = ranked(("one_pass", *where))[:1], ranked(("two_passes", *where))[:1]
         no_other = not one and wrong.get(("one_pass", *where))
         if no_other or (one and two and _is_faster(two[0], one[0])):
             two_passes.add((dtype, width, load))
-    return Choices(right, wrong, frozenset(faster), frozenset(two_passes), frozenset(stored))
+    return Choices(right, wrong, frozenset(slower), frozenset(two_passes), frozenset(adding))
 
 
 def _time(candidate, alike):
@@ -315,11 +316,11 @@ def _warn(why):
     warnings.warn(f"fusedattn ignores a tuning file: {why}", stacklevel=2)
 
 
-def of(device: torch.device) -> Choices:
-    """What counts on a device: nothing on a CPU, where kernels are interpreted, unless it is asked for."""
+def of(device: Device) -> Choices:
+    """Return the Choices of a device: none for a CPU or an assumed GPU, unless `ask` has set some."""
     if _asked is not None:
         return _asked
-    return _found(device) if device.type == "cuda" else NOTHING
+    return _found(device) if device.type == "cuda" and isinstance(device, torch.device) else NOTHING
 
 
 def ask(choices: Choices | None) -> None:
@@ -330,26 +331,25 @@ def ask(choices: Choices | None) -> None:
 
 
 @constant
-def _is_among(kind: str, device: torch.device, kernel: tuple, dtype: torch.dtype, width: int, causal: bool) -> bool:
-    return (*kernel, str(dtype).removeprefix("torch."), width, causal) in getattr(of(device), kind)
+def _is_among(kind: str, device: Device, kernel: tuple, dtype: torch.dtype, width: int, banded: bool) -> bool:
+    return (*kernel, str(dtype).removeprefix("torch."), width, banded) in getattr(of(device), kind)
 
 
-def _says(kind: str, call: Call, device: torch.device, *kernel: str) -> bool:
-    """Whether Choices have, in the set `kind`, a full or causal call as this, by a kernel where the set has kernels."""
-    if call.left is not None or call.right not in (None, 0):
-        return False
+def _says(kind: str, call: Call, device: Device, *kernel: str) -> bool:
+    """Return whether a set of Choices has calls like this one, by a kernel where the set has kernels."""
     width = row_width(max(call.query.shape[3], call.value.shape[3]))
-    return _is_among(kind, device, kernel, call.query.dtype, width, call.right is not None)
+    banded = call.left is not None or call.right is not None
+    return _is_among(kind, device, kernel, call.query.dtype, width, banded)
 
 
-def prefers_hopper(kernel: str, call: Call, device: torch.device) -> bool:
-    """Whether a kernel for Hopper was found the faster one, on a device, for calls that are full or causal, as this."""
-    return _says("faster", call, device, kernel)
+def prefers_hopper(kernel: str, call: Call, device: Device) -> bool:
+    """Return whether a kernel for Hopper takes a call that names no backend: no tuning file found it slower."""
+    return not _says("slower", call, device, kernel)
 
 
-def prefers_stored(call: Call, device: torch.device) -> bool:
-    """Whether the backward for Hopper that stores gradients of scores was found the faster one, for such calls."""
-    return _says("stored", call, device)
+def prefers_stored(call: Call, device: Device) -> bool:
+    """Return whether the backward that stores gradients of scores comes before the one that adds to dq."""
+    return not _says("adding", call, device)
 
 
 def load(file: Path) -> None:

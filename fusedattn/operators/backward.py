@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
+from ..call.form import DIFFERENTIABLE, TENSORS, Call, device_of, wide_dtype
 from ..call.layout import arrange, dense
 from ..cpu import run as cpu
 from ..launch import failures, tuned
@@ -37,7 +37,7 @@ def new_backward(*arguments):
 
 def any_failed(call):
     """Whether any kernel at all is known not to run, or to be wrong, on the device of a call."""
-    return bool(failures.known_kinds or tuned.of(call.query.device).wrong)
+    return bool(failures.known_kinds or tuned.of(device_of(call.query)).wrong)
 
 
 def _backward(*arguments):
@@ -68,10 +68,11 @@ def _backward(*arguments):
         given = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
         try:
             fill(wanted, *given)
-        except Unusable:
+        except Unusable as why:
             if call.named or not launch.any_on_hopper_failed(call):
                 raise
-            fill(wanted, *given)  # by the kernels of every GPU: one for Hopper was preferred, and is known to fail now
+            failures.take_next(why, call.named)
+            fill(wanted, *given)  # the universal kernels: the one for Hopper is known to fail now
     except Unusable as why:
         fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
     return grads

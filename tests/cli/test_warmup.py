@@ -43,7 +43,7 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
     names = kernels(tmp_path)
     assert len(names) == done.kernels
     with absent.gpu(90, folder=str(tmp_path)):  # as a process that begins
-        for batch, heads, kv_heads, rows in ((1, 4, 1, 77), (3, 32, 8, 640)):
+        for batch, heads, kv_heads, rows in ((1, 8, 2, 77), (3, 8, 2, 640)):
             query, key, value = (
                 torch.zeros(batch, rows, h, 64, dtype=torch.bfloat16)
                 .transpose(1, 2)
@@ -51,7 +51,7 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
                 for h in (heads, kv_heads, kv_heads)
             )
             with torch.set_grad_enabled(what != "inference"):
-                out = fa.attention(query, key, value, causal=True, backend="triton")
+                out = fa.attention(query, key, value, causal=True, backend="hopper")
             if what == "backward":
                 torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
     assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
@@ -72,7 +72,7 @@ with absent.gpu(90, folder=folder):
     if not passes:
         shapes = (2, 8, 100, 64), (2, 2, 100, 64), (2, 2, 100, 64)
         inputs = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        out = fa.attention(*inputs, causal=True, backend="triton")
+        out = fa.attention(*inputs, causal=True, backend="hopper")
         out.backward(torch.zeros_like(out))
 """
 
@@ -82,7 +82,7 @@ def test_a_process_that_begins_with_another_kernel_finds_them(tmp_path):
     for passes in (["backward", "training"], []):
         subprocess.run([sys.executable, "-c", _PROCESS, str(tmp_path), *passes], check=True)
         names = kernels(tmp_path)
-        assert names == ["dkdv.json", "forward.json", "postprocess.json", "preprocess.json"]
+        assert names == ["backward.json", "forward.json", "postprocess.json", "preprocess.json"]
 
 
 @compiled

@@ -601,7 +601,7 @@ def test_which_calls_it_takes():
     call = _call(16384)
     assert run.backward_on_hopper(call, True) == "hopper_stored" and not reasons_not_on_hopper(call, NEED, "hopper")
     assert passes(call, NEED, "hopper") == ("preprocess", "hopper_stored")
-    assert run.backward_on_hopper(call, False) == "hopper_bwd_256"
+    assert run.backward_on_hopper(call, False) == "hopper_stored"
     assert run.backward_on_hopper(_call(9, dim=128), True) == "hopper_ordered"
 
 
@@ -623,6 +623,8 @@ def test_explain_lists_it(monkeypatch):
     said = fa.explain(*inputs, causal=True, backend="hopper")
     assert said.tiles["hopper_stored"] == Backward(16, 2) and not {"dq", "dkdv", "postprocess"} & {*said.tiles}
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    assert "hopper_stored" in fa.explain(*inputs, backend="hopper").tiles
+    monkeypatch.setattr(tiles, "SCORES_BYTES", 100)
     assert "hopper_bwd_256" in fa.explain(*inputs, backend="hopper").tiles
 
 

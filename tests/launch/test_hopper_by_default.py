@@ -1,0 +1,124 @@
+"""Calls on compute capability 9.0 take the kernels for Hopper by default, forward and backward."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn.launch import hopper, tiles
+
+if hopper.missing is not None:
+    pytest.skip(hopper.missing, allow_module_level=True)
+
+COVERED = {
+    "full": {},
+    "causal": dict(causal=True),
+    "top left": dict(causal=True, align="top_left"),
+    "window": dict(window=(300, 0)),
+    "narrow window": dict(window=(4, 4)),
+    "one side": dict(window=(None, 5)),
+    "lse": dict(return_lse=True),
+    "weights": dict(return_weights=True),
+    "scale": dict(scale=0.3),
+}
+BACKWARDS = {64: ("hopper_bwd", "hopper_ordered"), 128: ("hopper_bwd", "hopper_ordered"), 256: ("hopper_stored",) * 2}
+
+
+def draw(dim, length=300, heads=(8, 8), dtype=torch.bfloat16, batch=2, requires_grad=False):
+    query, key = (torch.empty(batch, h, length, dim, dtype=dtype, device="meta") for h in heads)
+    return [x.requires_grad_(requires_grad) for x in (query, key, key.clone())]
+
+
+def explain(*inputs, capability=(9, 0), **options):
+    return fa.explain(*inputs, capability=capability, **options)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("name", COVERED)
+def test_calls_that_hopper_covers_take_its_kernels(name, dim, heads):
+    inputs = draw(dim, heads=heads)
+    found = explain(*inputs, **COVERED[name])
+    backward, _ = BACKWARDS[tiles.row_width(dim)]
+    assert found.backend == "hopper" and not found.backward, str(found)
+    assert [*found.tiles][:1] == ["hopper"] and backward in found.tiles
+    assert not {"forward", "dq", "dkdv", "one_pass"} & {*found.tiles}
+
+
+@pytest.mark.parametrize("dim", BACKWARDS)
+def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, monkeypatch):
+    for wanted in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)
+        found = explain(*draw(dim, requires_grad=True), causal=True)
+        assert BACKWARDS[dim][wanted] in found.tiles and not found.backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_both_half_precisions_are_covered(dtype):
+    assert explain(*draw(128, dtype=dtype)).backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (dict(softcap=3.0), "it knows no softcap"),
+        (dict(dropout_p=0.1, seed=1), "it knows no dropout_p"),
+        (dict(bias=torch.empty(300, 300, device="meta")), "it knows no bias"),
+        (dict(scale=0.0), "a scale between"),
+    ],
+    ids=["softcap", "dropout", "bias", "scale"],
+)
+def test_what_it_does_not_cover_the_universal_kernels_take(options, why):
+    found = explain(*draw(128), **options)
+    assert found.backend == "triton" and why in "; ".join(found.reasons["hopper"])
+    assert any(why in sentence for sentence in found.backward)
+
+
+def test_float32_and_other_gpus_take_the_universal_kernels():
+    assert explain(*draw(64, dtype=torch.float32)).backend == "triton"
+    for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
+        found = explain(*draw(64), capability=capability)
+        assert found.backend == "triton" and "not 9.0" in str(found)
+    old = explain(*draw(64), capability=(7, 5))
+    assert old.backend == "naive" and "7.5, less than 8.0" in "; ".join(old.reasons["triton"])
+    assert explain(*draw(64, dtype=torch.float64)).backend == "naive"
+
+
+def test_a_named_backend_is_the_one_that_runs_or_raises():
+    found = explain(*draw(64), backend="triton")
+    assert found.backend == "triton" and found.backward == ["'triton' is named"]
+    assert explain(*draw(64), backend="hopper", capability=(8, 0)).backend is None
+    assert explain(*draw(64), backend="cpu").backend is None, "the GPU is asked about, not a CPU"
+
+
+@pytest.mark.parametrize(
+    "length, options, warpgroups",
+    [(4096, {}, 3), (8192, {}, 3), (4095, {}, 2), (8192, dict(causal=True), 2), (8192, dict(window=(512, 512)), 2)],
+    ids=str,
+)
+def test_long_full_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):
+    """Measured on an H200, bench/results/h200.csv."""
+    assert explain(*draw(64, length), **options).tiles["hopper"].warpgroups == warpgroups
+    assert explain(*draw(128, length), **options).tiles["hopper"].warpgroups == 2
+
+
+def test_heads_whose_gradients_of_scores_take_too_much_memory_are_added():
+    assert "hopper_stored" in explain(*draw(256, 16384)).tiles
+    found = explain(*draw(256, 32768))
+    assert "hopper_bwd_256" in found.tiles and not found.backward
+
+
+def test_the_answer_is_not_about_the_machine_that_gives_it():
+    """Tensors on a CPU may be asked about, and calls after it take what they took before."""
+    inputs = [torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for _ in range(3)]
+    assert explain(*inputs).backend == "hopper"
+    assert fa.explain(*inputs).backend == "cpu"
+    with fa.use_backend("triton"):
+        assert explain(*inputs).backend == "triton"
+
+
+@pytest.mark.parametrize("capability", [(9,), 90, "9.0", (9.0, 0), (True, 0), (0, 0), (9, 10), (-9, 0)], ids=str)
+def test_a_capability_that_is_none_is_refused(capability):
+    with pytest.raises(ValueError, match=r"^capability: expected None or a compute capability such as \(9, 0\), got"):
+        fa.explain(*draw(64), capability=capability)
