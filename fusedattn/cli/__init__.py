@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         "warmup",
         "compile the kernels of given shapes ahead, several at a time",
         "Compile the kernels that calls of given shapes take on this GPU, forward and backward, so that the first call "
-        "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. They serve any batch and length of the "
-        "same head_dim, dtype and Hq / Hkv; kernels for Hopper also need the same Hq. Exit status 1 if one fails.",
+        "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. They serve any batch and length of "
+        "the same head_dim, dtype and Hq / Hkv; kernels for Hopper also need the same Hq. Exit status 1 if one fails.",
     )
     warmup.add_argument(
         "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", required=True, help="of a call (may be repeated)"

@@ -54,6 +54,19 @@ def attend(*inputs, **options):
     return fa.attention(*inputs, backend="hopper", **options)
 
 
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 0))], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_call_that_names_no_backend_takes_it(dim, options, cuda):
+    inputs = [torch.randn(2, 4, 333, dim, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    found = fa.explain(*inputs, **options)
+    assert found.backend == "hopper" and not found.backward
+    assert found.tiles == fa.explain(*(x.cpu() for x in inputs), capability=(9, 0), **options).tiles
+    plain, named = (fa.attention(*inputs, **options, backend=backend) for backend in (None, "hopper"))
+    assert torch.equal(plain, named)
+    grads = [torch.autograd.grad(out, inputs, torch.ones_like(out)) for out in (plain, named)]
+    assert all(map(torch.equal, *grads))
+
+
 def check(case, device):
     tensors, options = case.draw(device)
     got = with_gradients(attend, tensors, options, case.grads)
