@@ -15,7 +15,7 @@ from fusedattn.bench import cases as timed
 from fusedattn.bench.providers import pipeline_name
 
 import fusedattn as fa
-from fusedattn.launch import hopper, run, tiles
+from fusedattn.launch import hopper, run, tiles, tuned
 from fusedattn.launch.tiles import HOPPER
 from fusedattn.replay import cache
 from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
@@ -139,7 +139,8 @@ def launched(monkeypatch):
 
 
 def in_any_order(monkeypatch):
-    """From now on dq is added in whatever order programs come."""
+    """From now on dq is added in whatever order programs come, for wide heads too."""
+    monkeypatch.setattr(tuned, "prefers_stored", lambda *_: False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     cache.forget()
 

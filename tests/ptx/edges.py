@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import hopper, run
+from fusedattn.launch import hopper, run, tuned
 
 
 def _dense(
@@ -40,6 +40,7 @@ def _dense(
         with (
             mock.patch.object(run, "multiprocessors", lambda device: multiprocessors),
             mock.patch.object(hopper, "product_programs", lambda call, blocks, count: min(blocks, count)),
+            mock.patch.object(tuned, "prefers_stored", lambda *_: two_passes),
         ):
             out, _ = fa.attention(query, key, value, backend=backend, window=window, return_lse=True)
             if back:
