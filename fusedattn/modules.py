@@ -160,7 +160,8 @@ class MultiHeadAttention(nn.Module):
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
-        check_options(Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap))
+        options = Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap)
+        scale = check_options(options).scale
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
@@ -245,7 +246,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         check_sizes(embed_dim=embed_dim)
-        check_options(Arguments(None, None, None, scale=scale))
+        scale = check_options(Arguments(None, None, None, scale=scale)).scale
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)

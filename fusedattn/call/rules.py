@@ -5,7 +5,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from ..private import unmapped
 from .form import Arguments, Call, Plan, autocast, normalise
 from .layout import broadcasts, divides, irregular
 from .numbers import as_python, is_int, is_number
@@ -385,11 +387,30 @@ def check_strided(**tensors: Any) -> None:
             fail(TypeError, name, "a strided tensor", got)
 
 
-def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:
-    """Raise for the first option that is wrong; without sizes, as for a module, no option may be a tensor."""
+def _scale(scale: Any) -> Any:
+    """Return the number in a tensor of rank 0, and anything else unchanged."""
+    if not isinstance(scale, Tensor) or irregular(scale) is not None or scale.dim():
+        return scale
+    if scale.dtype == torch.bool or scale.is_complex():
+        return scale
+    if scale.requires_grad:
+        expected = "a number or a tensor without gradient (for a learned scale pass scale=1.0 and multiply query by it)"
+        fail(TypeError, "scale", expected, "a tensor that requires grad")
+    if scale.is_meta or (not is_compiling() and unmapped(scale) is not scale):
+        fail(TypeError, "scale", "a number or a tensor that holds one number", "a meta tensor or one that vmap maps")
+    return scale.item()
+
+
+def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments:
+    """Return the arguments with scale as a number. Raise for the first option that is wrong.
+
+    Without sizes, as for a module, no option but scale may be a tensor.
+    """
+    arguments = arguments._replace(scale=_scale(arguments.scale))
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:
             apply(OPTIONS[name], arguments, sizes)
+    return arguments
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
@@ -409,5 +430,5 @@ def checked(arguments: Arguments, named: bool = False) -> Call:
     query, rank, keys = arguments.query, arguments.query.dim(), arguments.key.shape[-2]
     batch, scores = query.shape[0] if rank > 2 else 1, (*query.shape[:-1], keys)
     sizes = Sizes(query.device, query.dtype, rank, batch, heads(query), query.shape[-2], keys, scores)
-    check_options(arguments, sizes)
+    arguments = check_options(arguments, sizes)
     return normalise(arguments, block_mask=block_mask, named=named)
