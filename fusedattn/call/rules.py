@@ -46,8 +46,21 @@ class Rule(NamedTuple):
     got: Callable[[Any], Any]
 
 
+# torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: programs that catch those catch these.
+class ArgumentValueError(ValueError, RuntimeError, AssertionError):
+    """A ValueError about an argument."""
+
+
+class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
+    """A TypeError about an argument."""
+
+
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
     """Raise in the one form that every error about an argument has."""
+    if error is ValueError:
+        error = ArgumentValueError
+    elif error is TypeError:
+        error = ArgumentTypeError
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
