@@ -1,5 +1,6 @@
 """MultiHeadAttention and SelfAttention: attention between linear projections."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .call.layout import broadcasts, irregular
 from .call.numbers import as_python, is_int, is_number
 from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
+from .operators.dtensors import is_dtensor
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -112,6 +114,21 @@ def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> An
     return pairs.unsqueeze(1)
 
 
+def _by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
+    """Return a projection's output (B, S, H * D) as (B, H, S, D).
+
+    Tensor parallelism leaves H / size heads on each process. Raises: ValueError where the processes divide no heads.
+    """
+    cut = [1]
+    if is_dtensor(projected):
+        mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]
+        cut += [mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last)]  # type: ignore[attr-defined]
+    if projected.shape[-1] % columns or heads % math.prod(cut):
+        got = f"{heads}, of which each has {projected.shape[-1]} columns, and a head {columns}"
+        fail(ValueError, name, "a multiple of the number of processes that share the heads", got)
+    return projected.unflatten(-1, (projected.shape[-1] // columns, columns)).transpose(1, 2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
     """(output, weights or None) of `attention`; the output is the same with weights and without."""
     check_flags(need_weights=need_weights)
@@ -134,6 +151,8 @@ class MultiHeadAttention(nn.Module):
         context_parallel: a `fusedattn.distributed.ContextParallel`, where inputs are shards of a sequence: the output
             is the shard of this rank, and masks and bias are as its method takes them. An attribute of the same name
             may be set later.
+    Tensor parallelism: `parallelize_module` of torch with ColwiseParallel for q_proj, k_proj and v_proj and
+        RowwiseParallel for out_proj. Each process computes num_heads / size heads; weights, masks and bias have these.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
@@ -200,9 +219,12 @@ class MultiHeadAttention(nn.Module):
         check_input("key", key, (_size(query, 0, "batch"), "length", self.kdim), self.k_proj, jagged=True)
         sizes = _size(query, 0, "batch"), _size(key, 1, "length"), self.vdim
         check_input("value", value, sizes, self.v_proj, jagged=True)
-        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)
+        q = _by_heads(self.q_proj(query), "num_heads", self.num_heads, self.head_dim)
+        k = _by_heads(self.k_proj(key), "num_kv_heads", self.num_kv_heads, self.head_dim)
+        v = _by_heads(self.v_proj(value), "num_kv_heads", self.num_kv_heads, self.value_head_dim)
+        if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads:
+            shared = f"{q.shape[1]} of {self.num_heads} heads beside {k.shape[1]} of {self.num_kv_heads} key heads"
+            fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
         lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
         scores = None if self.context_parallel else (q.shape[0], *lengths)
@@ -260,4 +282,7 @@ class SelfAttention(nn.Module):
         check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+            if projected.shape[-1] != self.embed_dim:
+                fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
         return attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
