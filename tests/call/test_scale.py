@@ -53,7 +53,9 @@ def test_it_is_the_number(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_one_that_requires_a_gradient_is_refused_by_name(name):
     learned = nn.Parameter(torch.tensor(0.3))
-    expected = r"scale: expected a number or a tensor without gradient \(.* multiply q\w* by it\), got a tensor that req"
+    expected = (
+        r"scale: expected a number or a tensor without gradient \(.* multiply q\w* by it\), got a tensor that req"
+    )
     with torch.no_grad(), pytest.raises(TypeError, match=expected):
         CALLS[name](learned)
 
