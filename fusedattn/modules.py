@@ -126,7 +126,8 @@ def _by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
     if projected.shape[-1] % columns or heads % math.prod(cut):
         got = f"{heads}, of which each has {projected.shape[-1]} columns, and a head {columns}"
         fail(ValueError, name, "a multiple of the number of processes that share the heads", got)
-    return projected.unflatten(-1, (projected.shape[-1] // columns, columns)).transpose(1, 2)
+    by_heads: Tensor = projected.unflatten(-1, (projected.shape[-1] // columns, columns))
+    return by_heads.transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:

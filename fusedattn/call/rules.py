@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     got: Callable[[Any], Any]
 
 
-# torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: programs that catch those catch these.
+# torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: who catches those catches these.
 class ArgumentValueError(ValueError, RuntimeError, AssertionError):
     """A ValueError about an argument."""
 

@@ -1,7 +1,7 @@
 """Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
 
 import logging
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_torchs(module: nn.Module | None) -> bool:
+def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
     """Return whether a module's class is torch's, or one that a parametrization of in_proj_weight made of it."""
     return module is not None and parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
 

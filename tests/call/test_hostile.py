@@ -15,7 +15,8 @@ SEEDS = {"None", "0", "-1", "1", "2**31", "int tensor", "int64", "a row", "rank 
 # What is right in the place of an option.
 RIGHT = dict(
     mask=MASK, bias=FLOATING, key_mask=MASK, query_mask=MASK, causal=FLAG, window={"None", "tuple"}, align=set(),
-    scale=NUMBERS | RANK_0 | {"None"}, softcap=NUMBERS - {"0", "-0.0", "-1"} | {"None"}, alibi_slopes=FLOATING, sinks=FLOATING,
+    scale=NUMBERS | RANK_0 | {"None"}, softcap=NUMBERS - {"0", "-0.0", "-1"} | {"None"},
+    alibi_slopes=FLOATING, sinks=FLOATING,
     dropout_p={"0", "-0.0", "1", "tiny"}, seed=SEEDS, return_lse=FLAG, return_weights=FLAG, backend={"None"},
 )  # fmt: skip
 RIGHT_ONCE = dict(
