@@ -1,6 +1,5 @@
 """MultiHeadAttention and SelfAttention: attention between linear projections."""
 
-import math
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from .call.form import Arguments, Plan, autocasting
 from .call.layout import broadcasts, irregular
 from .call.numbers import as_python, is_int, is_number
 from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
-from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
-from .operators.dtensors import is_dtensor
+from .distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -114,22 +112,6 @@ def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> An
     return pairs.unsqueeze(1)
 
 
-def _by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
-    """Return a projection's output (B, S, H * D) as (B, H, S, D).
-
-    Tensor parallelism leaves H / size heads on each process. Raises: ValueError where the processes divide no heads.
-    """
-    cut = [1]
-    if is_dtensor(projected):
-        mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]
-        cut += [mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last)]  # type: ignore[attr-defined]
-    if projected.shape[-1] % columns or heads % math.prod(cut):
-        got = f"{heads}, of which each has {projected.shape[-1]} columns, and a head {columns}"
-        fail(ValueError, name, "a multiple of the number of processes that share the heads", got)
-    by_heads: Tensor = projected.unflatten(-1, (projected.shape[-1] // columns, columns))
-    return by_heads.transpose(1, 2)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
     """(output, weights or None) of `attention`; the output is the same with weights and without."""
     check_flags(need_weights=need_weights)
@@ -220,9 +202,9 @@ class MultiHeadAttention(nn.Module):
         check_input("key", key, (_size(query, 0, "batch"), "length", self.kdim), self.k_proj, jagged=True)
         sizes = _size(query, 0, "batch"), _size(key, 1, "length"), self.vdim
         check_input("value", value, sizes, self.v_proj, jagged=True)
-        q = _by_heads(self.q_proj(query), "num_heads", self.num_heads, self.head_dim)
-        k = _by_heads(self.k_proj(key), "num_kv_heads", self.num_kv_heads, self.head_dim)
-        v = _by_heads(self.v_proj(value), "num_kv_heads", self.num_kv_heads, self.value_head_dim)
+        q = by_heads(self.q_proj(query), "num_heads", self.num_heads, self.head_dim)
+        k = by_heads(self.k_proj(key), "num_kv_heads", self.num_kv_heads, self.head_dim)
+        v = by_heads(self.v_proj(value), "num_kv_heads", self.num_kv_heads, self.value_head_dim)
         if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads:
             shared = f"{q.shape[1]} of {self.num_heads} heads beside {k.shape[1]} of {self.num_kv_heads} key heads"
             fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
