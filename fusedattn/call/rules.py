@@ -400,11 +400,9 @@ def check_strided(**tensors: Any) -> None:
             fail(TypeError, name, "a strided tensor", got)
 
 
-def _scale(scale: Any) -> Any:
-    """Return the number in a tensor of rank 0, and anything else unchanged."""
-    if not isinstance(scale, Tensor) or irregular(scale) is not None or scale.dim():
-        return scale
-    if scale.dtype == torch.bool or scale.is_complex():
+def _scale(scale: Tensor) -> Any:
+    """Return the number in a tensor of rank 0, and any other tensor unchanged."""
+    if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
     if scale.requires_grad:
         expected = "a number or a tensor without gradient (for a learned scale pass scale=1.0 and multiply query by it)"
@@ -419,7 +417,8 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
 
     Without sizes, as for a module, no option but scale may be a tensor.
     """
-    arguments = arguments._replace(scale=_scale(arguments.scale))
+    if isinstance(arguments.scale, Tensor):
+        arguments = arguments._replace(scale=_scale(arguments.scale))
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:
             apply(OPTIONS[name], arguments, sizes)
