@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..private import unmapped
-from .form import Arguments, Call, Plan, autocast, normalise
+from .form import Arguments, Call, Plan, autocast, differentiated, normalise
 from .layout import broadcasts, divides, irregular
 from .numbers import as_python, is_int, is_number
 
@@ -404,7 +404,7 @@ def _scale(scale: Tensor) -> Any:
     """Return the number in a tensor of rank 0, and any other tensor unchanged."""
     if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
-    if scale.requires_grad:
+    if scale.requires_grad or differentiated((scale,)):
         expected = "a number or a tensor without gradient (for a learned scale pass scale=1.0 and multiply query by it)"
         fail(TypeError, "scale", expected, "a tensor that requires grad")
     if scale.is_meta or (not is_compiling() and unmapped(scale) is not scale):

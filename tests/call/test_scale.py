@@ -63,6 +63,17 @@ def test_one_that_requires_a_gradient_is_refused_by_name(name):
         CALLS[name](learned)
 
 
+def test_derivatives_of_it_are_refused_and_not_dropped():
+    def attend(scale):
+        return fa.attention(X, X, X, scale=scale).sum()
+
+    one = torch.tensor(1.0)
+    for derive in (lambda: torch.func.grad(attend)(one), lambda: torch.func.jvp(attend, (one,), (one,))):
+        with pytest.raises(TypeError, match="scale: expected .* requires grad"):
+            derive()
+    assert torch.func.grad(lambda x: fa.attention(x, X, X, scale=one).sum())(X).shape == X.shape
+
+
 def test_transformers_function_takes_one():
     pytest.importorskip("transformers")
     forward = fa.compat.transformers.fusedattn_forward
