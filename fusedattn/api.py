@@ -49,7 +49,7 @@ def attention(
         causal: row i sees no key after its own position. The same as 0 on the right of the window.
         window: (left, right), how many keys a row sees before and after its own position; None is unbounded.
         align: "bottom_right" sets the last row level with the last key, "top_left" the first with the first.
-        scale: any finite number; 1 / sqrt(D) by default.
+        scale: any finite number, also a tensor of rank 0 without gradient; 1 / sqrt(D) by default.
         softcap: scores become softcap * tanh(score / softcap), before anything is added to them.
         alibi_slopes: floating (Hq,) or (B, Hq); slope * distance is subtracted from the scores, the distance being that
             of a key to the row's own position.

@@ -12,7 +12,7 @@ from .call.form import Arguments, Plan, autocasting
 from .call.layout import broadcasts, irregular
 from .call.numbers import as_python, is_int, is_number
 from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
-from .distributed.parallel import ContextParallel, attend as attend_in_parallel, check_parallel
+from .distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -134,6 +134,8 @@ class MultiHeadAttention(nn.Module):
         context_parallel: a `fusedattn.distributed.ContextParallel`, where inputs are shards of a sequence: the output
             is the shard of this rank, and masks and bias are as its method takes them. An attribute of the same name
             may be set later.
+    Tensor parallelism: `parallelize_module` of torch with ColwiseParallel for q_proj, k_proj and v_proj and
+        RowwiseParallel for out_proj. Each process computes num_heads / size heads; weights, masks and bias have these.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
@@ -160,7 +162,8 @@ class MultiHeadAttention(nn.Module):
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
-        check_options(Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap))
+        options = Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap)
+        scale = check_options(options).scale
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
@@ -199,9 +202,12 @@ class MultiHeadAttention(nn.Module):
         check_input("key", key, (_size(query, 0, "batch"), "length", self.kdim), self.k_proj, jagged=True)
         sizes = _size(query, 0, "batch"), _size(key, 1, "length"), self.vdim
         check_input("value", value, sizes, self.v_proj, jagged=True)
-        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.value_head_dim)).transpose(1, 2)
+        q = by_heads(self.q_proj(query), "num_heads", self.num_heads, self.head_dim)
+        k = by_heads(self.k_proj(key), "num_kv_heads", self.num_kv_heads, self.head_dim)
+        v = by_heads(self.v_proj(value), "num_kv_heads", self.num_kv_heads, self.value_head_dim)
+        if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads:
+            shared = f"{q.shape[1]} of {self.num_heads} heads beside {k.shape[1]} of {self.num_kv_heads} key heads"
+            fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
         lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
         scores = None if self.context_parallel else (q.shape[0], *lengths)
@@ -245,7 +251,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         check_sizes(embed_dim=embed_dim)
-        check_options(Arguments(None, None, None, scale=scale))
+        scale = check_options(Arguments(None, None, None, scale=scale)).scale
         check_flags(bias=bias)
         check_shares(dropout=dropout)
         check_name(backend)
@@ -259,4 +265,7 @@ class SelfAttention(nn.Module):
         check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+            if projected.shape[-1] != self.embed_dim:
+                fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
         return attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)

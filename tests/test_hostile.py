@@ -9,12 +9,12 @@ import fusedattn as fa
 from fusedattn import distributed, layers, plot
 from fusedattn.compat import _bert_padding, flash_attn, torch as for_torch
 
-from .call.test_hostile import FLAG, FLOATING, MASK, RIGHT, SEEDS, bools, floats
+from .call.test_hostile import FLAG, FLOATING, MASK, RANK_0, RIGHT, SEEDS, bools, floats
 from .hostile import taken, with_numpys
 
 B, H, S, E, D = 2, 2, 4, 8, 4
 SIZE, SHARE, X = {"1"}, {"0", "-0.0", "1", "tiny"}, {"no rows", "twice the rows"}
-NUMBERS = RIGHT["scale"] - {"None"}
+NUMBERS = RIGHT["scale"] - RANK_0 - {"None"}
 TOO_LARGE = ("2**31",)  # a size for which torch finds no memory, and says so
 ANYTHING = None
 
@@ -26,7 +26,7 @@ def ones(*shape):
 # Options of modules: (a right value, which others are right).
 OPTIONS = dict(
     dropout=(0.1, SHARE), attention_dropout=(0.1, SHARE), bias=(True, FLAG), causal=(True, FLAG),
-    window=((1, 1), {"None", "tuple"}), scale=(1.0, NUMBERS | {"None", "1e39"}), backend=("naive", {"None"}),
+    window=((1, 1), {"None", "tuple"}), scale=(1.0, RIGHT["scale"] | {"1e39"}), backend=("naive", {"None"}),
     softcap=(1.0, RIGHT["softcap"] | {"1e39"}), layer_norm_eps=(1e-5, NUMBERS - {"-1"} | {"1e39"}),
 )  # fmt: skip
 SELF = dict(dropout=0, bias=0, scale=0, backend=0)
@@ -133,7 +133,7 @@ def test_torchs_function():
         enable_gqa=WEIGHTS,
     )
     inputs = {name: (x, set()) for name, x in attended().items()}
-    hold(for_torch.scaled_dot_product_attention, attended(), more | dict(scale=(1.0, NUMBERS | {"None"})))
+    hold(for_torch.scaled_dot_product_attention, attended(), more | dict(scale=(1.0, RIGHT["scale"])))
     for name, (x, _) in inputs.items():
         taken(for_torch.scaled_dot_product_attention, attended, name, x, ("query", "key", "value"))
 
@@ -141,7 +141,7 @@ def test_torchs_function():
 def test_flash_attns_functions():
     x, cache, lengths = floats(B, S, H, D), floats(B, S, H, D), torch.tensor([1, 2], dtype=torch.int32)
     options = dict(
-        dropout_p=(0.1, SHARE), softmax_scale=(1.0, NUMBERS | {"None"}), causal=WEIGHTS, deterministic=WEIGHTS,
+        dropout_p=(0.1, SHARE), softmax_scale=(1.0, RIGHT["scale"]), causal=WEIGHTS, deterministic=WEIGHTS,
         window_size=((1, 1), {"tuple"}), softcap=(1.0, RIGHT["softcap"] | {"0", "-0.0"}),
         alibi_slopes=(floats(H), FLOATING), return_attn_probs=WEIGHTS,
     )  # fmt: skip
@@ -180,7 +180,7 @@ def test_the_function_that_transformers_calls():
     function = fa.compat.transformers.fusedattn_forward
     for name, value in attended().items():
         taken(function, lambda: dict(module=None) | attended(), name, value, ("query", "key", "value"), but=("lazy",))
-    masks = dict(attention_mask=(bools(S, S), {"None", "bool", "half", "double"}), scaling=(1.0, NUMBERS | {"None"}))
+    masks = dict(attention_mask=(bools(S, S), {"None", "bool", "half", "double"}), scaling=(1.0, RIGHT["scale"]))
     for name, (value, _) in masks.items():
         taken(function, lambda: dict(module=None) | attended(), name, value, ("mask", "bias", "scale"))
 

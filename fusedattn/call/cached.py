@@ -285,7 +285,9 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
         a = a._replace(query=a.query.to(autocast_dtype(a.query)))
     check_sizes(a)
     query, (batch, heads, rows, _), keys = a.query, a.query.shape, capacity(a)
-    check_options(options, Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys)))
+    options = check_options(
+        options, Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys))
+    )
     learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
     check_gradients({**arguments._asdict(), **learned})
     check_values(a, options)

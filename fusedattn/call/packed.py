@@ -154,7 +154,7 @@ def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, 
     most_q = query.shape[0] if max_seqlen_q is None else max_seqlen_q
     most_k = key.shape[0] if max_seqlen_k is None else max_seqlen_k
     scores = packed.cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k
-    check_options(arguments, Sizes(query.device, query.dtype, 4, *scores, scores))
+    arguments = check_options(arguments, Sizes(query.device, query.dtype, 4, *scores, scores))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     tokens = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
     lengths = dict(cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..private import unmapped
+from .rules import fail
 
 
 @dataclass
@@ -49,9 +50,9 @@ def longest(offsets: Tensor, name: str) -> int:
     """The most rows of any sequence, which is what `name` may say: of offsets on a GPU the host has to wait for it."""
     without_values = torch.compiler.is_compiling() or unmapped(offsets) is not offsets
     if without_values:
-        raise ValueError(f"{name}: expected an int in code that is compiled or mapped over these offsets, got None")
+        fail(ValueError, name, "an int in code that is compiled or mapped over these offsets", None)
     if offsets.is_meta:
-        raise ValueError(f"{name}: expected an int beside offsets on meta, got None")
+        fail(ValueError, name, "an int beside offsets on meta", None)
     return max(0, int(offsets.diff().max())) if offsets.shape[0] > 1 else 0
 
 

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .form import Arguments, Call, Plan, autocast, normalise
+from ..private import unmapped
+from .form import Arguments, Call, Plan, autocast, differentiated, normalise
 from .layout import broadcasts, divides, irregular
 from .numbers import as_python, is_int, is_number
 
@@ -44,8 +46,21 @@ class Rule(NamedTuple):
     got: Callable[[Any], Any]
 
 
+# torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: who catches those catches these.
+class ArgumentValueError(ValueError, RuntimeError, AssertionError):
+    """A ValueError about an argument."""
+
+
+class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
+    """A TypeError about an argument."""
+
+
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
     """Raise in the one form that every error about an argument has."""
+    if error is ValueError:
+        error = ArgumentValueError
+    elif error is TypeError:
+        error = ArgumentTypeError
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
@@ -385,11 +400,29 @@ def check_strided(**tensors: Any) -> None:
             fail(TypeError, name, "a strided tensor", got)
 
 
-def check_options(arguments: Arguments, sizes: Sizes | None = None) -> None:
-    """Raise for the first option that is wrong; without sizes, as for a module, no option may be a tensor."""
+def _scale(scale: Tensor) -> Any:
+    """Return the number in a tensor of rank 0, and any other tensor unchanged."""
+    if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
+        return scale
+    if scale.requires_grad or differentiated((scale,)):
+        expected = "a number or a tensor without gradient (for a learned scale pass scale=1.0 and multiply query by it)"
+        fail(TypeError, "scale", expected, "a tensor that requires grad")
+    if scale.is_meta or (not is_compiling() and unmapped(scale) is not scale):
+        fail(TypeError, "scale", "a number or a tensor that holds one number", "a meta tensor or one that vmap maps")
+    return scale.item()
+
+
+def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments:
+    """Return the arguments with scale as a number. Raise for the first option that is wrong.
+
+    Without sizes, as for a module, no option but scale may be a tensor.
+    """
+    if isinstance(arguments.scale, Tensor):
+        arguments = arguments._replace(scale=_scale(arguments.scale))
     for name, default in DEFAULTS.items():
         if getattr(arguments, name) is not default:
             apply(OPTIONS[name], arguments, sizes)
+    return arguments
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
@@ -409,5 +442,5 @@ def checked(arguments: Arguments, named: bool = False) -> Call:
     query, rank, keys = arguments.query, arguments.query.dim(), arguments.key.shape[-2]
     batch, scores = query.shape[0] if rank > 2 else 1, (*query.shape[:-1], keys)
     sizes = Sizes(query.device, query.dtype, rank, batch, heads(query), query.shape[-2], keys, scores)
-    check_options(arguments, sizes)
+    arguments = check_options(arguments, sizes)
     return normalise(arguments, block_mask=block_mask, named=named)

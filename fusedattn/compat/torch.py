@@ -1,11 +1,12 @@
 """Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
 
 import logging
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.nn.utils import parametrize
 from torch.types import Device
 
 from ..call.numbers import as_python
@@ -176,7 +177,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(order) for x in (q, k, v))
         masks = _masks(attn_mask, key_padding_mask, k.shape[2] - keys)
         out, weights = attend(q, k, v, need_weights, dropout_p=self.dropout if self.training else 0.0, **masks)
-        out = linear(out.permute(back).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        # Called, not read: somebody may have put a quantized layer, an adapter or a hook there.
+        out = self.out_proj(out.permute(back).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -220,9 +222,10 @@ def convert(model: nn.Module) -> nn.Module:
         >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(64, 4))
 
     New modules share what the old ones hold: parameters, buffers, hooks, flags and mode. Names and order of modules,
-    parameters and state dict stay, and so do subclasses of torch's module; a second call changes nothing. Copies and
-    pickles are converted, too. The logger "fusedattn" says how many modules were replaced, at level INFO, and warns
-    where there is none. A module in a plain list, which is no child of another, is not replaced.
+    parameters and state dict stay, and so do subclasses of torch's module, but for those that torch's parametrizations
+    make; a second call changes nothing. Copies and pickles are converted, too. The logger "fusedattn" says how many
+    modules were replaced, at level INFO, and warns where there is none, and of subclasses. A module in a plain list,
+    which is no child of another, is not replaced.
 
     Converted models skip the fast path of torch.nn.TransformerEncoderLayer, for eval without gradients, and the nested
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
@@ -232,14 +235,14 @@ def convert(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
-    if type(model) is nn.MultiheadAttention:
+    if _is_torchs(model):
         _report(model, 1, 0)
         return _converted(model)
     before = sum(isinstance(x, MultiheadAttention) for x in model.modules())
     fused: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if type(child) is nn.MultiheadAttention:
+            if _is_torchs(child):
                 if child not in fused:
                     fused[child] = _converted(child)
                 parent._modules[name] = fused[child]
@@ -250,12 +253,23 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
+def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
+    """Return whether a module's class is torch's, or one that a parametrization of in_proj_weight made of it."""
+    return module is not None and parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
+
+
 def _report(model: nn.Module, replaced: int, before: int) -> None:
     """Log how many modules `convert` replaced, and how many were ours before."""
     name, what = type(model).__name__, "torch.nn.MultiheadAttention in"
     if replaced or before:
         already = f", {before} were converted before" if before else ""
         _log.info("convert: replaced %d %s %s%s", replaced, what, name, already)
+        attentions = (x for x in model.modules() if isinstance(x, nn.MultiheadAttention))
+        left = sorted(
+            {type(x).__name__ for x in attentions if not (isinstance(x, MultiheadAttention) or _is_torchs(x))}
+        )
+        if left:
+            _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", ", ".join(left))
         return
     subclasses = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
     but = f" but {subclasses} of subclasses, which stay as they are" if subclasses else ""
@@ -266,7 +280,10 @@ def _report(model: nn.Module, replaced: int, before: int) -> None:
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:
     """The same module, of another class."""
-    twin = MultiheadAttention.__new__(MultiheadAttention)
+    kind: Any = MultiheadAttention
+    if type(module) is not nn.MultiheadAttention:  # a parametrization made its class, which computes the parameters
+        kind = type(type(module).__name__, (MultiheadAttention,), dict(vars(type(module))))
+    twin: MultiheadAttention = kind.__new__(kind)
     # One dict for both: references to the old module, and handles of its hooks, keep working.
     object.__setattr__(twin, "__dict__", module.__dict__)
     twin._leave_fast_path()

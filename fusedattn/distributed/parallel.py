@@ -1,10 +1,12 @@
-"""How a module attends over a sequence that is cut over ranks."""
+"""How a module attends over a sequence, or by heads, that are cut over ranks."""
 
+import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..call.rules import fail
+from ..operators.dtensors import is_dtensor
 from .gather import gather_attention
 from .ring import ring_attention
 from .shards import check_balance
@@ -63,3 +65,19 @@ def attend(
         found = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
         return found if need_weights else (found, None)
     return METHODS[parallel.method](q, k, v, group=parallel.group, balance=parallel.balance, **options), None
+
+
+def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
+    """Return a projection's output (B, S, H * D) as (B, H, S, D).
+
+    Tensor parallelism leaves H / size heads on each process. Raises: ValueError where the processes divide no heads.
+    """
+    cut = [1]
+    if is_dtensor(projected):
+        mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]
+        cut += [mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last)]  # type: ignore[attr-defined]
+    if projected.shape[-1] % columns or heads % math.prod(cut):
+        got = f"{heads}, of which each has {projected.shape[-1]} columns, and a head {columns}"
+        fail(ValueError, name, "a multiple of the number of processes that share the heads", got)
+    made: Tensor = projected.unflatten(-1, (projected.shape[-1] // columns, columns))
+    return made.transpose(1, 2)

@@ -59,7 +59,9 @@ def _digest(value: Any) -> int:
 
 def _words(name: str, options: dict[str, Any], own: dict[str, int], problem: Exception | None) -> Tensor:
     """What a rank says of a call, as numbers: its own ones, a digest of each option, and its error."""
-    text = b"" if problem is None else f"{type(problem).__name__}: {problem}".encode()[:TEXT]
+    # The name that users know: ours derive from it.
+    kind = next(x.__name__ for x in type(problem).__mro__ if x.__module__ == "builtins")
+    text = b"" if problem is None else f"{kind}: {problem}".encode()[:TEXT]
     words = [_digest(name), len(text), *own.values(), *map(_digest, options.values())]
     assert len(words) <= WORDS - TEXT // 8
     said = torch.zeros(WORDS, dtype=torch.int64, device="cpu")  # whatever the default device is

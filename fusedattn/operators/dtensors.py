@@ -169,7 +169,10 @@ def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
             dims = DIMS.get(name, ())
             if type(placement) is not Shard or placement.dim not in dims:
                 kinds = " or ".join(["Replicate", *("sharded on batch", "on heads")[: len(dims)]])
-                more = ": fusedattn.distributed takes sequences in shards" if name in ("query", "key", "value") else ""
+                more = ""
+                if name in ("query", "key", "value") and type(placement) is Shard:
+                    columns = f", which cuts head_dim: redistribute it, to Shard({HEADS}) for heads"
+                    more = columns if placement.dim == 3 else ": fusedattn.distributed takes sequences in shards"
                 fail(ValueError, name, kinds, f"{placement}{more}")
             dim = placement.dim
             if x.shape[dim] == 1 and batch_and_heads[dim] != 1:

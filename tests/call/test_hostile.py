@@ -9,12 +9,14 @@ from ..hostile import SCALARS, taken, with_numpys
 
 B, Hq, Hkv, Sq, Sk, D = 2, 4, 2, 3, 5, 8
 NUMBERS = {"0", "-0.0", "-1", "1", "1.5", "tiny", "2**31", "2**63"}
+RANK_0 = {"float tensor", "int tensor"}
 FLAG, FLOATING, MASK = {"True", "False"}, {"None", "half", "double"}, {"None", "bool"}
 SEEDS = {"None", "0", "-1", "1", "2**31", "int tensor", "int64", "a row", "rank + 1"}
 # What is right in the place of an option.
 RIGHT = dict(
     mask=MASK, bias=FLOATING, key_mask=MASK, query_mask=MASK, causal=FLAG, window={"None", "tuple"}, align=set(),
-    scale=NUMBERS | {"None"}, softcap=NUMBERS - {"0", "-0.0", "-1"} | {"None"}, alibi_slopes=FLOATING, sinks=FLOATING,
+    scale=NUMBERS | RANK_0 | {"None"}, softcap=NUMBERS - {"0", "-0.0", "-1"} | {"None"},
+    alibi_slopes=FLOATING, sinks=FLOATING,
     dropout_p={"0", "-0.0", "1", "tiny"}, seed=SEEDS, return_lse=FLAG, return_weights=FLAG, backend={"None"},
 )  # fmt: skip
 RIGHT_ONCE = dict(

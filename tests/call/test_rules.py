@@ -98,7 +98,7 @@ WRONG = [
     ("align", ValueError, "got None", dict(align=None), {}),
     ("scale", TypeError, "a number, got str", dict(scale="1"), dict(scale=1)),
     ("scale", TypeError, "a number, got bool", dict(scale=True), dict(scale=0)),
-    ("scale", TypeError, "a number, got Tensor", dict(scale=torch.tensor(1.0)), {}),
+    ("scale", TypeError, "a number, got Tensor", dict(scale=torch.ones(1)), {}),
     ("scale", ValueError, "a finite number, got nan", dict(scale=float("nan")), dict(scale=-1e30)),
     ("scale", ValueError, "a finite number, got inf", dict(scale=float("inf")), {}),
     ("scale", ValueError, "a finite number, got -inf", dict(scale=float("-inf")), {}),

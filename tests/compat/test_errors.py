@@ -1,5 +1,6 @@
 """Drop-ins of torch's attention refuse what torch refuses, and little else: calls at random, right and wrong alike."""
 
+import pickle
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusedattn.compat.torch as compat
+from fusedattn.compat import flash_attn
 
 DTYPES = [torch.float32] * 50 + [torch.float64, torch.bfloat16, torch.int64]
 MASKS = [torch.bool, torch.bool, torch.float32, torch.float32, torch.float64, torch.int64, torch.uint8]
@@ -23,13 +25,51 @@ def outcome(function):
 
 
 def compare(theirs, ours, excused):
-    """Both raise or neither does, unless excused; and ours raises what says which argument is wrong."""
+    """Both raise or neither does, unless excused; ours says which argument is wrong, and is caught where torch's is."""
     want, got = outcome(theirs), outcome(ours)
-    assert type(got) in (type(None), ValueError, TypeError), got
+    assert got is None or isinstance(got, ValueError | TypeError), got
     assert excused or (got is None) == (want is None), (got, want)
     if got is not None:
+        assert not isinstance(want, RuntimeError | AssertionError) or isinstance(got, type(want)), (got, want)
         assert str(got).partition(":")[0].replace("_", "").isalpha(), got
     return got is not None
+
+
+X, LAYER = torch.zeros(2, 2, 4, 8), dict(embed_dim=8, num_heads=2)
+CAUGHT = [
+    (RuntimeError, lambda: compat.scaled_dot_product_attention(X, X[..., :4], X)),
+    (RuntimeError, lambda: compat.scaled_dot_product_attention(X, X.double(), X)),
+    (RuntimeError, lambda: compat.scaled_dot_product_attention(X, X, X, dropout_p=2.0)),
+    (TypeError, lambda: compat.scaled_dot_product_attention([1], X, X)),
+    (AssertionError, lambda: compat.MultiheadAttention(8, 3)),
+    (ValueError, lambda: compat.MultiheadAttention(0, 3)),
+    (AssertionError, lambda: compat.MultiheadAttention(**LAYER)(X[0, :, :, :4], X[0], X[0])),
+    (RuntimeError, lambda: compat.MultiheadAttention(**LAYER)(X[0], X[0], X[0], attn_mask=torch.zeros(3, 3))),
+    (AssertionError, lambda: compat.MultiheadAttention(**LAYER)(X[0], X[0], X[0], attn_mask=torch.zeros(4, 4).int())),
+    (RuntimeError, lambda: compat.MultiheadAttention(**LAYER)(X[0], X[0], X[0], is_causal=True)),
+    (RuntimeError, lambda: flash_attn.flash_attn_func(X, X[..., :4], X)),
+    (RuntimeError, lambda: flash_attn.flash_attn_varlen_func(X[0], X[0], X[0], X, X, 1, 1)),
+    (RuntimeError, lambda: flash_attn.flash_attn_with_kvcache(X, X, X.double())),
+]
+
+
+@pytest.mark.parametrize(("error", "call"), CAUGHT)
+def test_programs_that_catch_their_errors_catch_ours(error, call):
+    with pytest.raises(error) as raised:
+        call()
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert isinstance(again, ValueError | TypeError) and str(again) == str(raised.value) and "expected" in str(again)
+
+
+def test_a_compiled_program_catches_them_too():
+    def attend(query, key):
+        try:
+            return compat.scaled_dot_product_attention(query, key, key)
+        except RuntimeError:
+            return query
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(attend, backend="eager")(X, X[..., :4]), X)
 
 
 def near(pick, size):

@@ -105,7 +105,7 @@ def test_errors_name_flash_attns_arguments(function, error, name, wrong):
     compat.__dict__[function](**CALLS[function])
     with pytest.raises(error) as raised:
         compat.__dict__[function](**CALLS[function] | {name: wrong})
-    assert raised.type is error
+    assert issubclass(raised.type, RuntimeError)  # which flash-attn raises
     assert_names(raised.value, name)
 
 

@@ -205,14 +205,17 @@ def message(rank, size, heads, key_heads, places, options=None):
     try:
         called(ours, options or {})
     except (TypeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
+        kinds = TypeError, ValueError, NotImplementedError
+        return f"{next(kind.__name__ for kind in kinds if isinstance(error, kind))}: {error}"
     return "nothing"
 
 
 ALL = dict(query=HEADS, key=HEADS, value=HEADS)
 REFUSED = [
     ("ValueError: query: .* sequences in shards", 4, 2, dict.fromkeys(ALL, "Shard(2)"), {}),
-    ("ValueError: query:", 4, 2, dict.fromkeys(ALL, "Shard(3)"), {}),
+    ("ValueError: query: .* got .*head_dim.*redistribute", 4, 2, dict.fromkeys(ALL, "Shard(3)"), {}),
+    ("ValueError: query: .* got .*head_dim.*redistribute", 4, 2, dict.fromkeys(ALL, "Shard(-1)"), {}),
+    ("ValueError: value: .* got .*head_dim.*redistribute", 4, 2, dict(query=SAME, key=SAME, value="Shard(3)"), {}),
     ("ValueError: key:", 4, 2, dict(query=BATCH, key=HEADS, value=HEADS), {}),
     ("ValueError: key:", 6, 3, ALL, {}),
     ("ValueError: key:", 6, 3, dict(query=HEADS, key=SAME, value=SAME), {}),

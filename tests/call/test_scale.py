@@ -1,0 +1,117 @@
+"""A scale that is a tensor of rank 0 is the number in it, as it is to torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusedattn as fa
+from fusedattn import distributed
+from fusedattn.compat import flash_attn, torch as compat
+
+X, OFFSETS = torch.randn(2, 4, 8, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
+ROWS, LENGTHS = X[0].transpose(0, 1), torch.tensor([8, 3], dtype=torch.int32)
+NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
+PACKED = ROWS, ROWS, ROWS, OFFSETS, OFFSETS
+
+
+def module(kind, *sizes):
+    def run(scale):
+        torch.manual_seed(0)
+        return kind(*sizes, scale=scale)(X[0])[0]
+
+    return run
+
+
+CALLS = dict(
+    attention=lambda scale: fa.attention(X, X, X, scale=scale),
+    varlen=lambda scale: fa.attention_varlen(*PACKED, scale=scale),
+    decode=lambda scale: fa.attention_decode(X[:, :, :1], X, X, cache_seqlens=LENGTHS, scale=scale),
+    reference=lambda scale: fa.reference.attention(X, X, X, scale=scale),
+    eager=lambda scale: fa.reference.eager(X, X, X, scale=scale),
+    jagged=lambda scale: fa.attention(*[NESTED.transpose(1, 2)] * 3, scale=scale).transpose(1, 2),
+    ring=lambda scale: distributed.ring_attention(X, X, X, scale=scale),
+    gather=lambda scale: distributed.gather_attention(X, X, X, scale=scale),
+    gather_varlen=lambda scale: distributed.gather_attention_varlen(ROWS, ROWS, ROWS, OFFSETS, scale=scale),
+    ulysses=lambda scale: distributed.ulysses_attention(X, X, X, scale=scale),
+    module=module(fa.MultiHeadAttention, 16, 2),
+    self_attention=module(fa.SelfAttention, 16),
+    layer=lambda scale: module(fa.layers.TransformerEncoderLayer, 16, 2, 32)(scale),
+    sdpa=lambda scale: compat.scaled_dot_product_attention(X, X, X, scale=scale),
+    flash=lambda scale: flash_attn.flash_attn_func(X, X, X, softmax_scale=scale),
+    flash_varlen=lambda scale: flash_attn.flash_attn_varlen_func(*PACKED, 5, 5, softmax_scale=scale),
+    flash_cache=lambda scale: flash_attn.flash_attn_with_kvcache(X, X, X, softmax_scale=scale),
+)
+RANK_0 = [torch.tensor(0.3), torch.tensor(2), torch.tensor(0.25, dtype=torch.float16), nn.Buffer(torch.tensor(0.7))]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_the_number(name):
+    for scale in RANK_0:
+        found, wanted = CALLS[name](scale), CALLS[name](scale.item())
+        pairs = zip(found.unbind(), wanted.unbind(), strict=True)
+        assert all(torch.equal(mine, one) for mine, one in pairs)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_that_requires_a_gradient_is_refused_by_name(name):
+    learned = nn.Parameter(torch.tensor(0.3))
+    expected = (
+        r"scale: expected a number or a tensor without gradient \(.* multiply q\w* by it\), got a tensor that req"
+    )
+    with torch.no_grad(), pytest.raises(TypeError, match=expected):
+        CALLS[name](learned)
+
+
+def test_derivatives_of_it_are_refused_and_not_dropped():
+    def attend(scale):
+        return fa.attention(X, X, X, scale=scale).sum()
+
+    one = torch.tensor(1.0)
+    for derive in (lambda: torch.func.grad(attend)(one), lambda: torch.func.jvp(attend, (one,), (one,))):
+        with pytest.raises(TypeError, match="scale: expected .* requires grad"):
+            derive()
+    assert torch.func.grad(lambda x: fa.attention(x, X, X, scale=one).sum())(X).shape == X.shape
+
+
+def test_transformers_function_takes_one():
+    pytest.importorskip("transformers")
+    forward = fa.compat.transformers.fusedattn_forward
+    found, wanted = (forward(None, X, X, X, scaling=x)[0] for x in (torch.tensor(0.3), torch.tensor(0.3).item()))
+    assert torch.equal(found, wanted)
+
+
+def test_a_call_sees_the_number_that_a_tensor_holds_now():
+    scale = torch.tensor(0.3)
+    for _ in range(4):
+        scale += 0.5
+        assert torch.equal(fa.attention(X, X, X, scale=scale), fa.attention(X, X, X, scale=scale.item()))
+
+
+def test_what_holds_no_number_is_refused():
+    for wrong in (torch.ones(1), torch.tensor(True), torch.tensor(1j), torch.tensor(1.0, device="meta")):
+        with pytest.raises(TypeError, match="^scale: expected a number.*, got"):
+            fa.attention(X, X, X, scale=wrong)
+    with pytest.raises(TypeError, match="scale: .* vmap maps"):
+        torch.vmap(lambda x: fa.attention(X, X, X, scale=x))(torch.ones(2))
+    with pytest.raises(ValueError, match="scale: expected a finite number, got nan"):
+        fa.attention(X, X, X, scale=torch.tensor(torch.nan))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(whole):
+    """Compiled whole it is a constant: torch's own function takes no other there either."""
+
+    def attend(query, scale):
+        return compat.scaled_dot_product_attention(query, X, X, scale=torch.tensor(0.5) if whole else scale)
+
+    query, scale = X.clone().requires_grad_(), torch.tensor(0.5)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=whole)
+    for _ in range(2):
+        found, wanted = compiled(query, scale), F.scaled_dot_product_attention(query, X, X, scale=scale.item())
+        torch.testing.assert_close(found, wanted)
+        grads = [torch.autograd.grad(x.sum(), query)[0] for x in (found, wanted)]
+        torch.testing.assert_close(*grads)
+        if not whole:
+            scale.mul_(2)

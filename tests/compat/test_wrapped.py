@@ -1,0 +1,137 @@
+"""Modules whose parameters are computed, and whose out_proj is another layer, are converted; out_proj is called."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from fusedattn.compat import torch as compat
+
+X = torch.randn(2, 5, 16)
+
+
+class Adapted(nn.Module):
+    """A layer beside an adapter; the layer's weight is not the adapter's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Linear(16, 16)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def attention(**options):
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(16, 2, batch_first=True, **options)
+
+
+def computed(norm, name, **options):
+    module = attention(**options)
+    norm(module if "." not in name else module.out_proj, name.rpartition(".")[2])
+    return module
+
+
+COMPUTED = {
+    f"{norm.__name__} of {name}": (norm, name, options)
+    for norm in (parametrizations.weight_norm, parametrizations.spectral_norm)
+    for name, options in (
+        ("in_proj_weight", {}),
+        ("out_proj.weight", {}),
+        ("q_proj_weight", dict(kdim=16, vdim=12)),
+    )
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm, name, options", COMPUTED.values(), ids=COMPUTED)
+def test_computed_parameters(norm, name, options, training):
+    theirs = computed(norm, name, **options).eval()
+    ours = compat.convert(nn.ModuleList([copy.deepcopy(theirs)]))[0]
+    assert isinstance(ours, compat.MultiheadAttention)
+    if training and norm is parametrizations.weight_norm:  # the other takes a step at each look
+        theirs.train(), ours.train()
+    value = X[..., : options.get("vdim", 16)]
+    for module in (theirs, ours):
+        module(X, X, value)[0].square().sum().backward()
+    torch.testing.assert_close(ours(X, X, value), theirs(X, X, value))
+    for mine, one in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, one.grad)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    again = compat.convert(copy.deepcopy(ours))
+    assert type(again) is type(ours)
+    torch.testing.assert_close(again(X, X, value), theirs(X, X, value))
+    if "." not in name:
+        parametrize.remove_parametrizations(ours, name)
+        assert type(ours) is compat.MultiheadAttention
+        torch.testing.assert_close(ours(X, X, value), theirs(X, X, value))
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_another_out_proj_is_called(training, grad, compiled):
+    """What it adds is seen also where torch would take its fast path; an nn.Sequential has no weight to read."""
+    model, padding = compat.convert(encoder()).train(training), torch.arange(5) >= torch.tensor([[5], [3]])
+    plain = copy.deepcopy(model)
+    for wrap in (Adapted, nn.Sequential, nn.Identity):
+        for layer, one in zip(model.layers, plain.layers, strict=True):
+            layer.self_attn.out_proj = wrap(one.self_attn.out_proj)
+            joined = copy.deepcopy(one.self_attn.out_proj)
+            if wrap is nn.Identity:
+                joined.weight.data, joined.bias.data = torch.eye(16), torch.zeros(16)
+            elif wrap is Adapted:
+                more = layer.self_attn.out_proj.more
+                joined.weight.data += more.weight.data
+                joined.bias.data += more.bias.data
+            one.self_attn.kept, one.self_attn.out_proj = one.self_attn.out_proj, joined
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="eager") if compiled else model
+        with torch.set_grad_enabled(grad):
+            found, wanted = (x(X, src_key_padding_mask=padding) for x in (run, plain))
+        torch.testing.assert_close(found[~padding], wanted[~padding])
+        for one in plain.layers:
+            one.self_attn.out_proj = one.self_attn.kept
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_hooks_of_out_proj_and_a_quantized_one():
+    layer, seen = compat.MultiheadAttention(16, 2, batch_first=True).eval(), []
+    wanted, _ = layer(X, X, X)
+    handle = layer.out_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer(X, X, X)
+    assert torch.equal(seen[0], wanted)
+    handle.remove()
+    layer.out_proj = nn.Linear(16, 16)
+    layer.out_proj.load_state_dict(dict(weight=torch.eye(16), bias=torch.zeros(16)))
+    exact = layer(X, X, X)[0]
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
+    assert not isinstance(quantized.out_proj, nn.Linear)
+    torch.testing.assert_close(quantized(X, X, X)[0], exact, atol=0.05, rtol=0.05)
+
+
+def test_subclasses_that_stay_beside_what_is_replaced_are_named(caplog):
+    class Own(nn.MultiheadAttention):
+        pass
+
+    model = nn.ModuleList([attention(), Own(16, 2), computed(parametrizations.weight_norm, "in_proj_weight")])
+    compat.convert(model)
+    (record,) = [x for x in caplog.records if x.levelname == "WARNING"]
+    assert record.getMessage() == "convert: left subclasses of torch.nn.MultiheadAttention as they are: Own"
+    assert type(model[1]) is Own and isinstance(model[2], compat.MultiheadAttention)
