@@ -52,6 +52,8 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
     """The options of the scores, as `attention` takes them."""
+    if isinstance(window_size, Tensor) or type(window_size).__module__ == "numpy":
+        window_size = window_size.tolist()
     if isinstance(window_size, tuple | list):
         window_size = tuple(map(as_python, window_size))
     if not isinstance(window_size, tuple) or len(window_size) != 2 or not all(map(is_int, window_size)):
@@ -94,15 +96,58 @@ def attend(names: Sequence[str], tensors: Sequence[Any], options: Sequence[Any])
 
 
 def attend_packed(
-    names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any]
-) -> Tensor | Any:
+    names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any],
+    block_table: Any = None,
+) -> Tensor | Any:  # fmt: skip
     """`attention_varlen` of its first five arguments; names are {its name: the caller's}."""
     longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # some callers leave them a tensor
     longest = {
         name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else as_python(x) for name, x in longest.items()
     }
+    if block_table is not None:
+        q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
+        k, v = _from_pages(k, v, block_table, cu_seqlens_k, longest["max_seqlen_k"])
+        tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
     out, *more = _run(names, attention_varlen, tensors, options, **longest)
     return (out.contiguous(), *more) if more else out.contiguous()
+
+
+def _from_pages(k: Any, v: Any, block_table: Any, cu_seqlens_k: Any, max_seqlen_k: Any) -> tuple[Tensor, Tensor]:
+    """Return keys and values in pages as packed ones, (Tk, Hkv, D) and (Tk, Hkv, Dv), without a wait for a GPU.
+
+    Tk is the number of keys where the host knows it, otherwise the most that there may be: nobody reads the rest.
+    Raises: ValueError, TypeError for arguments that do not fit, and for pages on a CPU that are not there.
+    """
+    for name, x in dict(k=k, v=v).items():
+        check_tensor(name, x, "(pages, page, Hkv, D)")
+    if v.shape[:2] != k.shape[:2]:
+        fail(ValueError, "v", f"the pages of k, {tuple(k.shape[:2])}", tuple(v.shape))
+    for name, x, layout in (("block_table", block_table, "(B, pages of a sequence)"),
+                            ("cu_seqlens_k", cu_seqlens_k, "(B + 1,)")):  # fmt: skip
+        check_tensor(name, x, layout)
+        if x.dtype != torch.int32:
+            fail(TypeError, name, "an int32 tensor", x.dtype)
+        if x.device != k.device:
+            fail(ValueError, name, f"the device of k, {k.device}", x.device)
+    (pages, page), (batch, most) = k.shape[:2], block_table.shape
+    if batch != len(cu_seqlens_k) - 1:
+        fail(
+            ValueError, "block_table", f"{len(cu_seqlens_k) - 1} rows, one for each sequence", tuple(block_table.shape)
+        )
+    if (known := is_known(cu_seqlens_k)) and batch and (longest := int(cu_seqlens_k.diff().max())) > most * page:
+        fail(
+            ValueError, "cu_seqlens_k", f"sequences of at most {most * page} keys, as block_table has room for", longest
+        )
+    longest = min(max_seqlen_k, most * page) if is_int(max_seqlen_k) else most * page
+    total = (max(int(cu_seqlens_k[-1]), 0) if batch else 0) if known else batch * longest
+    keys = torch.arange(total, device=k.device)
+    sequence = torch.searchsorted(cu_seqlens_k[1:].long(), keys, right=True).clamp(max=max(batch - 1, 0))
+    local = (keys - cu_seqlens_k[sequence]).clamp(0, max(most * page - 1, 0))
+    numbers = block_table[sequence, local // max(page, 1)].long()
+    if known and len(wrong := numbers[(numbers < 0) | (numbers >= pages)]):
+        fail(ValueError, "block_table", f"pages from 0 to {pages - 1}", int(wrong[0]))
+    index = numbers.clamp(0, max(pages - 1, 0)) * page + local % max(page, 1)
+    return k.flatten(0, 1)[index], v.flatten(0, 1)[index]
 
 
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
@@ -58,6 +59,11 @@ def scaled_dot_product_attention(
             if tensor.dim() == query.dim() and tensor.shape[1] != heads and not enable_gqa:
                 fail(ValueError, name, f"the {heads} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
         return attention(query, key, value, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
+    if query.shape[-1] == key.shape[-1] == 0 or value.shape[-1] == 0:
+        # A column of zeros changes no score and no other column.
+        padded = (pad(x, (0, int(x.shape[-1] == 0))) for x in inputs.values())
+        out = scaled_dot_product_attention(*padded, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return out[..., : value.shape[-1]].contiguous()
     if attn_mask is not None and is_causal:
         fail(ValueError, "is_causal", "False beside an attn_mask", True)
     if attn_mask is not None and (variant := _causal_bias(attn_mask, query.shape[-2], key.shape[-2])):

@@ -100,15 +100,13 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
             keys; none is fine. max_seqlen_q, max_seqlen_k: the longest lengths, or more.
-        block_table: None; for keys in pages there is `flash_attn_with_kvcache`.
+        block_table: int32 (B, n): k and v are then pages of any size, (pages, page, Hkv, D or Dv), and row b has the
+            pages of sequence b, in order. They are copied into packed keys and values first, and have gradients.
     Returns: output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
     """
-    if block_table is not None:
-        expected = "None, for keys in pages are for flash_attn_with_kvcache"
-        fail(NotImplementedError, "block_table", expected, type(block_table).__name__)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options, block_table)
 
 
 def flash_attn_varlen_qkvpacked_func(

@@ -53,6 +53,9 @@ def eager(function: Callable) -> Callable:
     return run
 
 
+_CHECKS: dict[str, Callable] = {}  # {operator: its check}, for calls by name that a derivative is wanted of
+
+
 def register(schema: str, run: Callable, new: Callable, check: Callable) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 
@@ -73,6 +76,7 @@ def register(schema: str, run: Callable, new: Callable, check: Callable) -> None
         check(*arguments)
         return new(*arguments)
 
+    _CHECKS[name] = check
     LIBRARY.define(schema)
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, checked_run, key)
@@ -91,6 +95,7 @@ def register_derivative(name: str, differentiate: Callable) -> None:
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
+            _CHECKS[name](*arguments)  # the derivative computes without the operator
             return differentiate(*arguments)
         return redispatch(operator, keyset, arguments)
 

@@ -330,3 +330,18 @@ def test_it_compiles_for_every_length():
         out = function(query, key, key, mask, enable_gqa=True)
         torch.testing.assert_close(out, want)
         assert out.stride() == want.stride()
+
+
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(attn_mask=torch.ones(3, 3).tril().bool())], ids=str)
+@pytest.mark.parametrize("dim, dv", [(0, 4), (0, 0), (16, 0)])
+def test_heads_without_columns_are_torchs(dim, dv, options):
+    """Scores of no columns are 0, so that each row is the mean of what it sees."""
+    inputs = leaves(*(torch.randn(1, 2, 3, size, dtype=torch.float64) for size in (dim, dim, dv)))
+    got, want = (
+        function(*inputs, **options)
+        for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
+    assert got.shape == want.shape == (1, 2, 3, dv)
+    torch.testing.assert_close(got, want)
+    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (got, want)), strict=True):
+        torch.testing.assert_close(mine, theirs)

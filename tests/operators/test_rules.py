@@ -500,3 +500,15 @@ def test_columns_that_a_forward_keeps(dtype, width, columns, on_cpu):
     query, key = torch.randn(1, 2, 3, 8, dtype=dtype), torch.randn(1, 2, 3, width, dtype=dtype)
     *_, stats = OPERATORS.forward(*fields(query, query, key), False, False, True, "cpu")
     assert stats.shape == (1, 2, 3, on_cpu)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+def test_a_gradient_of_what_is_absent_is_named_where_a_derivative_is_wanted(backend):
+    """Autograd takes such a call before the operator, whose check it would miss."""
+    call = fields(*(torch.randn(1, 2, 4, 16) for _ in range(3)))
+    out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
+    for place, name in ((3, "bias"), (4, "alibi_slopes"), (5, "sinks")):
+        need = [True, True, True, *(n == place for n in range(3, DIFFERENTIABLE))]
+        incoming = torch.ones_like(out).requires_grad_()
+        with pytest.raises(ValueError, match=f"^need: expected False for {name}, which is None"):
+            OPERATORS.backward(incoming, None, None, out, weights, stats, *call, backend, need)
