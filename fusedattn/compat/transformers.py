@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import attention
+from ..api import attention, attention_varlen
 from ..call.rules import check_strided, fail
 from ._hf_names import NAMES, REFUSED, masks_of
 
@@ -30,7 +30,8 @@ def register(name: str = "fusedattn") -> None:
     `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
     name. After replacing attention in a model, call `set_attn_implementation` again. A model whose code is mixed, or
     right only for eager's floating masks, gets these, as large as the scores; so does a name that was written into a
-    config by hand, or pickled with it. generate_batch() takes no registered name; output_attentions=True gets nothing.
+    config by hand, or pickled with it. generate_batch() takes no registered name. output_attentions=True gets weights
+    in models that hand the keyword to attention; set it in the config for those that do not, such as GPT-2.
 
     Registering twice, or under two names, does no harm.
     Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
@@ -73,8 +74,12 @@ def fusedattn_forward(
             Columns after the last key are left out. position_bias: floating, of such a shape, added to the scores.
         dropout: the share of weights dropped, in training or not. scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`. s_aux: floating (Hq,), a sink for each head.
+        cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), where packed sequences begin, in a batch of 1. No query sees a key
+            of another sequence, whether there is a mask or not. max_length_q, max_length_k: the longest lengths.
+        output_attentions: whether weights are wanted; by default as the module's config says.
         others: ignored, such as `sliding_window`, but for those in REFUSED.
-    Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; None). A row that sees nothing is 0.
+    Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; weights (B, Hq, Lq, Lk), after dropout, or None). A
+        row that sees nothing is 0.
     Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None.
     """
     for name, meaning in REFUSED.items():
@@ -106,8 +111,42 @@ def fusedattn_forward(
         bias = mask if bias is None else bias + mask
         mask = None
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
-    out = attention(query, key, value, mask=mask, bias=bias, causal=causal, align="top_left", **options)
-    return out.transpose(1, 2).contiguous(), None
+    weights_wanted = others.get("output_attentions")
+    weights_wanted = getattr(config, "output_attentions", False) if weights_wanted is None else weights_wanted
+    if (offsets := _offsets(others, batch)) is not None:
+        if mask is None and bias is None and not weights_wanted:
+            longest = dict(max_seqlen_q=others.get("max_length_q"), max_seqlen_k=others.get("max_length_k"))
+            tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+            return attention_varlen(*tokens, *offsets, causal=causal, **longest, **options)[None], None
+        rows, keys = (
+            torch.searchsorted(x[1:], torch.arange(of.shape[2], device=x.device), right=True)
+            for x, of in zip(offsets, (query, key), strict=True)
+        )
+        same = (rows[:, None] == keys)[None, None]
+        mask = same if mask is None else mask & same
+    options |= dict(mask=mask, bias=bias, causal=causal, align="top_left")
+    if weights_wanted:
+        out, weights = attention(query, key, value, **options, return_weights=True)
+    else:
+        out, weights = attention(query, key, value, **options), None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None:
+    """Return where packed sequences begin, of queries and of keys, if the model was given that; else None."""
+    names = "cu_seq_lens_q", "cu_seq_lens_k"
+    first, second = (others.get(name) for name in names)
+    if first is None and second is None:
+        return None
+    for name, x in zip(names, (first, second), strict=True):
+        if x is None:
+            fail(ValueError, name, "a tensor beside that of the other side", None)
+        check_strided(**{name: x})
+    if batch != 1:
+        fail(
+            ValueError, names[0], "a batch of 1, which holds all sequences one behind the other", f"a batch of {batch}"
+        )
+    return first, second
 
 
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:

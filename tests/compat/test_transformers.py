@@ -167,7 +167,6 @@ def test_dtypes_unknown_keywords_and_backends(dtype):
         Module(True),
         *inputs,
         None,
-        output_attentions=True,
         position_ids=torch.arange(5),
         cu_seq_lens_q=None,
         indices=None,

@@ -1,0 +1,116 @@
+"""Attention weights of Transformers' models, and packed sequences given as `cu_seq_lens_q` and `cu_seq_lens_k`."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fusedattn.compat import transformers as compat
+
+SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=50)
+LENGTHS = (4, 1, 6)
+OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    compat.register()
+
+
+def llama(implementation, dtype=torch.float64, **more):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **more)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+    return model.to(dtype).eval()
+
+
+def bert(implementation):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES)
+    return transformers.BertModel._from_config(config, attn_implementation=implementation).double().eval()
+
+
+def ids():
+    return torch.randint(0, 50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("model", [llama, bert])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attentions_are_eagers(model, padded):
+    given = dict(input_ids=ids(), output_attentions=True)
+    if padded:
+        given["attention_mask"] = torch.ones_like(given["input_ids"]).index_fill(1, torch.tensor([9, 10]), 0)
+    got, want = (model(name)(**given).attentions for name in ("fusedattn", "eager"))
+    assert len(got) == len(want) == 2
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not model("fusedattn")(input_ids=ids()).attentions, "nobody asked"
+
+
+def test_attentions_may_be_asked_for_in_the_config():
+    model = llama("fusedattn", output_attentions=False)
+    model.config._output_attentions = True  # transformers refuses to set it beside any name but "eager"
+    assert model(ids()).attentions[0].shape == (1, 4, 11, 11)
+
+
+def packed(**more):
+    lengths = dict(max_length_q=max(LENGTHS), max_length_k=max(LENGTHS))
+    return dict(cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS, **lengths) | more
+
+
+@pytest.mark.parametrize("positions", [False, True], ids=["no position ids", "position ids"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_packed_sequences_do_not_see_each_other(positions, dtype):
+    """Rotary embedding knows differences of positions alone, so that these need not begin anew."""
+    model, tokens = llama("fusedattn", dtype), ids()
+    begun_anew = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    given = dict(position_ids=begun_anew) if positions else {}
+    got = model(tokens, **given, **packed()).logits
+    alone = torch.cat([model(part).logits for part in tokens.split(LENGTHS, 1)], 1)
+    torch.testing.assert_close(got, alone)
+    got.sum().backward()
+    assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "bias", "weights"])
+def test_what_is_given_besides_hides_more(kind):
+    inputs = [torch.randn(1, heads, 11, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    seen = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
+    of = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
+    both = seen & (of[:, None] == of)
+    bias = torch.randn(1, 4, 11, 11, dtype=torch.float64)
+    given = {
+        "bool": dict(attention_mask=seen),
+        "float": dict(attention_mask=torch.zeros(seen.shape).double().masked_fill(~seen, -1e30)),
+        "bias": dict(position_bias=bias),
+        "weights": dict(output_attentions=True),
+    }.get(kind, {})
+    got, weights = compat.fusedattn_forward(Module(), *inputs, **given, **packed())
+    more = dict(position_bias=bias) if kind == "bias" else {}
+    want, _ = compat.fusedattn_forward(Module(), *inputs, both, **more)
+    torch.testing.assert_close(got, want)
+    assert (weights is not None) == (kind == "weights")
+    if weights is not None:
+        assert not weights[~both.expand_as(weights)].any()
+
+
+@pytest.mark.parametrize(
+    "changed, batch, name",
+    [
+        ({}, 2, "cu_seq_lens_q"),
+        (dict(cu_seq_lens_k=None), 1, "cu_seq_lens_k"),
+        (dict(cu_seq_lens_q=None), 1, "cu_seq_lens_q"),
+        (dict(cu_seq_lens_q=[0, 11]), 1, "cu_seq_lens_q"),
+    ],
+    ids=["a batch of two", "no keys", "no queries", "a list"],
+)
+def test_what_is_not_packed_is_refused(changed, batch, name):
+    inputs = [torch.randn(batch, 2, 11, 8) for _ in range(3)]
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
+        compat.fusedattn_forward(Module(), *inputs, **packed(**changed))
