@@ -54,7 +54,7 @@ versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, warmu
 
 older-cpu: $(READY) ## the CPU backend and Hugging Face's models, as a CPU without AVX-512 computes them
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TRITON_INTERPRET=1 \
-		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py tests/compat/test_models.py $(ARGS)
+		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py::test_an_option_alone tests/compat/test_models.py $(ARGS)
 
 check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff check

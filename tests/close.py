@@ -41,6 +41,11 @@ def exactly(function, model, *arguments, **options):
         return function(model, *map(_double, arguments), **options)
 
 
+def flat(tensors):
+    """Return the elements of all tensors in one, None left out."""
+    return torch.cat([x.flatten() for x in tensors if x is not None])
+
+
 def _double(x):
     if isinstance(x, dict):
         return {name: _double(each) for name, each in x.items()}

@@ -10,7 +10,7 @@ import fusedattn as fa
 from fusedattn.compat import _switch, transformers as compat
 
 from .. import sample
-from ..close import assert_as_good, exactly
+from ..close import assert_as_good, exactly, flat
 from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
@@ -59,13 +59,11 @@ def outcome(model, implementation, inputs):
 
 
 def assert_same(got, want, exact):
-    """Each result is as good as eager's, measured against float64."""
-    assert got.keys() == want.keys()
-    for name, expected in want.items():
-        if expected is None:
-            assert got[name] is None, name
-        else:
-            assert_as_good(got[name], expected, exact[name], name)
+    """Logits, and the loss with all gradients, are as good as eager's, measured against float64."""
+    assert [name for name in got if got[name] is None] == [name for name in want if want[name] is None]
+    assert_as_good(got["logits"], want["logits"], exact["logits"], "logits")
+    # Together: of the few elements of one parameter, chance decides how large eager's error is.
+    assert_as_good(*(flat(x for name, x in each.items() if name != "logits") for each in (got, want, exact)))
 
 
 def pairs(*cases):
