@@ -10,7 +10,7 @@ KNOWING := $(addprefix tests/,replay/test_launch_path.py launch/test_failures.py
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
-.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions check docs gpu bench tune clean
+.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions older-cpu check docs gpu bench tune clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -51,6 +51,10 @@ benchmarks: $(READY) ## the tests of bench/ and of the commands, and every bench
 versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, warmup and check, by the other versions of Triton
 	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) $(KNOWING) || exit 1; done
 	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu --dtype bfloat16
+
+older-cpu: $(READY) ## the CPU backend and Hugging Face's models, as a CPU without AVX-512 computes them
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TRITON_INTERPRET=1 \
+		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py::test_an_option_alone tests/compat/test_models.py $(ARGS)
 
 check: .venv/checkers ## ruff and mypy
 	$(PY) -m ruff check

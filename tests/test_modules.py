@@ -1,10 +1,14 @@
 """The modules: against torch's own, their masks, weights and errors."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import fusedattn as fa
+
+from .close import assert_as_good, exactly
 
 
 def copied(layer):
@@ -41,12 +45,14 @@ def test_it_equals_torchs_module(widths, need_weights):
     mask = torch.rand(5, 7) < 0.7
     mask[:, 0] = True
     out, weights = layer(query, key, value, mask, key_mask=key_mask, need_weights=need_weights)
-    want, want_weights = copied(layer)(
-        query, key, value, key_padding_mask=~key_mask, attn_mask=~mask, average_attn_weights=False
-    )
-    torch.testing.assert_close(out, want)
+
+    def torchs(module, *inputs):
+        return module(*inputs, key_padding_mask=~key_mask, attn_mask=~mask, average_attn_weights=False)
+
+    want, exact = (apply(copied(layer), query, key, value) for apply in (torchs, functools.partial(exactly, torchs)))
+    assert_as_good(out, want[0], exact[0])
     if need_weights:
-        torch.testing.assert_close(weights, want_weights)
+        assert_as_good(weights, want[1], exact[1])
     else:
         assert weights is None
     got = torch.autograd.grad(out.sum(), list(layer.parameters()))
@@ -59,15 +65,16 @@ def test_grouped_heads_widths_and_options(backend, device):
         12, 4, num_kv_heads=2, head_dim=8, value_head_dim=5, causal=True, window=(3, None), scale=0.2, device=device
     )
     x = torch.randn(2, 9, 12, device=device, requires_grad=True)
-    want, want_weights = layer(x, need_weights=True)
+    results = functools.partial(type(layer).__call__, need_weights=True)
+    want, exact = results(layer, x), exactly(results, layer, x)
     layer.backend = backend
     out, weights = layer(x, need_weights=True)
     assert out.shape == (2, 9, 12) and weights.shape == (2, 4, 9, 9)
-    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
-    torch.testing.assert_close(weights, want_weights, rtol=0, atol=2e-6)
+    assert_as_good(out, want[0], exact[0])
+    assert_as_good(weights, want[1], exact[1])
     value = layer.v_proj(x).unflatten(-1, (2, 5)).transpose(1, 2).repeat_interleave(2, 1)
     again = layer.out_proj((weights @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(out, again, rtol=0, atol=2e-6)
+    assert_as_good(out, again, exact[0])
     assert torch.equal(layer(x)[0], out)  # asking for weights changes nothing
     out.sum().backward()
     assert x.grad.isfinite().all()

@@ -7,16 +7,15 @@ import pickle
 import types
 
 import pytest
-import torch
 
 from fusedattn.compat import transformers as compat
 
 from .. import sample
+from ..close import assert_as_good, exactly
 from .families import FAMILIES, GROUPED, MAJOR, drawn, padding, weighted
 from .llamas import (
     PADDED,
     ROUTES,
-    SHOWN,
     AllOwn,
     ExpAttention,
     HalfExp,
@@ -30,6 +29,7 @@ from .llamas import (
     PassingOn,
     assert_eagers,
     changed,
+    eagers,
     logits,
     made,
     transformers,
@@ -60,7 +60,7 @@ def test_it_is_the_code_that_runs_which_is_judged(cls, used, text, route, told, 
     got = made(model, route, tmp_path)
     for inputs in (PADDED, dict(PADDED, attention_mask=None)):
         calls.clear()
-        torch.testing.assert_close(logits(got, inputs)[SHOWN], logits(model, inputs)[SHOWN], rtol=0, atol=1e-5)
+        assert_eagers(got, eagers(model, inputs), inputs)
         assert len(calls) == used
         assert all(call["bias"] is not None for call in calls) == (cls in (AllOwn, HalfOwn, HalfExp, OnlyEager))
     assert all(text in one for one in told()) and len(told()) == (text is not None)
@@ -68,13 +68,13 @@ def test_it_is_the_code_that_runs_which_is_judged(cls, used, text, route, told, 
 
 def test_a_class_whose_forward_is_replaced_is_judged_again(monkeypatch, told, calls):
     model = changed(Inheriting)
-    want = logits(model, PADDED)
+    want = eagers(model)
     model.set_attn_implementation("fusedattn")
     logits(model, PADDED)
     assert len(calls) == 2
     monkeypatch.setattr(PassingOn, "forward", OwnAttention.forward)
     model.set_attn_implementation("fusedattn")
-    torch.testing.assert_close(logits(model, PADDED), want, rtol=0, atol=1e-5)
+    assert_as_good(logits(model, PADDED), *want)
     assert len(calls) == 2 and len(told()) == 1
 
 
@@ -136,10 +136,11 @@ def test_a_forward_that_an_instance_has_of_its_own(replacement, layers, loaded, 
     if loaded:
         model.set_attn_implementation("fusedattn")
         model.config._attn_implementation = "eager"
+    exact = exactly(logits, model, PADDED)
     for index in layers:
         attention = model.model.layers[index].self_attn
         attention.forward = replacement(attention)
-    want = logits(model, PADDED)
+    want = logits(model, PADDED), exact
     model.set_attn_implementation("fusedattn")
     assert_eagers(model, want)
     assert len(calls) == 2 - len(layers) and len(told()) == 1
@@ -160,7 +161,7 @@ def test_a_forward_that_an_instance_has_of_its_own(replacement, layers, loaded, 
 )
 def test_a_forward_of_an_instance_that_still_calls(replacement, told, calls):
     model = changed(Inheriting)
-    want = logits(model, PADDED)
+    want = eagers(model)
     for module in model.modules():
         if not isinstance(module, transformers.PreTrainedModel):
             module.forward = (replacement if isinstance(module, LlamaAttention) else hooked)(module)
@@ -171,7 +172,7 @@ def test_a_forward_of_an_instance_that_still_calls(replacement, told, calls):
 
 def test_what_wraps_a_forward_in_name_only_is_read(monkeypatch, told, calls):
     model = changed(Inheriting)
-    want = logits(model, PADDED)
+    want = eagers(model)
 
     @functools.wraps(PassingOn.forward)
     def forward(self, *arguments, **options):
@@ -186,9 +187,9 @@ def test_what_wraps_a_forward_in_name_only_is_read(monkeypatch, told, calls):
 @pytest.mark.skipif(MAJOR < 5, reason="transformers 4 reads no is_causal in a config")
 def test_a_decoder_that_is_made_to_see_both_ways(calls):
     model = changed(Inheriting, is_causal=False)
-    want = logits(model, dict(PADDED, attention_mask=None))
+    want = eagers(model, dict(PADDED, attention_mask=None))
     model.set_attn_implementation("fusedattn")
-    torch.testing.assert_close(logits(model, dict(PADDED, attention_mask=None)), want, rtol=0, atol=1e-5)
+    assert_as_good(logits(model, dict(PADDED, attention_mask=None)), *want)
     assert len(calls) == 2
 
 
@@ -197,17 +198,17 @@ def test_a_mask_function_that_returns_the_wrong_kind_is_caught(monkeypatch):
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     model = changed(HalfOwn)
-    want = logits(model, PADDED)
+    want = eagers(model)
     model.set_attn_implementation("fusedattn")
-    torch.testing.assert_close(logits(model, PADDED), want, rtol=0, atol=1e-5)
+    assert_as_good(logits(model, PADDED), *want)
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "fusedattn", sdpa_mask)
-    assert (logits(model, PADDED) - want).abs().max() > 0.1
+    assert (logits(model, PADDED) - want[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("cls", [HalfOwn, AllOwn, OnlyEager])
 def test_a_name_by_hand_after_another_model_of_its_class_of_configs_was_judged(cls):
     model, other = changed(cls), made(changed(Inheriting), "from_config", None)
-    want = logits(model, PADDED)
+    want = eagers(model)
     for name in ("fusedattn", other.config._attn_implementation):
         model.config._attn_implementation = name
         assert_eagers(model, want)
@@ -223,7 +224,7 @@ def test_a_name_by_hand_where_another_judged_one_was(calls):
         else:
             model.set_attn_implementation("eager")
         model.model.layers[0].self_attn = weighted(OwnAttention(model.config, 0))
-        want = logits(model, PADDED)
+        want = eagers(model)
         model.config._attn_implementation = "fusedattn"
         assert_eagers(model, want)
         assert calls[-1]["bias"] is not None
@@ -235,7 +236,7 @@ def test_two_models_of_one_config(cls, asked):
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager")
     models = [weighted(each(config)) for each in (cls, Inheriting)]
     given = [dict(PADDED, attention_mask=mask) for mask in (padding(9), None)]
-    want = [[logits(model, inputs) for inputs in given] for model in models]
+    want = [[eagers(model, inputs) for inputs in given] for model in models]
     for index in asked:
         models[index].set_attn_implementation("fusedattn")
         for model, expected in zip(models, want, strict=True):
@@ -252,7 +253,7 @@ def test_an_ordinary_model_after_one_that_is_not_has_no_floating_mask(calls):
 
 def test_a_copied_config_stays_judged_and_a_pickled_or_saved_one_does_not(calls, tmp_path):
     model = changed(Inheriting)
-    before, want = model.config.to_dict(), logits(model, PADDED)
+    before, want = model.config.to_dict(), eagers(model)
     model.set_attn_implementation("fusedattn")
     for copied in (copy.copy(model.config), copy.deepcopy(model.config), copy.deepcopy(model).config):
         assert compat.masks_of(copied) is compat.masks_of(model.config) is not None

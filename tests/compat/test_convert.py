@@ -12,6 +12,8 @@ from torch import nn
 import fusedattn as fa
 import fusedattn.compat.torch as compat
 
+from ..close import assert_as_good, exactly, flat
+
 
 class Block(nn.Module):
     """As a vision transformer has it: patches, a class token, attention before the norm."""
@@ -103,17 +105,21 @@ def test_a_converted_model_gives_the_same(name, mode, counted):
     model = shaken(make()).train(mode == "train")
     twin = compat.convert(copy.deepcopy(model))
     attentions = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
+
+    def results(model, inputs, options):
+        out = model(*inputs, **options)
+        found = {"out": valid(out, name)}
+        if mode in ("train", "eval"):
+            found["gradients"] = flat(torch.autograd.grad(found["out"].square().sum(), list(model.parameters())))
+        return found
+
     with torch.no_grad() if mode == "no_grad" else torch.inference_mode(mode == "inference"):
-        want, got = model(*inputs, **options), twin(*inputs, **options)
-    assert len(counted) == attentions and got.isfinite().all()
-    torch.testing.assert_close(valid(got, name), valid(want, name), rtol=1e-4, atol=1e-5)
-    if mode in ("train", "eval"):
-        for out in (want, got):
-            valid(out, name).square().sum().backward()
-        for (key, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(
-                ours.grad, theirs.grad, rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}"
-            )
+        got = results(twin, inputs, options)
+        assert len(counted) == attentions
+        want, exact = results(model, inputs, options), exactly(results, model, inputs, options)
+    assert got.keys() == want.keys()
+    for key, ours in got.items():
+        assert_as_good(ours, want[key], exact[key], key)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from .. import sample
+from ..close import assert_as_good, exactly
 from .families import FAMILIES, GROUPED, MAJOR, SILENT, TINY, drawn, inputs_of, padding, tokens, weighted
 from .llamas import (
     PADDED,
@@ -54,10 +55,10 @@ def test_a_model_that_calls_has_no_warning_and_no_floating_mask(family, route, t
     for padded in (False, True):
         inputs = inputs_of(family, padded and family.kind != "image")
         visible = inputs["labels"] != -100
-        want, out = logits(model, inputs), logits(got, inputs)
-        if out.dim() == 3 and out.shape[:2] == visible.shape:
-            want, out = want[visible], out[visible]
-        torch.testing.assert_close(out, want, rtol=0, atol=1e-5 * max(1.0, want.abs().max().item()))
+        results = logits(got, inputs), logits(model, inputs), exactly(logits, model, inputs)
+        if results[0].dim() == 3 and results[0].shape[:2] == visible.shape:
+            results = [x[visible] for x in results]
+        assert_as_good(*results)
     assert calls and not told()
     if family.name != "T5" and (MAJOR, family.name) != (4, "BART"):  # a bias of positions, a mask that it makes itself
         assert all(call["bias"] is None for call in calls)
@@ -104,10 +105,14 @@ def test_the_part_that_calls_is_used(name, options, used, text, route, told, cal
         inputs["pixel_values"] = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(7))
     else:
         inputs["decoder_input_ids"] = tokens(3, 9)
+
+    def hidden(model, inputs):
+        return model(**inputs).last_hidden_state
+
     with torch.no_grad():
-        want = model(**inputs).last_hidden_state
+        want, exact = hidden(model, inputs), exactly(hidden, model, inputs)
         assert not calls
-        torch.testing.assert_close(got(**inputs).last_hidden_state, want, rtol=0, atol=1e-5)
+        assert_as_good(hidden(got, inputs), want, exact)
     assert len(calls) == used
     if not (MAJOR < 5 and route == "set_attn_implementation"):  # transformers 4 sets the image encoder alone
         assert [text in one for one in told()] == [True]
@@ -118,12 +123,12 @@ def test_a_mask_that_hides_nothing_is_there_where_none_would_be_causal(calls):
     family = next(family for family in FAMILIES if family.name == "ViT")
     model = drawn(family, attn_implementation="eager")
     inputs = inputs_of(family, padded=False)
-    want = logits(model, inputs)
+    want, exact = logits(model, inputs), exactly(logits, model, inputs)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = True
     model.set_attn_implementation("fusedattn")
-    torch.testing.assert_close(logits(model, inputs), want, rtol=0, atol=1e-5)
+    assert_as_good(logits(model, inputs), want, exact)
     assert len(calls) == 2
 
 
@@ -131,19 +136,19 @@ def test_a_name_that_is_written_into_the_config_by_hand():
     for family in SILENT[:1] + CALLING[:1]:
         model = drawn(family, attn_implementation="eager")
         inputs = inputs_of(family, padded=True)
-        want = logits(model, inputs)
+        want, exact = logits(model, inputs), exactly(logits, model, inputs)
         model.config._attn_implementation = "fusedattn"
-        torch.testing.assert_close(logits(model, inputs), want, rtol=0, atol=1e-5)
+        assert_as_good(logits(model, inputs), want, exact)
 
 
 def test_a_part_that_is_asked_alone_shares_its_config_with_what_is_around_it():
     model = weighted(see_and_speak(transformers.LlamaConfig(**GROUPED), attn_implementation="eager"))
     llama = model.model.language_model
     llama.layers[0].self_attn = weighted(OwnAttention(llama.config, 0))
-    want, inner = logits(model, SEEN), transformers.LlamaModel(llama.config)
+    want, exact, inner = logits(model, SEEN), exactly(logits, model, SEEN), transformers.LlamaModel(llama.config)
     inner.set_attn_implementation("fusedattn")
     shown = SEEN["attention_mask"] == 1
-    torch.testing.assert_close(logits(model, SEEN)[shown], want[shown], rtol=0, atol=1e-5)
+    assert_as_good(logits(model, SEEN)[shown], want[shown], exact[shown])
 
 
 def test_models_of_other_implementations_are_not_looked_at(monkeypatch, told):
@@ -170,11 +175,11 @@ def test_the_parts_of_an_encoder_decoder_are_judged_one_by_one(told, calls, tmp_
     model = weighted(image_to_text(attn_implementation="eager"))
     images = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(7))
     inputs = dict(pixel_values=images, decoder_input_ids=tokens(3, 9), decoder_attention_mask=padding(9))
-    want = logits(model, inputs)
+    want, exact = logits(model, inputs), exactly(logits, model, inputs)
     assert not calls and not told()
     for route in ROUTES:
         calls.clear()
-        torch.testing.assert_close(logits(made(model, route, tmp_path), inputs), want, rtol=0, atol=1e-5)
+        assert_as_good(logits(made(model, route, tmp_path), inputs), want, exact)
         assert len(calls) == 2, route  # the layers of ViT
     assert ["TrOCRForCausalLM" in text for text in told()] == [True]
 
@@ -224,12 +229,12 @@ def test_the_parts_of_a_model_that_sees_are_judged_one_by_one(text, used, warned
 
 def test_a_part_may_be_asked_for_alone(told, calls):
     model = weighted(see_and_speak(transformers.LlamaConfig(**GROUPED), attn_implementation="eager"))
-    want, shown = logits(model, SEEN), SEEN["attention_mask"] == 1
+    want, exact, shown = logits(model, SEEN), exactly(logits, model, SEEN), SEEN["attention_mask"] == 1
     for asked in ({"text_config": "fusedattn", "vision_config": "eager"}, {"vision_config": "fusedattn"}):
         model.set_attn_implementation("eager")
         calls.clear()
         model.set_attn_implementation(asked)
-        torch.testing.assert_close(logits(model, SEEN)[shown], want[shown], rtol=0, atol=1e-5)
+        assert_as_good(logits(model, SEEN)[shown], want[shown], exact[shown])
         assert len(calls) == 2 and not told()
 
 

@@ -11,6 +11,8 @@ import torch
 import fusedattn as fa
 from fusedattn.compat import transformers as compat
 
+from ..close import assert_as_good
+
 transformers = pytest.importorskip("transformers")
 
 
@@ -48,16 +50,19 @@ def upper_left(rows, columns):
     return torch.ones(rows, columns, dtype=torch.bool).tril()
 
 
-def assert_attends(got, want, inputs):
-    """Output and gradients; the output as transformers wants it."""
+def assert_attends(got, formula, inputs):
+    """Output and gradients are as good as those of formula(*inputs); the output is as transformers wants it."""
     out, weights = got
     assert weights is None and out.is_contiguous() and out.dtype == inputs[0].dtype
-    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
     gradient = torch.randn_like(out)
-    for x, y in zip(
-        torch.autograd.grad(out, inputs, gradient), torch.autograd.grad(want, inputs, gradient), strict=True
-    ):
-        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+
+    def results(out, inputs):
+        return [out, *torch.autograd.grad(out, inputs, gradient.to(out.dtype))]
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = results(formula(*inputs), inputs), results(formula(*exact), exact)
+    for name, *each in zip(("out", "query", "key", "value", "bias"), results(out, inputs), *want, strict=False):
+        assert_as_good(*each, name)
 
 
 @pytest.mark.parametrize(
@@ -68,21 +73,22 @@ def assert_attends(got, want, inputs):
 def test_causality_without_a_mask(is_causal, attribute, causal, Lk):
     inputs = drawn(Lk=Lk)
     got = compat.fusedattn_forward(Module(attribute), *inputs, None, is_causal=is_causal)
-    assert_attends(got, eager(*inputs, visible=upper_left(5, Lk) if causal else None), inputs)
+    assert_attends(got, functools.partial(eager, visible=upper_left(5, Lk) if causal else None), inputs)
 
 
 def test_one_query_sees_all_keys():
     inputs = drawn(Lq=1)
-    assert_attends(compat.fusedattn_forward(Module(True), *inputs, None, is_causal=True), eager(*inputs), inputs)
+    assert_attends(compat.fusedattn_forward(Module(True), *inputs, None, is_causal=True), eager, inputs)
 
 
 def test_the_empty_slots_of_a_static_cache_may_hold_anything():
     query, key, value = drawn(Lk=9)
-    want = eager(query, key[:, :, :5], value[:, :, :5], visible=upper_left(5, 5))
+    seen = query, key[:, :, :5], value[:, :, :5]
+    want, exact = (eager(*each, visible=upper_left(5, 5)) for each in (seen, [x.double() for x in seen]))
     with torch.no_grad():
         key[:, :, 5:], value[:, :, 5:] = math.nan, math.nan
     out, _ = compat.fusedattn_forward(Module(True), query, key, value, None)
-    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
+    assert_as_good(out, want, exact)
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
@@ -96,7 +102,7 @@ def test_a_mask_is_all_there_is(kind, rank):
         visible if kind == "bool" else torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     )
     got = compat.fusedattn_forward(Module(True), *inputs, mask, is_causal=True, sliding_window=2)
-    assert_attends(got, eager(*inputs, visible=visible[..., :7]), inputs)
+    assert_attends(got, functools.partial(eager, visible=visible[..., :7]), inputs)
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
@@ -109,16 +115,18 @@ def test_position_bias_and_its_gradient(mask, shape):
     given = {None: None, "bool": visible, "float": scores}[mask]
     got = compat.fusedattn_forward(Module(False), *inputs, given, scaling=1.0, position_bias=bias)
     if mask == "float":
-        want = eager(*inputs, scores + bias, scaling=1.0)
+
+        def formula(*inputs):
+            return eager(*inputs[:3], scores + inputs[3], scaling=1.0)
     else:
-        want = eager(*inputs, bias, given, scaling=1.0)
-    assert_attends(got, want, [*inputs, bias])
+        formula = functools.partial(eager, visible=given, scaling=1.0)
+    assert_attends(got, formula, [*inputs, bias])
 
 
 def test_position_bias_is_cut_with_the_static_cache():
     *inputs, bias = *drawn(Lk=9), torch.randn(1, 4, 5, 9, requires_grad=True)
     got = compat.fusedattn_forward(Module(True), *inputs, None, position_bias=bias)
-    assert_attends(got, eager(*inputs, bias, upper_left(5, 9)), [*inputs, bias])
+    assert_attends(got, functools.partial(eager, visible=upper_left(5, 9)), [*inputs, bias])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -126,7 +134,7 @@ def test_sinks_softcap_and_scaling(dtype):
     *inputs, sinks = *drawn(), torch.randn(4).to(dtype).requires_grad_()
     options = dict(scaling=2.0, softcap=1.5, s_aux=sinks)
     got = compat.fusedattn_forward(Module(True), *inputs, None, **options)
-    assert_attends(got, eager(*inputs, visible=upper_left(5, 7), **options), inputs)
+    assert_attends(got, functools.partial(eager, visible=upper_left(5, 7), **options), inputs)
     (grad,) = torch.autograd.grad(compat.fusedattn_forward(Module(True), *inputs, None, **options)[0].sum(), sinks)
     assert grad.dtype == dtype and grad.abs().min() > 0
 
@@ -138,8 +146,9 @@ def test_rows_without_a_key_are_finite():
     assert (out == 0).all()
     lowest = torch.full((2, 1, 5, 7), torch.finfo(torch.float32).min)
     got = compat.fusedattn_forward(Module(True), *inputs, lowest)
-    mean = inputs[2].mean(2, keepdim=True).repeat_interleave(2, 1).expand(-1, -1, 5, -1).transpose(1, 2)
-    torch.testing.assert_close(got[0], mean, rtol=0, atol=2e-6)
+    value = inputs[2].repeat_interleave(2, 1)
+    mean, exact = (x.mean(2, keepdim=True).expand(-1, -1, 5, -1).transpose(1, 2) for x in (value, value.double()))
+    assert_as_good(got[0], mean, exact)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum() + got[0].sum(), inputs))
 
 
@@ -157,7 +166,7 @@ def test_queries_for_all_samples_come_as_a_batch_of_one():
     query = torch.randn(1, 4, 5, 6, requires_grad=True)
     inputs = [query, *drawn(B=3)[1:]]
     got = compat.fusedattn_forward(Module(False), *inputs, None)
-    assert_attends(got, eager(*inputs), inputs)
+    assert_attends(got, eager, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
