@@ -18,7 +18,7 @@ from .launch import tiles as tile_table, tuned
 from .launch.failures import cause, warn_once
 from .naive import formula
 from .operators import attention, cached
-from .private import constant
+from .private import constant, holds
 
 OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
 MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
@@ -81,7 +81,7 @@ def _kernel_reasons(call: Call) -> list[str]:
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
-    if call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS:
+    if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
         reasons.append("rows and keys together would pass 2**31")
     return reasons
 
@@ -95,7 +95,7 @@ def _marked_blocks(call: Call) -> int:
     if call.cu_seqlens_q is not None:
         batch = call.cu_seqlens_q.shape[0] - 1
         rows, keys = call.max_seqlen_q or rows, call.max_seqlen_k or keys
-    shared = all(x.dim() < 4 or x.shape[1] == 1 or x.stride(1) == 0 for x in tensors)
+    shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
     size = tile_table.block_mask_size(interpreted=False)
     return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
 
@@ -107,9 +107,9 @@ def _grid_reasons(call: Call) -> list[str]:
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
         blocks += call.cu_seqlens_q.shape[0]  # each sequence begins with a block of its own
-    if blocks * heads >= 2**31:
+    if holds(blocks * heads >= 2**31, False):
         reasons.append("the grid would pass 2**31 programs")
-    if _marked_blocks(call) >= 2**31:
+    if holds(_marked_blocks(call) >= 2**31, False):
         reasons.append("its block mask would pass 2**31 blocks")
     return reasons
 
@@ -165,7 +165,7 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     """Why a call to a cache cannot take the universal kernels; empty if it can."""
     reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
-    if batch * heads * max(rows, decode.added) >= 2**31:
+    if holds(batch * heads * max(rows, decode.added) >= 2**31, False):
         reasons.append("the grid would pass 2**31 programs")
     return reasons or cached.failed(decode)
 

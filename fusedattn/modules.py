@@ -9,7 +9,7 @@ from torch.types import Device
 from .api import attention
 from .backends import check_name
 from .call.form import Arguments, Plan, autocasting
-from .call.layout import broadcasts, irregular
+from .call.layout import broadcasts, irregular, is_shape
 from .call.numbers import as_python, is_int, is_number
 from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
 from .distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
@@ -49,8 +49,8 @@ def check_input(
     check_tensors(**{name: tensor})
     if not (jagged and tensor.layout == torch.jagged):
         check_strided(**{name: tensor})
-    sizes = tuple(want if isinstance(want, str) else size for want, size in zip(shape, tensor.shape, strict=False))
-    if tensor.dim() != len(shape) or sizes != shape:
+    sizes = [size if isinstance(want, str) else want for want, size in zip(shape, tensor.shape, strict=False)]
+    if tensor.dim() != len(shape) or not is_shape(tensor.shape, sizes):
         fail(ValueError, name, "shape " + str(shape).replace("'", ""), tuple(tensor.shape))
     check_fits(name, tensor, layer)
 

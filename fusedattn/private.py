@@ -37,6 +37,19 @@ def constant(function: _Function) -> _Function:
     return function
 
 
+def holds(condition: Any, otherwise: bool) -> bool:
+    """Return a condition on sizes; `otherwise` if it depends on data that a compiler does not know."""
+    if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # imports sympy
+
+    return bool(guard_or_true(condition) if otherwise else guard_or_false(condition))
+
+
+# Has torch assert a condition on sizes at run time, if a compiler does not know it. Without it nothing is asserted.
+assert_at_run_time: Callable[[Any], None] = _find("_check", lambda condition: None)
+
+
 # What watches a call: a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode, torch.jit.
 # Without these a call is taken for watched: no replay, and without the first two no whole graph.
 @constant

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..private import holds
 from . import rules
 from .form import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
-from .layout import share, span
+from .layout import is_shape, is_size, share, span
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
 
 
@@ -68,7 +69,7 @@ def apart(decode: Decode) -> list[Tensor]:
 # Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def room(decode: Decode) -> int:
     """The most keys that a sequence may have; unchecked lengths on a device are clamped to it."""
-    return decode.call.key.shape[2] if decode.key_cache.shape[0] else 0
+    return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 
 
 def capacity(arguments: CacheArguments) -> int:
@@ -91,7 +92,8 @@ def _written(name: str) -> tuple[Rule, ...]:
     expected = "a cache that new keys can be written to, "
 
     def expanded(x: Tensor, _: Any) -> bool:
-        return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+        sizes = zip(x.stride(), x.shape, strict=True)
+        return any(holds(step == 0, False) and holds(size > 1, False) for step, size in sizes)
 
     def negated(x: Tensor, _: Any) -> bool:
         return not is_compiling() and x.is_neg()
@@ -121,14 +123,14 @@ RULES = (
     invalid(
         "cache_seqlens",
         lambda _, a: f"shape ({a.query.shape[0]},)",
-        lambda x, a: tuple(x.shape) != (a.query.shape[0],),
+        lambda x, a: not is_shape(x.shape, (a.query.shape[0],)),
     ),
 )
 WITHOUT_TABLE = (
     invalid(
         "key_cache",
         lambda _, a: f"the batch size of query, {a.query.shape[0]}, or a block_table",
-        lambda x, a: x.shape[0] != a.query.shape[0],
+        lambda x, a: not is_size(x.shape[0], a.query.shape[0]),
     ),
 )
 TABLE = (
@@ -136,7 +138,7 @@ TABLE = (
     invalid(
         "block_table",
         lambda _, a: f"shape ({a.query.shape[0]}, pages of a sequence)",
-        lambda x, a: x.dim() != 2 or x.shape[0] != a.query.shape[0],
+        lambda x, a: x.dim() != 2 or not is_size(x.shape[0], a.query.shape[0]),
     ),
 )
 NEW = (
@@ -147,12 +149,12 @@ NEW = (
     invalid(
         "new_key",
         lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
-        lambda x, a: x.dim() != 4 or (*x.shape[:2], x.shape[3]) != _shape_of_new(a, a.key_cache),
+        lambda x, a: x.dim() != 4 or not is_shape((*x.shape[:2], x.shape[3]), _shape_of_new(a, a.key_cache)),
     ),
     invalid(
         "new_value",
         lambda _, a: f"shape {(*a.new_key.shape[:3], a.value_cache.shape[3])}, as many as new_key",
-        lambda x, a: tuple(x.shape) != (*a.new_key.shape[:3], a.value_cache.shape[3]),
+        lambda x, a: not is_shape(x.shape, (*a.new_key.shape[:3], a.value_cache.shape[3])),
     ),
     *_written("key_cache"),
     *_written("value_cache"),
@@ -166,12 +168,12 @@ ROTARY = (
         lambda _, a: (
             f"shape (positions, rotary_dim / 2), of 1 position or more and a rotary_dim of at most {a.query.shape[3]}"
         ),
-        lambda x, a: x.dim() != 2 or x.shape[0] == 0 or not 0 < 2 * x.shape[1] <= a.query.shape[3],
+        lambda x, a: x.dim() != 2 or holds(x.shape[0] == 0, False) or not 0 < 2 * x.shape[1] <= a.query.shape[3],
     ),
     invalid(
         "rotary_sin",
         lambda _, a: f"the shape of rotary_cos, {tuple(a.rotary_cos.shape)}",
-        lambda x, a: x.shape != a.rotary_cos.shape,
+        lambda x, a: not is_shape(x.shape, a.rotary_cos.shape),
     ),
 )
 INTERLEAVED = rules.is_flag("rotary_interleaved")

@@ -53,6 +53,12 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
     options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
     key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
     _check(query, key, value)
+    needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
+    if needed and torch.compiler.is_compiling():
+        for name, tensor in (("query", query), ("key", key)):
+            if longest(tensor) is None:
+                expected = "a nested tensor made with min_seqlen and max_seqlen, beside masks, bias or return_weights"
+                fail(ValueError, name, f"{expected} in code that is compiled", "one without")
     tokens = dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D), no holes
     offsets = query.offsets()

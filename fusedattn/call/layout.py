@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import UninitializedBuffer, UninitializedParameter
 
+from ..private import assert_at_run_time, holds
+
 
 def irregular(x: Any) -> Any:
     """What a message says of a tensor that has no strides, or no sizes yet; None of anything else."""
@@ -26,22 +28,60 @@ def divides(heads: int, kv_heads: int) -> bool:
 def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor broadcasts to a shape without adding to it."""
     sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
-    return tensor.dim() <= len(shape) and all(size == 1 or size == whole for size, whole in sizes)
+    return tensor.dim() <= len(shape) and all(is_size(size, 1, whole) for size, whole in sizes)
+
+
+def is_size(size: Any, *allowed: Any) -> bool:
+    """Return whether a size is an allowed one. If it depends on data, torch checks at run time that it is the last."""
+    if any(holds(size == one, False) for one in allowed):
+        return True
+    if not holds(size == allowed[-1], True):
+        return False
+    assert_at_run_time(size == allowed[-1])
+    return True
+
+
+def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
+    """Return whether a shape is an allowed one; allowed shapes of one rank differ in one dimension at most."""
+    # Sizes of another rank are not compared: an exported graph would guard on them.
+    same_rank = [one for one in allowed if len(one) == len(shape)]
+    return bool(same_rank) and all(is_size(size, *[one[axis] for one in same_rank]) for axis, size in enumerate(shape))
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous; False if that depends on data that a compiler does not know."""
+    if not (torch.compiler.is_compiling() or isinstance(tensor.numel(), torch.SymInt)):
+        return tensor.is_contiguous()
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if holds(size != 1, True) and not holds(stride == step, False):
+            return holds(tensor.numel() == 0, False)
+        step = step * size
+    return True
+
+
+def _is_smaller(stride: Any, other: Any) -> bool:
+    """Return whether a stride is smaller. If that depends on data, a divisor is smaller."""
+    if holds(stride < other, False):
+        return True
+    return holds(stride < other, True) and holds(other % stride == 0, False)
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory; row-major where an expanded dimension leaves it open."""
-    if tensor.is_contiguous():
+    if is_contiguous(tensor):
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
-    if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
+    if any(
+        holds(stride == 0, False) and holds(size > 1, True) for stride, size in zip(strides, tensor.shape, strict=True)
+    ):
         return tuple(range(tensor.dim()))
     # Dimensions of one element keep their place, whatever stride they carry. No sort(): strides may be symbolic.
-    places = [axis for axis in range(tensor.dim()) if tensor.shape[axis] > 1]
+    places = [axis for axis in range(tensor.dim()) if holds(tensor.shape[axis] > 1, True)]
     sorted_axes: list[int] = []
     for axis in places:
         place = len(sorted_axes)
-        while place and strides[sorted_axes[place - 1]] < strides[axis]:
+        while place and _is_smaller(strides[sorted_axes[place - 1]], strides[axis]):
             place -= 1
         sorted_axes.insert(place, axis)
     axes = list(range(tensor.dim()))
@@ -60,7 +100,7 @@ def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`tensor` in the dtype (or another) and order of `like`, without gaps; differentiable, a copy only if needed."""
     dtype = like.dtype if dtype is None else dtype
-    if tensor.dtype == dtype and like.is_contiguous() and tensor.is_contiguous():
+    if tensor.dtype == dtype and is_contiguous(like) and is_contiguous(tensor):
         return tensor
     axes = order(like)
     tensor = tensor.to(dtype)
@@ -103,4 +143,4 @@ def alone(tensor: Tensor) -> Tensor:
 
 def row_major(tensor: Tensor) -> Tensor:
     """`tensor` with the strides of a new one of its shape. An empty one is contiguous whatever its strides."""
-    return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
+    return tensor.contiguous() if holds(tensor.numel() != 0, True) else tensor.new_empty(tensor.shape)

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..private import holds
 from . import rules
 from .form import Arguments, Call, Plan, autocast, is_known, normalise
+from .layout import is_size
 from .numbers import as_python, is_int
 from .packing import longest
 from .rules import Rule, Sizes, apply, check_options, fail, invalid
@@ -35,13 +37,13 @@ def _sizes(name: str, tensor: str) -> tuple[Rule, ...]:
     """The rules of cu_seqlens whatever its values: int32, shape and device."""
 
     def none_of_some(x: Tensor, a: Packed) -> bool:
-        return x.shape[0] == 1 and getattr(a, tensor).shape[0] != 0
+        return holds(x.shape[0] == 1, False) and holds(getattr(a, tensor).shape[0] != 0, False)
 
     return (
         rules.is_tensor(name),
         Rule(name, TypeError, "an int32 tensor", lambda x, _: x.dtype != torch.int32, rules.dtype),
         *rules.place(name),
-        invalid(name, "shape (n + 1,), of n sequences", lambda x, _: x.dim() != 1 or x.shape[0] == 0),
+        invalid(name, "shape (n + 1,), of n sequences", lambda x, _: x.dim() != 1 or holds(x.shape[0] == 0, False)),
         invalid(name, f"a sequence, for there are rows in {tensor}", none_of_some),
     )
 
@@ -74,8 +76,10 @@ def _longest(name: str) -> tuple[Rule, ...]:
     """The rules of max_seqlen, without the offsets."""
     return (
         Rule(name, TypeError, "an int or None", lambda x, _: not is_int(x), rules.type_name),
-        invalid(name, "a length of 0 or more", lambda x, _: x < 0, lambda x: x),
-        invalid(name, "a length below 2**31, as offsets of int32 have", lambda x, _: x >= 2**31, lambda x: x),
+        invalid(name, "a length of 0 or more", lambda x, _: holds(x < 0, False), lambda x: x),
+        invalid(
+            name, "a length below 2**31, as offsets of int32 have", lambda x, _: holds(x >= 2**31, False), lambda x: x
+        ),
     )
 
 
@@ -98,7 +102,7 @@ OFFSETS = (
     invalid(
         "cu_seqlens_k",
         lambda _, a: f"as many as cu_seqlens_q has, {a.cu_seqlens_q.shape[0]}",
-        lambda x, a: x.shape[0] != a.cu_seqlens_q.shape[0],
+        lambda x, a: not is_size(x.shape[0], a.cu_seqlens_q.shape[0]),
     ),
 )
 LONGEST = {name: _longest(name) for name in ("max_seqlen_q", "max_seqlen_k")}

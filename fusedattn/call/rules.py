@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from ..private import unmapped
 from .form import Arguments, Call, Plan, autocast, differentiated, normalise
-from .layout import broadcasts, divides, irregular
+from .layout import broadcasts, divides, irregular, is_shape, is_size
 from .numbers import as_python, is_int, is_number
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
@@ -174,12 +174,7 @@ def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]]) -> Rule:
     def expected(_: Tensor, about: Any) -> str:
         return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}"
 
-    return invalid(name, expected, lambda x, about: not any(is_shape(x, allowed(about)) for allowed in shapes))
-
-
-def is_shape(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has a shape: of another rank nothing is compared, which an exported graph would guard on."""
-    return x.dim() == len(shape) and tuple(x.shape) == shape
+    return invalid(name, expected, lambda x, about: not is_shape(x.shape, *[allowed(about) for allowed in shapes]))
 
 
 def has_columns(name: str) -> Rule:
@@ -249,7 +244,7 @@ def _tokens(name: str, size: Callable[[Sizes], int]) -> Rule:
         return f"shape {of_batches} or ({size(s)},)"
 
     def wrong(x: Tensor, s: Sizes) -> bool:
-        return x.dim() not in (1, 2) or x.shape[-1] != size(s) or not broadcasts(x, (s.B, size(s)))
+        return x.dim() not in (1, 2) or not is_size(x.shape[-1], size(s)) or not broadcasts(x, (s.B, size(s)))
 
     return invalid(name, expected, wrong)
 
@@ -291,7 +286,7 @@ def of_query_key_value(
         invalid(
             key,
             lambda k, a: f"the head dimension of query, {a.query.shape[-1]}",
-            lambda k, a: k.shape[-1] != a.query.shape[-1],
+            lambda k, a: not is_size(k.shape[-1], a.query.shape[-1]),
         ),
         invalid(
             key,
@@ -302,7 +297,7 @@ def of_query_key_value(
         invalid(
             value,
             lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
-            lambda v, a: v.shape[:-1] != getattr(a, key).shape[:-1],
+            lambda v, a: not is_shape(v.shape[:-1], getattr(a, key).shape[:-1]),
         ),
     )
 
@@ -316,7 +311,7 @@ _RANKS = (
     invalid(
         "key",
         lambda k, a: f"the batch size of query, {a.query.shape[0]}",
-        lambda k, a: k.dim() > 2 and k.shape[0] != a.query.shape[0],
+        lambda k, a: k.dim() > 2 and not is_size(k.shape[0], a.query.shape[0]),
     ),
 )
 TENSORS = of_query_key_value("key", "value", _RANKS, heads)

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
-from ..call.layout import broadcasts, divides, irregular
+from ..call.layout import broadcasts, divides, irregular, is_shape, is_size
 from ..call.rules import check_flags, check_strided, check_tensors, fail
+from ..private import holds
 
 
 def scaled_dot_product_attention(
@@ -93,7 +94,7 @@ def scaled_dot_product_attention(
         mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
-    if kept and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]):
+    if kept and (enable_gqa or all(is_shape(x.shape[:2], query.shape[:2]) for x in (key, value))):
         return out
     return out.contiguous().view(*leading, *out.shape[2:])
 
@@ -113,9 +114,9 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     whole = [1] * max(map(len, shapes.values()))
     for name, shape in shapes.items():
         for axis in range(-len(shape), 0):
-            if whole[axis] == 1:
+            if holds(whole[axis] == 1, False):
                 whole[axis] = shape[axis]
-            elif shape[axis] not in (1, whole[axis]):
+            elif not is_size(shape[axis], 1, whole[axis]):
                 expected = f"leading dimensions that broadcast with {tuple(whole)}"
                 shares = axis == -1 and name != "query" and divides(whole[axis], shape[axis])
                 fail(ValueError, name, expected + ", or enable_gqa=True" * shares, tuple(shape))
@@ -126,7 +127,7 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
     """(product of batch, or 1 if shared, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns)."""
     rank = max(len(batch), 1) + 3
     tensor = tensor[(None,) * (rank - tensor.dim())]
-    if shared and all(size == 1 for size in tensor.shape[:-3]):
+    if shared and all(holds(size == 1, False) for size in tensor.shape[:-3]):
         batch = (1,) * len(batch)
     return tensor.expand(*batch or (1,), *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
 

@@ -9,8 +9,9 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils import parametrize
 from torch.types import Device
 
+from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
-from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, is_shape, unfit
+from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, unfit
 from ..modules import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
@@ -45,9 +46,9 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
         if x.shape[-1] != width:
             fail(ValueError, name, f"a width of {width}", tuple(x.shape))
         check_fits(name, x, layer.out_proj)
-    if query.dim() == 3 and key.shape[batch_dim] != query.shape[batch_dim]:
+    if query.dim() == 3 and not is_size(key.shape[batch_dim], query.shape[batch_dim]):
         fail(ValueError, "key", f"the batch size of query, {query.shape[batch_dim]}", tuple(key.shape))
-    if value.shape[:-1] != key.shape[:-1]:
+    if not is_shape(value.shape[:-1], key.shape[:-1]):
         fail(ValueError, "value", f"all but the last dimension as in key, {tuple(key.shape)}", tuple(value.shape))
 
 
@@ -57,8 +58,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
     check_strided(**{name: mask})
     if mask.device != query.device:
         fail(ValueError, name, f"the device of query, {query.device}", mask.device)
-    # Not `in`, which the compiler may take for false where sizes vary: it then stops at the message.
-    if not any(is_shape(mask, shape) for shape in shapes):
+    if not is_shape(mask.shape, *shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
 
 

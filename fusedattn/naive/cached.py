@@ -12,7 +12,7 @@ from ..call.cached import Decode, room
 from ..call.form import Call, plain
 from ..call.layout import arrange
 from ..call.rules import fail
-from ..private import unmapped
+from ..private import holds, unmapped
 from .packed import of_batches, of_pairs
 
 _Length = TypeVar("_Length")
@@ -44,7 +44,7 @@ def _to_write(
     What has no place in the cache is dropped.
     """
     pages, _, page, _ = cache.shape
-    if 0 in (*cache.shape, *new.shape, room):
+    if any(holds(size == 0, False) for size in (*cache.shape, *new.shape, room)):
         return None
     if table is None:
         number = torch.arange(pages, device=cache.device)[:, None].expand_as(position)
@@ -56,7 +56,7 @@ def _to_write(
     # No two may write different things to one place: what is dropped writes what the first one holds in the end.
     first = kept & (number == 0) & (slot == 0)
     # By index_select: a tensor as a plain index would be fetched.
-    held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache[:1, :, 0])
+    held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache.narrow(0, 0, 1)[:, :, 0])
     return number, slot, torch.where(kept[:, None, None], rows, held)
 
 
@@ -73,7 +73,7 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
     if table is None:
         return cache
     pages, heads, page, dim = cache.shape
-    if not pages:
+    if holds(pages == 0, False):
         return cache.new_zeros(table.shape[0], heads, table.shape[1] * page, dim)
     return cache[table.long().clamp(0, pages - 1)].transpose(1, 2).flatten(2, 3)
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ..call.cached import Decode
 from ..call.form import Call, autocasting
 from ..call.layout import arrange
-from ..private import dispatch_modes, transforms_active
+from ..private import dispatch_modes, holds, transforms_active
 from . import cached, pairs
 from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
 from .inputs import prepared
@@ -136,16 +136,19 @@ def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> 
 
 def _logsumexp(scores: Tensor) -> Tensor:
     """`scores.logsumexp(-1)`, whose gradient is right where a score of 1e38 hides the log of how many there are."""
-    if scores.shape[-1] == 0:
+    if holds(scores.shape[-1] == 0, False):
         return scores.logsumexp(-1)
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == float("-inf"), 0.0)
-    return (scores - top).logsumexp(-1) + top.squeeze(-1)
+    scores = scores - top
+    # The compiler of torch 2.13 asks of logsumexp whether scores are empty, which may depend on data.
+    total = scores.exp().sum(-1).log() if torch.compiler.is_compiling() else scores.logsumexp(-1)
+    return total + top.squeeze(-1)
 
 
 def hiding(call: Call, block: Block) -> dict:
     """visible, limits and empty of a block, as `formula` takes them."""
-    if block.begin == block.end:
+    if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
         return {}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.form import Call, diagonal, shift
+from ..private import holds
 from . import dropout
 from .blocks import Block, level
 from .inputs import cast
@@ -13,8 +14,8 @@ from .inputs import cast
 
 def cut(pairs: Tensor, block: Block) -> Tensor:
     """What broadcasts to (B, Hq, Sq, Sk), of a block."""
-    pairs = pairs if pairs.shape[2] == 1 else pairs[:, :, block.first : block.last]
-    return pairs if pairs.shape[3] == 1 else pairs[..., block.begin : block.end]
+    pairs = pairs if holds(pairs.shape[2] == 1, False) else pairs[:, :, block.first : block.last]
+    return pairs if holds(pairs.shape[3] == 1, False) else pairs[..., block.begin : block.end]
 
 
 def _offsets(call: Call, block: Block) -> Tensor:

@@ -207,11 +207,15 @@ def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
 
 
 def run_naively(call: Call, need_lse: bool, need_weights: bool):
-    """The backend "naive". Derivatives see through it, with two exceptions.
+    """The backend "naive". Derivatives see through it, with three exceptions.
 
     Under vmap dropout has the bits that kernels have, and lengths of sequences may be mapped. And a gradient of a
     tangent outside of torch.func is ours, for torch 2.13 writes over what its own softmax has kept for it.
     """
+    # A compiler does not know the longest sequence: the operator finds it at run time.
+    unknown = call.cu_seqlens_q is not None and (call.max_seqlen_q is None or call.max_seqlen_k is None)
+    if unknown and torch.compiler.is_compiling():
+        return _attend(call, need_lse, need_weights, "naive")
     hidden = transforms_active() and not call.seed is call.cu_seqlens_q is None
     if hidden or (forward_level() >= 0 and not transforms_active() and torch.is_grad_enabled()):
         return _attend(call, need_lse, need_weights, "naive")

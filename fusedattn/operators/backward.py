@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, Call, device_of, wide_dtype
-from ..call.layout import arrange, dense
+from ..call.layout import arrange, dense, is_contiguous
 from ..cpu import run as cpu
 from ..launch import failures, tuned
 from ..launch.failures import Unusable
@@ -23,7 +23,7 @@ _NAMES = "grad_out", "grad_lse", "grad_weights", "out", "weights", "stats", *Cal
 
 def like_dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
     """`dense`, which a contiguous tensor need not be asked for; in the dtype of `like` by default."""
-    return like.new_empty(shape, dtype=dtype) if like.is_contiguous() else dense(like, shape, dtype)
+    return like.new_empty(shape, dtype=dtype) if is_contiguous(like) else dense(like, shape, dtype)
 
 
 def new_backward(*arguments):

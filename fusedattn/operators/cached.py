@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.cached import CacheArguments, Decode, capacity, check_gradients, stand_in
 from ..call.form import Call, plain
-from ..call.layout import dense
+from ..call.layout import dense, is_contiguous
 from ..cpu import cached as cpu
 from ..launch import failures
 from ..launch.failures import Unusable
@@ -47,7 +47,7 @@ def _new(query, value_cache, need_lse):
     """Uninitialised (out, lse) of a call to a cache; lse (B, Hq, Sq) is empty unless needed."""
     rows, wide = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
     shape = (*rows, value_cache.shape[3])
-    out = query.new_empty(shape) if query.is_contiguous() else dense(query, shape)
+    out = query.new_empty(shape) if is_contiguous(query) else dense(query, shape)
     return out, query.new_empty(rows if need_lse else (0,), dtype=wide)
 
 

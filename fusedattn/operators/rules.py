@@ -17,6 +17,7 @@ from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.rules import FLOATING, Rule, Sizes, apply, fail, invalid
 from ..cpu import run as cpu
+from ..private import holds
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
@@ -145,7 +146,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
     lacks = []
     if backend == "cpu":
         lacks = cpu.limits(call)
-    elif backend == "hopper" and call.query.numel() and call.key.numel():
+    elif backend == "hopper" and holds(call.query.numel() != 0, True) and holds(call.key.numel() != 0, True):
         from ..launch import hopper
 
         lacks = hopper.limits(call)
@@ -179,7 +180,7 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
             continue
         if x.dtype != wanted if wanted else x.dtype not in FLOATING:
             fail(TypeError, name, wanted or "a floating tensor", x.dtype)
-        if tuple(x.shape) != shape:
+        if not layout.is_shape(x.shape, shape):
             fail(ValueError, name, f"shape {shape}, as forward returns it", tuple(x.shape))
         if x.device != call.query.device:
             fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
@@ -214,7 +215,7 @@ def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *argume
     for name, (x, dtype, shape) in expected.items():
         if x.dtype != dtype:
             fail(TypeError, name, dtype, x.dtype)
-        if tuple(x.shape) != shape:
+        if not layout.is_shape(x.shape, shape):
             fail(ValueError, name, f"shape {shape}", tuple(x.shape))
         if x.device != query.device:
             fail(ValueError, name, f"the device of query, {query.device}", x.device)
@@ -237,12 +238,12 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
     first = next(iter(masks.values()))
     _, _, rows, keys, max_seqlen_q, max_seqlen_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
-        if length < 0:
+        if holds(length < 0, False):
             fail(ValueError, name, "0 or more", length)
     query, key = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys))
     _check_lengths(Packed(query, key, key, lengths.cu_seqlens_q, lengths.cu_seqlens_k, max_seqlen_q, max_seqlen_k))
     for name, length in (("key_mask", keys), ("query_mask", rows)):
-        if name in masks and tuple(masks[name].shape) != (1, length):
+        if name in masks and not layout.is_shape(masks[name].shape, (1, length)):
             fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(masks[name].shape))
     tokens = [name for name in ("key_mask", "query_mask") if name in masks]
     if tokens:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .. import backends
 from ..call import cached, packed
@@ -53,7 +54,7 @@ def attend_cached(arguments: CacheArguments, options: Arguments, *more: Any) -> 
     dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = cached.checked(arguments, options, named is not None)
     chosen = backends.choose(decode, return_weights, named)
-    if chosen.run is operators.run_on_cpu and not return_weights:
+    if chosen.run is operators.run_on_cpu and not (return_weights or is_compiling()):
         without = _without_tensors(decode)._replace(call=_without_tensors(decode.call))
         cache.remember(tensors, numbers, _Known(without, cpu.is_one_call(decode)))
     out, lse, weights = chosen.run(decode, return_lse, return_weights)

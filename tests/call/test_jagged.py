@@ -114,3 +114,26 @@ def test_wrong_arguments_are_named():
         assert str(raised.value).startswith(text) and "\n" not in str(raised.value)
     with pytest.raises(TypeError, match="key: expected a strided tensor, got a nested tensor"):
         fa.attention(dense, key, value)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True, softcap=2.0)], ids=str)
+def test_a_compiled_module_finds_the_longest_length_of_nested_tensors(options):
+    torch._dynamo.reset()
+    layer, x = fa.MultiHeadAttention(32, 2, backend="naive", **options), torch.randn(10, 32, requires_grad=True)
+
+    def step(x):
+        return layer(nested(x, OFFSETS_Q))[0].values()
+
+    got, want = torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+    both = (torch.autograd.grad(out.square().sum(), x)[0] for out in (got, want))
+    torch.testing.assert_close(*both, rtol=0, atol=2e-5)
+
+
+def test_a_graph_that_needs_a_longest_length_says_how_to_give_it():
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda *x: fa.attention(*jagged(*x), bias=torch.zeros(7, 5)), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="made with min_seqlen and max_seqlen"):
+        step(*draw())

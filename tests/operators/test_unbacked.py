@@ -1,0 +1,158 @@
+"""Compiled and exported calls with sizes that depend on data: nothing is guarded on, wrong sizes raise at run time."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.decorators import mark_unbacked
+
+import fusedattn as fa
+from fusedattn.compat import flash_attn, torch as drop_in
+
+from ..inside import same
+
+B, H, S, D = 3, 4, 12, 16
+OFFSETS = torch.tensor([0, 4, S], dtype=torch.int32)
+MODULE = fa.MultiHeadAttention(2 * D, 2)
+DROP_IN = drop_in.MultiheadAttention(2 * D, 2, batch_first=True)
+LAYER = drop_in.convert(torch.nn.TransformerEncoderLayer(2 * D, 4, 64, dropout=0.0, batch_first=True))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+def draw(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+def mask(*shape):
+    return torch.rand(shape) < 0.8
+
+
+def dense():
+    return [(draw(B, H, S, D), (0, 2)) for _ in range(3)]
+
+
+def long():
+    return [(draw(B, S, H, D), (0, 1)) for _ in range(3)]
+
+
+def packed():
+    return [(draw(S, H, D), (0,)) for _ in range(3)]
+
+
+def attend(query, key, value, backend, mask=None, bias=None, key_mask=None, slopes=None, **options):
+    options |= dict(mask=mask, bias=bias, key_mask=key_mask, alibi_slopes=slopes)
+    return fa.attention(query, key, value, backend=backend, return_lse=True, **options)
+
+
+def varlen(query, key, value, key_mask=None):
+    longest = {} if key_mask is None else dict(max_seqlen_q=8, max_seqlen_k=8, key_mask=key_mask)
+    return fa.attention_varlen(query, key, value, OFFSETS, OFFSETS, causal=True, **longest)
+
+
+def decode(query, keys, values, lengths, backend):
+    return fa.attention_decode(query, keys, values, cache_seqlens=lengths, backend=backend)
+
+
+def caches():
+    lengths = torch.tensor([3, 12, 9], dtype=torch.int32), (0,)
+    return [(torch.randn(B, H, rows, D), (0,)) for rows in (1, S, S)] + [lengths]
+
+
+# A function, and its tensors, each with the dimensions whose size depends on data.
+CASES = {}
+for backend in (None, "naive", "triton"):
+    call = functools.partial(attend, backend=backend)
+    CASES |= {
+        f"attention {backend}": (call, dense()),
+        f"key mask {backend}": (
+            lambda *x, call=call: call(*x[:3], key_mask=x[3], causal=True),
+            [*dense(), (mask(B, S), (0, 1))],
+        ),
+        f"mask {backend}": (lambda *x, call=call: call(*x[:3], mask=x[3]), [*dense(), (mask(B, 1, S, S), (0, 2, 3))]),
+        f"bias {backend}": (lambda *x, call=call: call(*x[:3], bias=x[3]), [*dense(), (draw(B, H, S, S), (0, 2, 3))]),
+        f"slopes {backend}": (lambda *x, call=call: call(*x[:3], slopes=x[3]), [*dense(), (draw(B, H), (0,))]),
+        f"decode {backend}": (functools.partial(decode, backend=backend), caches()),
+    }
+CASES |= {
+    "sdpa": (lambda *x: drop_in.scaled_dot_product_attention(*x, is_causal=True), dense()),
+    "sdpa mask": (drop_in.scaled_dot_product_attention, [*dense(), (mask(B, 1, S, S), (0, 2, 3))]),
+    "sdpa groups": (
+        lambda *x: drop_in.scaled_dot_product_attention(*x, enable_gqa=True),
+        [(draw(B, heads, S, D), (0, 2)) for heads in (H, 2, 2)],
+    ),
+    "varlen": (varlen, packed()),
+    "varlen key mask": (varlen, [*packed(), (mask(S), (0,))]),
+    "flash": (flash_attn.flash_attn_func, long()),
+    "module": (
+        lambda x, key_mask: MODULE(x, key_mask=key_mask)[0],
+        [(draw(B, S, 2 * D), (0, 1)), (mask(B, S), (0, 1))],
+    ),
+    "drop-in module": (
+        lambda x, hidden: DROP_IN(x, x, x, key_padding_mask=hidden)[0],
+        [(draw(B, S, 2 * D), (0, 1)), (~mask(B, S), (0, 1))],
+    ),
+    "layer": (LAYER, [(draw(B, S, 2 * D), (0,))]),
+}
+
+
+def results(function, given):
+    """What a function returns, and the gradients of its inputs where they have one."""
+    got = function(*given)
+    got = got if isinstance(got, tuple) else (got,)
+    needed = [x for x in given if x.requires_grad]
+    return [*got, *(torch.autograd.grad(sum(x.clamp(-99, 99).sum() for x in got), needed) if needed else ())]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_that_depend_on_data_are_not_guarded_on(name):
+    function, given = CASES[name]
+    marked = []
+    for x, dims in given:
+        marked.append(x.detach().clone().requires_grad_(x.requires_grad))
+        for dim in dims:
+            mark_unbacked(marked[-1], dim)
+    want = results(function, [x for x, _ in given])
+    same(results(torch.compile(function, fullgraph=True, backend="aot_eager"), marked), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_kept_batches_and_lengths_in_training(compiler):
+    def step(query, key, value, seen, batches, rows):
+        query, key, value = (x[batches][:, :, rows] for x in (query, key, value))
+        return drop_in.scaled_dot_product_attention(query, key, value, seen[batches][:, :, rows][..., rows])
+
+    query, key, value = (draw(B, H, S, D) for _ in range(3))
+    kept = torch.tensor([True, False, True]), torch.arange(S) % 3 > 0
+    given = query, key, value, mask(B, 1, S, S), *kept
+    want = results(step, given)
+    same(results(torch.compile(step, fullgraph=True, backend=compiler), given), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_that_keeps_batches_takes_any(strict):
+    class Kept(torch.nn.Module):
+        def forward(self, query, key_mask, keep):
+            query, key_mask = query[keep], key_mask[keep]
+            return fa.attention(query, query, query, key_mask=key_mask)
+
+    query, key_mask, first = torch.randn(B, H, S, D), mask(B, S), torch.tensor([True, False, True])
+    program = torch.export.export(Kept(), (query, key_mask, first), strict=strict).module()
+    for keep in (first, ~first, torch.ones(B, dtype=torch.bool)):
+        same([program(query, key_mask, keep)], [Kept()(query, key_mask, keep)])
+
+
+def test_sizes_that_do_not_fit_raise_at_run_time():
+    def step(query, key_mask, keep, others):
+        query = query[keep]
+        return fa.attention(query, query, query, key_mask=key_mask[others])
+
+    given = torch.randn(B, H, S, D), mask(B, S), torch.tensor([True, False, True]), torch.tensor([True, True, True])
+    with pytest.raises(RuntimeError, match="assertion failed"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
