@@ -156,7 +156,7 @@ BACKENDS = {
     "triton": Backend(
         "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run
     ),
-    "cpu": Backend("cpu", cpu.reasons, attention.run_on_cpu),
+    "cpu": Backend("cpu", lambda call, need_weights: cpu.limits(call), attention.run_on_cpu),
     "naive": Backend("naive", lambda call, need_weights: [], attention.run_naively),
 }
 
@@ -174,9 +174,7 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
 DECODERS = {
     "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run),
     "triton": Backend("triton", _decode_reasons, cached.run),
-    "cpu": Backend(
-        "cpu", lambda decode, _: cpu.reasons(decode.call, False) + cached.unmappable(decode), cached.run_on_cpu
-    ),
+    "cpu": Backend("cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_on_cpu),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
 }
 

@@ -62,8 +62,8 @@ def scaled_dot_product_attention(
         return attention(query, key, value, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     if query.shape[-1] == key.shape[-1] == 0 or value.shape[-1] == 0:
         # A column of zeros changes no score and no other column.
-        padded = (pad(x, (0, int(x.shape[-1] == 0))) for x in inputs.values())
-        out = scaled_dot_product_attention(*padded, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        q, k, v = (pad(x, (0, int(x.shape[-1] == 0))) for x in inputs.values())
+        out = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return out[..., : value.shape[-1]].contiguous()
     if attn_mask is not None and is_causal:
         fail(ValueError, "is_causal", "False beside an attn_mask", True)

@@ -47,12 +47,22 @@ def attend(decode: Decode) -> tuple[Tensor, Tensor]:
     return _attend(decode.call, decode)
 
 
+def _of_call(call: Call) -> tuple[Tensor, Tensor]:
+    """(output, lse) of a call without a backward."""
+    causal = flash.at_once(call)
+    if causal is None:
+        result = flash.forward(call, False)
+        return result.out, result.lse + result.less
+    out, lse = kernel.attend(*call[:3], causal, None, call.scale)
+    return arrange(out, call.query), lse
+
+
 @without_autocast
 def _attend(call: Call, decode: Decode) -> tuple[Tensor, Tensor]:
     most = room(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
     call, runs = naive.turned(decode), list(naive.alike(after))
-    results = [flash.forward(naive.of_length(call, decode, *run), False)[:2] for run in runs]
+    results = [_of_call(naive.of_length(call, decode, *run)) for run in runs]
     if len(results) == 1:
         return results[0]
     out = dense(call.query, (*call.query.shape[:3], call.value.shape[3]))

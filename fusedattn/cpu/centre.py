@@ -1,10 +1,8 @@
 """What values have in common, taken off them so that outputs that are rounded to bfloat16 keep what differs.
 
 Gradients of scores are differences of products of the values, and what all values share adds nothing to these but its
-rounding. So a forward with a backward computes the output less that, which is the centre, and keeps it so.
+rounding. So a forward with a backward also computes the output less that, which is the centre, and keeps it so.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,25 +45,14 @@ def in_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
-def with_centre(
-    kept: Tensor, lse: Tensor, common: Tensor, again: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, what a backward takes of it, the centre) of an output that was computed less the centre.
+def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
+    """(what a backward takes of an output, the centre); kept: the output of values less the centre.
 
-    Rounded less the centre, values spoil outputs that are much smaller than it, as where a row sees few of the keys,
-    whose values are small. Such a row is of what again() gives: the output of values that are not centred. And where
-    most rows of a head are such, its centre is 0.
+    Rounded less the centre, outputs that are much smaller than it are spoiled, as where rows see few of the keys, whose
+    values are small. Where most rows of a head are such, its centre is 0.
     """
-    heads = kept.shape[1]
-    of_heads, seen = to_heads(common, heads), lse != -INFINITE
-    out = (kept + of_heads).masked_fill_(~seen[..., None], 0.0)
-    rows = (out.abs().amax(3) < of_heads.abs().amax(3) / 2) & seen
-    if bool(rows.any()):
-        small, plain = _mostly_small(out, seen, common), again()
-        here = to_heads(small, heads)
-        out, kept = torch.where(rows[..., None] | here, plain, out), torch.where(here, plain, kept)
-        common = common.masked_fill(small, 0.0)
-    return out, kept, common
+    small = _mostly_small(out, lse != -INFINITE, common)
+    return torch.where(to_heads(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)
 
 
 def _mostly_small(out: Tensor, seen: Tensor, common: Tensor) -> Tensor:

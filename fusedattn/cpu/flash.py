@@ -92,7 +92,7 @@ def _wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """What scores are computed less of, where gradients are wanted: the lse of scores of variance 1.
+    """What scores are computed less of: the lse of scores of variance 1.
 
     Of a call it is that of its `_wide`, and of the one into which vmap folds such calls.
     """
@@ -124,12 +124,10 @@ def _is_exact(where: Rectangle, query: Tensor) -> bool:
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def _attend(
-    call: Call, where: Rectangle, tensors: Sequence[Tensor], save: bool, less: float | Tensor
-) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor) -> tuple[Tensor, Tensor]:
     """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides."""
     query, key, value = _of(where, tensors)
-    if save and _is_exact(where, query):
+    if _is_exact(where, query):
         weights, lse = weights_of(call, where, less, query, key)
         return product(weights, value), lse
     added = mask(call, where, less)
@@ -169,29 +167,27 @@ def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tenso
     """(output, lse less the offset, output less the centre, the centre or None) of all rows of a part."""
     call, columns = part.call, part.call.value.shape[3]
     query, key, value = _inputs(part, _columns(call))
+    out, lse = _of_all_rows(part, (query, key, value), less)
     common = centre(value[:, :, part.begin : part.end]) if save else None
     if common is None:
-        out, lse = _of_all_rows(part, (query, key, value), save, less)
         return out, lse, out, None
-    kept, lse = _of_all_rows(part, (query, key, value - common), save, less)
+    kept, _ = _of_all_rows(part, (query, key, value - common), less)
     if call.query_mask is not None:  # what hidden rows have says nothing of the others
         hidden = _hidden(call.query_mask)
-        kept, lse = kept.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
-    out, kept, common = with_centre(
-        kept, lse, common[..., :columns], lambda: _of_all_rows(part, (query, key, value), save, less)[0]
-    )
+        out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
+    kept, common = with_centre(out, kept, lse, common[..., :columns])
     return out, lse, kept, to_heads(common, call.query.shape[1])
 
 
-def _of_all_rows(part: Part, tensors: Sequence[Tensor], save: bool, less: float) -> tuple[Tensor, Tensor]:
+def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
     """(output, lse less the offset) of a part from inputs as the kernel takes them."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
 
     def attended(where: Rectangle, alone: bool) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(call, where, tensors, save, less)
+        out, lse = _attend(call, where, tensors, less)
         if not alone or call.sinks is not None:
-            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, save, near)[1])
+            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near)[1])
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
@@ -240,16 +236,12 @@ def at_once(call: Call) -> bool | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Output in the dtype and dimension order of query, lse in float32 or float64; save: whether for a backward.
+    """Output in the dtype and dimension order of query, lse, less the offset, in float32 or float64.
 
-    The lse is less the offset where it is for a backward.
+    save: whether a backward follows; it changes no bit of output and lse.
     """
-    like = call.query
-    if not save and (causal := at_once(call)) is not None:
-        out, lse = attend(*call[:3], causal, None, call.scale)
-        return Result(arrange(out, like), lse, out)
-    call = _wide(call)
-    split, less = parts(call), offset(call) if save else 0.0
+    like, call = call.query, _wide(call)
+    split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
         out, lse, kept, _ = _finished(call, less, *_forward(split[0], save, less))
         out = arrange(out, like)

@@ -1,16 +1,14 @@
 """What the backend "cpu" cannot take, and results in the form in which the operators return them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from ..call.form import DIFFERENTIABLE, Call, device_of, differentiated
+from ..call.form import Call, device_of
 from ..naive.formula import without_autocast
-from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward, transforms_active
+from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from . import flash
 from .few import FEW
 
@@ -22,7 +20,7 @@ LARGEST_LSE = 128.0
 
 
 def limits(call: Call) -> list[str]:
-    """Why no call like this one can be taken, whatever is wanted of it."""
+    """Return why a call cannot be taken; empty if it can."""
     lacks = []
     if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
         lacks.append("this version of PyTorch has not its kernel")
@@ -35,31 +33,14 @@ def limits(call: Call) -> list[str]:
     return lacks
 
 
-def _differentiated(tensors: Sequence[Any]) -> bool:
-    """Whether a derivative may be wanted. Inside of torch.func requires_grad does not say so."""
-    return differentiated(tensors) or (transforms_active() and any(x is not None for x in tensors))
+def is_narrow(call: Call) -> bool:
+    """Return whether the kernel's gradients of a call are too coarse for the rule of `testing.tolerance`."""
+    return call.query.dtype == torch.float32 and call.query.shape[3] < NARROW and call.key.shape[2] > FEW
 
 
-def _is_too_coarse(call: Call) -> bool:
-    """Whether the kernel's gradients of a call on a CPU are not right by the rule of `testing.tolerance`."""
-    narrow = call.query.dtype == torch.float32 and call.query.shape[3] < NARROW
-    # A graph would be of few keys, or of many, if it asked how many there are.
-    return narrow and _differentiated(call[:DIFFERENTIABLE]) and (is_compiling() or call.key.shape[2] > FEW)
-
-
-def reasons(call: Call, need_weights: bool) -> list[str]:
-    """Why a call cannot be taken; empty if it can."""
-    lacks = limits(call)
-    if device_of(call.query).type == "cpu" and _is_too_coarse(call):
-        asked = ", and a graph cannot ask how many there are" if is_compiling() else ""
-        lacks.append(
-            f"its gradients of float32 are not exact enough for a head_dim under {NARROW} and over {FEW} keys{asked}"
-        )
-    if _differentiated((call.bias, call.alibi_slopes)):
-        lacks.append("it has no gradients of bias and alibi_slopes")
-    if need_weights and _differentiated(call[:DIFFERENTIABLE]):
-        lacks.append("it has no gradients of weights")
-    return lacks
+def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> bool:
+    """Return whether `backward` computes the gradients that are needed; else the naive path does."""
+    return grad_weights is None and not (need[3] or need[4] or is_narrow(call))
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
@@ -110,11 +91,9 @@ def too_large(lse: Tensor) -> bool:
 def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
     """Gradients of the first fields of a call, from those of output and lse; empty where they are not needed.
 
-    Raises: NotImplementedError where it is asked for what `reasons` names.
+    Only where it `has_gradients`.
     """
-    grad_out, grad_lse, grad_weights = incoming
-    if grad_weights is not None or need[3] or need[4]:
-        raise NotImplementedError("backend: 'cpu' has no gradients of bias, alibi_slopes and weights")
+    grad_out, grad_lse, _ = incoming
     gradients = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0])
     query, key, value, sinks = gradients
     made = query, key, value, None, None, sinks

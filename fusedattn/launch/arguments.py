@@ -10,7 +10,7 @@ from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.scores import score
 from ..kernels.vocabulary.tiles import View, width
-from ..private import has_storage
+from ..private import has_storage, holds
 from . import tiles
 
 COPIED_BYTES = 16  # addresses and strides that the copy engine knows are multiples of them
@@ -37,8 +37,10 @@ def strided(tensor: Tensor) -> bool:
     """Whether the copy engine can read and write a (B, H, S, D) tensor, as far as its strides say."""
     *strides, last = tensor.stride()
     *shape, columns = tensor.shape
-    steps = [step * tensor.element_size() for step, size in zip(strides, shape, strict=True) if size != 1]
-    return (last == 1 or columns == 1) and all(step > 0 and step % COPIED_BYTES == 0 for step in steps)
+    pairs = zip(strides, shape, strict=True)
+    steps = [step * tensor.element_size() for step, size in pairs if holds(size != 1, True)]
+    copied = all(holds(step > 0, True) and holds(step % COPIED_BYTES == 0, False) for step in steps)
+    return (last == 1 or columns == 1) and copied
 
 
 def aligned(tensor: Tensor) -> bool:

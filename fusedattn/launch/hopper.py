@@ -10,6 +10,7 @@ from triton import cdiv
 
 from ..call.form import Call
 from ..kernels.vocabulary.tiles import width
+from ..private import holds
 from . import arguments as kernel_arguments, tiles
 from .tiles import Backward, Pipeline
 
@@ -49,7 +50,7 @@ def limits(call: Call) -> list[str]:
         is None
     ):
         lacks.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
-    if call.key.shape[2] == 0:
+    if holds(call.key.shape[2] == 0, False):  # the operator looks again
         lacks.append("there are no keys")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")

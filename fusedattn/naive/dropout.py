@@ -12,27 +12,38 @@ from torch import Tensor
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
-SLAB = 2**16  # counters drawn at a time: their words fit a cache
+SLAB = 2**15  # counters drawn at a time: their words fit a cache
 WORD = 0xFFFFFFFF  # words are kept in int64, whose products wrap: their lower 64 bits are right
 
 
-def _upper(word: Tensor, multiplier: int, product: Tensor) -> Tensor:
-    """The upper word of a product."""
+def _multiplied(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Return the product, which replaces the word, and its upper word, above which its highest bit is copied."""
     if torch.compiler.is_compiling():
         # By multiplier - 2**32, which is small: a C++ compiler takes it that no product of int64 overflows, and leaves
         # out the mask that mends one that does.
-        return (word * (multiplier - 2**32) >> 32) + word
-    return (product >> 32) & WORD
+        return word * multiplier, (word * (multiplier - 2**32) >> 32) + word
+    product = word.mul_(multiplier)
+    return product, product >> 32
+
+
+def _xor(a: Tensor, b: Tensor) -> Tensor:
+    """Return a ^ b, in the memory of a where it fits."""
+    return a.bitwise_xor_(b) if a.shape == b.shape else a ^ b
 
 
 def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """The four words of each counter (four words itself)."""
+    """Return the four words of each counter, which is four words that broadcast: the first rounds are of few numbers.
+
+    The lower 32 bits are right. Only what is multiplied must be without the others.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    c0, c2 = c0.clone(), c2.clone()
     for _ in range(ROUNDS):
-        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        of_b, of_a = _upper(c2, MULTIPLIERS[1], b), _upper(c0, MULTIPLIERS[0], a)
-        c0, c1, c2, c3 = of_b ^ c1 ^ k0, b & WORD, of_a ^ c3 ^ k1, a & WORD
+        (a, of_a), (b, of_b) = (
+            _multiplied(word.bitwise_and_(WORD), by) for word, by in zip((c0, c2), MULTIPLIERS, strict=True)
+        )
+        c0, c1, c2, c3 = _xor(of_b, c1).bitwise_xor_(k0), b, _xor(of_a, c3).bitwise_xor_(k1), a
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return [c0, c1, c2, c3]
 
@@ -53,16 +64,25 @@ def _drawn(
     whole = torch.compiler.is_compiling()
     step = max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
     slabs = []
-    for row in (start,) if whole else range(start, end, step):
+    for row in (start,) if whole else range(start, end if columns else start, step):
         rows = torch.arange(row, end if whole else min(row + step, end), device=device)[None, :, None]
-        shape = torch.broadcast_shapes(plane.shape, rows.shape, column.shape)
-        words = _rounds([x.expand(shape) for x in (rows, column, plane & WORD, plane >> 32)], key)
+        words = _rounds([rows, column, plane & WORD, plane >> 32], key)
         # [plane, half of i, low bits of i, half of j, low bits of j, bit 3 of i, bit 3 of j]
-        slab = torch.stack([decide(word) for word in words], -1)
-        slab = slab.reshape(shape[0], shape[1] // 8, 8, columns // 8, 8, 2, 2)
-        slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).reshape(shape[0], shape[1] * 2, columns * 2))
-    grid = torch.cat(slabs, 1) if slabs else decide(plane.new_zeros(planes.numel(), 0, columns * 2))
+        slab = torch.stack([_eights(decide(word.bitwise_and_(WORD))) for word in words], -1)
+        slab = slab.unflatten(1, (slab.shape[1] // 8, 8)).unflatten(5, (2, 2))
+        slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).flatten(1, 3).flatten(2))
+    if not slabs:
+        return decide(plane.new_zeros(planes.numel(), last - first, keys - begin))
+    grid = torch.cat(slabs, 1)
+    grid = grid.view(torch.bool) if grid.shape[2] < columns * 2 else grid
     return grid[:, first - start * 2 : last - start * 2, begin - left * 2 : keys - left * 2]
+
+
+def _eights(decided: Tensor) -> Tensor:
+    """Return (.., columns) as (.., columns / 8, 8); bools as (.., columns / 8, 1), eight of them one number to copy."""
+    if decided.dtype == torch.bool and not torch.compiler.is_compiling():
+        return decided.view(torch.int64)[..., None]
+    return decided.unflatten(-1, (decided.shape[-1] // 8, 8))
 
 
 def words(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, begin: int = 0) -> Tensor:

@@ -323,10 +323,14 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """`run` of a call that is not packed; it may be padded."""
     made = prepared(call, wide(call))
-    out, lse = _blocks(made, need_lse)
-    # All rows at once: they are what was asked for. The output stays what it is without them.
-    products = FEWEST_COPIES if sized(made) else AS_WRITTEN
-    weights = of_all(made, False, True, products)[2].to(call.query.dtype).contiguous() if need_weights else None
+    if need_weights and sized(made) and _is_one(made):
+        out, lse, weights = of_all(made, need_lse, True)
+    else:
+        out, lse = _blocks(made, need_lse)
+        # All rows at once: they are what was asked for. The output stays what it is without them.
+        products = FEWEST_COPIES if sized(made) else AS_WRITTEN
+        weights = of_all(made, False, True, products)[2] if need_weights else None
+    weights = weights.to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 
 

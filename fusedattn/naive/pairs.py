@@ -128,4 +128,4 @@ def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
     _, row, key, *_ = (0,) * 3 if call.origin is None else call.origin
     kept = dropout.keep(call.seed, planes.flatten(), first + row, last + row, end + key, call.dropout_p, begin + key)
     kept = kept.view(*planes.shape, last - first, end - begin)
-    return kept.to(call.query.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
+    return kept.to(call.query.dtype).mul_(1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)

@@ -43,7 +43,8 @@ def any_failed(call):
 def _backward(*arguments):
     grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
     call, (backend, need) = Call(*arguments[_BEFORE:-2]), arguments[-2:]
-    if backend == "cpu" and (call.partial or not cpu.too_large(stats[..., 0])):
+    fused = backend == "cpu" and cpu.has_gradients(call, grad_weights, need)
+    if fused and (call.partial or not cpu.too_large(stats[..., 0])):
         return cpu.backward(call, (grad_out, grad_lse, grad_weights), out, stats, need)
     grads = new_backward(*arguments)
     if not out.numel():

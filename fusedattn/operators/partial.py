@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..call.form import Call, wide_dtype
 from ..cpu import few, flash as cpu
+from ..cpu.run import has_gradients, is_narrow
 from ..naive import partial as naive
 from ..naive.partial import LN2
 from .attention import OPERATORS
@@ -37,7 +38,7 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
         return out, stats
     call = widened(call)
-    if backend == "naive" or few.is_few(call):
+    if backend == "naive" or few.is_few(call) or is_narrow(call):
         return naive.forward(call)
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
     less, offset = kept[..., 0], cpu.offset(call)  # the lse less the offset, which leaves it near 0: so it is exact
@@ -66,7 +67,7 @@ def backward(
         grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
     else:
         call = widened(call)
-        if backend == "naive" or few.is_few(call):
+        if backend == "naive" or few.is_few(call) or not has_gradients(call, None, need):
             return naive.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out = grad_out.to(call.query.dtype)
         largest, log2_sum = stats.unbind(-1)

@@ -160,8 +160,6 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
     call, needs_weights = Call(*fields), grad_weights is not None
     check_call(call, needs_weights)
     check_backend(call, backend)
-    if backend == "cpu" and needs_weights:
-        fail(ValueError, "grad_weights", "None by the backend 'cpu', which has no gradients of weights", "a tensor")
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     wide, few = wide_dtype(call), stats.dim() == 4 and stats.shape[3] == 2
@@ -189,8 +187,6 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
     for name, x, needed in zip(Call._fields, call, need, strict=False):
         if needed and x is None:
             fail(ValueError, "need", f"False for {name}, which is None", True)
-        if needed and backend == "cpu" and name in ("bias", "alibi_slopes"):
-            fail(ValueError, "need", f"False for {name}, of which the backend 'cpu' has no gradient", True)
 
 
 def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *arguments: Any) -> None:

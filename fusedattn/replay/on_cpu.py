@@ -47,12 +47,13 @@ class OnCpu:
         self.strides = dense(call.query, call.query.shape).stride()  # of the output
         self.facts: dict[int, list] = {}  # of what our own node saves: five tensors, or seven
         self.guards: dict[int, Any] = {}  # that compare it in C++
-        self.causal = None if run is not attention.run_on_cpu or any(self.wanted) else flash.at_once(call)
-        self.few = save and few.is_few(call)
+        long_way = any(self.wanted) or (save and cpu.is_narrow(call))
+        self.causal = None if run is not attention.run_on_cpu or long_way else flash.at_once(call)
+        self.few = few.is_few(call)
         # Autograd would refuse what is made here in inference mode.
         by_formula = run is attention.run_naively and not any(self.wanted) and not torch.is_inference_mode_enabled()
         self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
-        if save and self.causal is not None:
+        if self.causal is not None:
             everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2], self.causal)
             self.mask = (few.added_to_few if self.few else flash.mask)(call, everything, flash.offset(call))
 
@@ -75,8 +76,15 @@ class OnCpu:
                 return _at_once(self, centre, query, key, value)
             out.grad_fn.register_prehook(self.before_backward)  # PyTorch's own node: one in Python takes 50 us more
         else:
-            out, _ = kernel.attend(query, key, value, self.causal, None, self.scale)
+            out, _ = self.attend(query, key, value)
         return self.arranged(out, query)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(output, lse less the offset), in the kernel's order of dimensions."""
+        if self.few:
+            return few.attend_to_few((query, key, value), self.scale, self.mask)
+        assert self.causal is not None
+        return kernel.attend(query, key, value, self.causal, self.mask, self.scale)
 
     def arranged(self, out: Tensor, query: Tensor) -> Tensor:
         """The output in the order of dimensions of query, which is how the kernel writes most."""
@@ -136,16 +144,10 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, known: OnCpu, centre: Tensor | None, query: Tensor, key: Tensor, value: Tensor):
-        options = bool(known.causal), known.mask, known.scale
-        if known.few:
-            kept, lse = few.attend_to_few((query, key, value), known.scale, known.mask)
-        else:
-            centred = value if centre is None else value - centre
-            kept, lse = kernel.attend(query, key, centred, *options)
-        out = kept
+        out, lse = known.attend(query, key, value)
         if centre is not None:
-            again = lambda: kernel.attend(query, key, value, *options)[0]  # noqa: E731
-            out, kept, centre = common.with_centre(kept, lse, centre, again)
+            kept, _ = known.attend(query, key, value - centre)
+            kept, centre = common.with_centre(out, kept, lse, centre)
         out = known.arranged(out, query)
         ctx.known = known
         saved = query, key, value, out, lse, *(() if centre is None else (centre, kept))

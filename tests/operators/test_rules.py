@@ -64,7 +64,6 @@ RIGHT = {  # arguments that an operator takes
     "append": CACHES | dict(new_key=ones(B, HKV, 1, D), new_value=ones(B, HKV, 1, DV)) | TURNING | ON,
     "decode": dict(query=ones(B, HQ, SQ, D)) | CACHES | dict(added=1) | TURNING | OPTIONS | NUMBERS,
 }
-NO_GRADIENT = "False for {}, of which the backend 'cpu' has no gradient"
 KNOWN = "expected one of 'hopper', 'triton', 'cpu'"
 WRONG = {  # argument that is named, error, what the sentence must say, what is changed
     "forward": [
@@ -245,16 +244,8 @@ WRONG_ON_CPU = {
         ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0)),
     ],
     "backward": [
-        ("grad_weights", ValueError, "None by the backend 'cpu'", dict(grad_weights=INCOMING["grad_weights"])),
         ("stats", ValueError, "shape (2, 4, 3, 1), as forward returns it", dict(stats=KEPT["stats"])),
         ("need", ValueError, "False for alibi_slopes, which is None", dict(need=[False] * 4 + [True, False])),
-        ("need", ValueError, NO_GRADIENT.format("bias"), dict(bias=MASKS["bias"], need=[True] * 4 + [False] * 2)),
-        (
-            "need",
-            ValueError,
-            NO_GRADIENT.format("alibi_slopes"),
-            dict(alibi_slopes=ones(1, HQ), need=[False] * 4 + [True, False]),
-        ),
         ("backend", ValueError, "another where it knows no softcap", dict(softcap=2.0)),
         ("backend", ValueError, "another where it knows no dropout", NOISE),
     ],

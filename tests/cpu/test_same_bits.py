@@ -1,0 +1,83 @@
+"""The output has the same bits, whatever else a call returns and whether gradients are required."""
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.compat.torch import MultiheadAttention
+
+ROWS, KEYS = 20, 90
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+LEARNED = "bias", "alibi_slopes", "sinks"
+
+
+def options():
+    torch.manual_seed(0)
+    return {
+        "plain": {},
+        "causal": dict(causal=True),
+        "window": dict(window=(20, 3)),
+        "mask": dict(mask=torch.rand(ROWS, KEYS) < 0.7),
+        "bias": dict(bias=torch.randn(1, 4, ROWS, KEYS)),
+        "alibi_slopes": dict(alibi_slopes=torch.rand(4)),
+        "sinks": dict(sinks=torch.randn(4)),
+        "key_mask": dict(key_mask=torch.arange(KEYS) < torch.tensor([[30], [80]])),
+        "query_mask": dict(query_mask=torch.rand(2, ROWS) < 0.8),
+        "softcap": dict(softcap=3.0),
+        "dropout": dict(dropout_p=0.3, seed=3),
+        "dropout and mask": dict(dropout_p=0.3, seed=3, mask=torch.rand(ROWS, KEYS) < 0.7, causal=True),
+    }
+
+
+def outputs(query, key, value, more):
+    """The output of a call with each combination of what may be returned and required, three times each."""
+    for requires in (False, True):
+        inputs = [x.detach().requires_grad_(requires) for x in (query, key, value)]
+        given = {name: x.detach().requires_grad_(requires) if name in LEARNED else x for name, x in more.items()}
+        for lse in (False, True):
+            for weights in (False, True):
+                for _ in range(3):
+                    found = fa.attention(*inputs, **given, return_lse=lse, return_weights=weights)
+                    yield found[0] if lse or weights else found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", options())
+@pytest.mark.parametrize("dim, keys, common", [(8, KEYS, 0.0), (32, 40, 0.0), (32, KEYS, 4.0)])
+def test_an_output_has_the_same_bits(dtype, name, dim, keys, common):
+    more = options()[name]
+    cut = {key: x[..., :keys] for key, x in more.items() if key in ("mask", "bias", "key_mask")}
+    query, key, value = (torch.randn(2, heads, rows, dim) for heads, rows in ((4, ROWS), (2, keys), (2, keys)))
+    first, *others = outputs(query.to(dtype), key.to(dtype), (value + common).to(dtype), more | cut)
+    assert all(torch.equal(first, x) for x in others)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("make", [MultiheadAttention, fa.MultiHeadAttention])
+def test_a_module_has_the_same_bits_with_weights(make, dropout):
+    layer, found = make(64, 4, dropout=dropout), []
+    x = torch.randn(3, 80, 64)
+    for need_weights in (False, True):
+        for enabled in (False, True):
+            for _ in range(3):
+                torch.manual_seed(1)
+                with torch.set_grad_enabled(enabled):
+                    found.append(layer(x, x, x, need_weights=need_weights)[0])
+    assert all(torch.equal(found[0], y) for y in found)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "bias", "alibi_slopes", "sinks", "key_mask", "query_mask"])
+def test_weights_have_the_gradients_of_the_formula(name):
+    more = options()[name]
+    inputs = [torch.randn(2, heads, rows, 32) for heads, rows in ((4, ROWS), (2, KEYS), (2, KEYS))]
+    incoming = torch.randn(2, 4, ROWS, 32), torch.randn(2, 4, ROWS), torch.randn(2, 4, ROWS, KEYS)
+
+    def gradients(backend):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        given = {key: x.detach().requires_grad_() if key in LEARNED else x for key, x in more.items()}
+        found = fa.attention(*leaves, **given, return_lse=True, return_weights=True, backend=backend)
+        found = [x.masked_fill(x == float("-inf"), 0.0) for x in found]
+        return torch.autograd.grad(found, [*leaves, *(given[key] for key in LEARNED if key in given)], incoming)
+
+    for got, want in zip(gradients("cpu"), gradients("naive"), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
