@@ -115,9 +115,9 @@ def fusedattn_forward(
     weights_wanted = getattr(config, "output_attentions", False) if weights_wanted is None else weights_wanted
     if (offsets := _offsets(others, batch)) is not None:
         if mask is None and bias is None and not weights_wanted:
-            longest = dict(max_seqlen_q=others.get("max_length_q"), max_seqlen_k=others.get("max_length_k"))
-            tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-            return attention_varlen(*tokens, *offsets, causal=causal, **longest, **options)[None], None
+            options |= dict(max_seqlen_q=others.get("max_length_q"), max_seqlen_k=others.get("max_length_k"))
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            return attention_varlen(q, k, v, *offsets, causal=causal, **options)[None], None
         rows, keys = (
             torch.searchsorted(x[1:], torch.arange(of.shape[2], device=x.device), right=True)
             for x, of in zip(offsets, (query, key), strict=True)
@@ -135,7 +135,8 @@ def fusedattn_forward(
 def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None:
     """Return where packed sequences begin, of queries and of keys, if the model was given that; else None."""
     names = "cu_seq_lens_q", "cu_seq_lens_k"
-    first, second = (others.get(name) for name in names)
+    first: Any = others.get(names[0])
+    second: Any = others.get(names[1])
     if first is None and second is None:
         return None
     for name, x in zip(names, (first, second), strict=True):

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+import torch._dynamo.config
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
+from fusedattn import backends
 from fusedattn.launch import hopper, tiles
+
+from ..inside import compiled, only_interpreted, passes_compiled
+from ..offline import absent
 
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
@@ -122,3 +127,32 @@ def test_the_answer_is_not_about_the_machine_that_gives_it():
 def test_a_capability_that_is_none_is_refused(capability):
     with pytest.raises(ValueError, match=r"^capability: expected None or a compute capability such as \(9, 0\), got"):
         fa.explain(*draw(64), capability=capability)
+
+
+@only_interpreted
+def test_this_file_without_the_interpreter():
+    passes_compiled(__file__)
+
+
+@compiled
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "length"])
+def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def attend(query, key, value, kept):
+        return fa.attention(*(x.index_select(axis, kept.nonzero()[:, 0]) for x in (query, key, value)), causal=True)
+
+    inputs = [torch.randn(5, 4, 7, 64, dtype=torch.bfloat16) for _ in range(3)]
+    with absent.gpu(90), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch._dynamo.reset()
+        for count in (3, 2, 0):
+            kept = torch.arange(inputs[0].shape[axis]) < count
+            out = torch.compile(attend, backend=backend, fullgraph=True)(*inputs, kept)
+            assert out.shape[axis] == count
+    called = [node for graph in graphs for node in graph.graph.nodes if "fusedattn" in str(node.target)]
+    assert [node.args[-1] for node in called] == ["hopper"]
