@@ -171,9 +171,7 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
 DECODERS = {
     "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run),
     "triton": Backend("triton", _decode_reasons, cached.run),
-    "cpu": Backend(
-        "cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_on_cpu
-    ),
+    "cpu": Backend("cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_on_cpu),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
 }
 

@@ -124,9 +124,7 @@ def _is_exact(where: Rectangle, query: Tensor) -> bool:
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def _attend(
-    call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor
-) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor) -> tuple[Tensor, Tensor]:
     """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides."""
     query, key, value = _of(where, tensors)
     if _is_exact(where, query):
