@@ -269,6 +269,9 @@ def _are_alone(call: Call, some: list[Rectangle]) -> bool:
 def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The weights of rectangles that have their rows in common, and see nothing else."""
     call = part.call
+    if len(some) == 1 and call.sinks is None and not some[0].masked and not some[0].causal:
+        query, key = _of(some[0], tensors)[:2]  # without the lse, which takes as long as the softmax
+        return [product(query, key.mT).mul_(call.scale).softmax(-1)]
 
     def found(where: Rectangle, less: float | Tensor) -> tuple[Tensor, Tensor]:
         return weights_of(call, where, less, *_of(where, tensors)[:2])
@@ -287,8 +290,14 @@ def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Te
 
 def weights(call: Call, columns: int) -> Tensor:
     """The weights (B, Hq, Sq, columns) of a call."""
-    whole, wide = call.query.new_zeros(*call.query.shape[:3], columns), wide_dtype(call)
-    for part in parts(call):
+    split, wide = parts(call), wide_dtype(call)
+    if len(split) == 1 and split[0].call is call and call.query_mask is None:
+        some = list(rectangles(split[0]))
+        if len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, columns):  # nothing to fill with zeros
+            tensors = [x.to(wide) for x in _inputs(split[0], call.query.shape[3])]
+            return _weights_of_rows(split[0], some, tensors)[0].to(call.query.dtype)
+    whole = call.query.new_zeros(*call.query.shape[:3], columns)
+    for part in split:
         tensors = [x.to(wide) for x in _inputs(part, call.query.shape[3])]
         of_part = part.of_rows(whole)
         for (first, last), same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
