@@ -110,8 +110,8 @@ def attention_varlen(
             are, but nothing is read or written outside of the tensors.
         max_seqlen_q, max_seqlen_k: the longest lengths, or more. What needs them is mask, bias, key_mask and
             return_weights, and the naive path: without, the host then waits for the GPU to say. A graph that is
-            compiled whole raises without, but for the naive path. Of longer sequences than they say, on a GPU, the rest is left out where these are
-            needed.
+            compiled whole raises without, but for the naive path. Of longer sequences than they say, on a GPU, the rest
+            is left out where these are needed.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan is of a mask alone.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`, incoming gradients
             included.
