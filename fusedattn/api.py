@@ -49,7 +49,7 @@ def attention(
         causal: row i sees no key after its own position. The same as 0 on the right of the window.
         window: (left, right), how many keys a row sees before and after its own position; None is unbounded.
         align: "bottom_right" sets the last row level with the last key, "top_left" the first with the first.
-        scale: any finite number, also a tensor of rank 0 without gradient; 1 / sqrt(D) by default.
+        scale: any finite number; 1 / sqrt(D) by default.
         softcap: scores become softcap * tanh(score / softcap), before anything is added to them.
         alibi_slopes: floating (Hq,) or (B, Hq); slope * distance is subtracted from the scores, the distance being that
             of a key to the row's own position.
@@ -110,8 +110,8 @@ def attention_varlen(
             are, but nothing is read or written outside of the tensors.
         max_seqlen_q, max_seqlen_k: the longest lengths, or more. What needs them is mask, bias, key_mask and
             return_weights, and the naive path: without, the host then waits for the GPU to say. A graph that is
-            compiled whole raises without, but for the naive path. Of longer sequences than they say, on a GPU, the
-            rest is left out where these are needed.
+            compiled whole raises without, but for the naive path. Of longer sequences than they say, on a GPU, the rest
+            is left out where these are needed.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan is of a mask alone.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`, incoming gradients
             included.
