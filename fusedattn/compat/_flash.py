@@ -52,6 +52,8 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
     """The options of the scores, as `attention` takes them."""
+    if isinstance(window_size, Tensor) or type(window_size).__module__ == "numpy":
+        window_size = window_size.tolist()
     if isinstance(window_size, tuple | list):
         window_size = tuple(map(as_python, window_size))
     if not isinstance(window_size, tuple) or len(window_size) != 2 or not all(map(is_int, window_size)):
@@ -103,6 +105,62 @@ def attend_packed(
     }
     out, *more = _run(names, attention_varlen, tensors, options, **longest)
     return (out.contiguous(), *more) if more else out.contiguous()
+
+
+def check_pages(k: Any, v: Any, cu_seqlens_k: Any, block_table: Any) -> None:
+    """Check keys in pages (pages, page, Hkv, D) and their block_table; values on a GPU are not read."""
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, "(pages, page, Hkv, D)")
+    for name, x, layout in (("cu_seqlens_k", cu_seqlens_k, "(B + 1,)"), ("block_table", block_table, "(B, n)")):
+        check_tensor(name, x, layout)
+        if x.dtype != torch.int32:
+            fail(TypeError, name, "an int32 tensor", x.dtype)
+        if x.device != k.device:
+            fail(ValueError, name, f"the device of k, {k.device}", x.device)
+    if v.shape[:2] != k.shape[:2]:
+        fail(ValueError, "v", f"the pages of k, {tuple(k.shape[:2])}", tuple(v.shape))
+    if v.device != k.device:
+        fail(ValueError, "v", f"the device of k, {k.device}", v.device)
+    if block_table.shape[0] != cu_seqlens_k.shape[0] - 1:
+        expected = f"a row for each of {cu_seqlens_k.shape[0] - 1} sequences"
+        fail(ValueError, "block_table", expected, tuple(block_table.shape))
+    if not is_known(cu_seqlens_k):
+        return
+    lengths = cu_seqlens_k.diff()
+    if cu_seqlens_k[0] != 0 or (lengths < 0).any():
+        fail(ValueError, "cu_seqlens_k", "offsets that begin with 0 and do not decrease", cu_seqlens_k.tolist())
+    room = block_table.shape[1] * k.shape[1]
+    if (lengths > room).any():
+        fail(ValueError, "cu_seqlens_k", f"at most {room} keys in the pages of a sequence", int(lengths.max()))
+    if is_known(block_table):
+        starts = torch.arange(block_table.shape[1]) * k.shape[1]
+        used = block_table[starts < lengths[:, None]]
+        if len(wrong := used[(used < 0) | (used >= k.shape[0])]):
+            fail(ValueError, "block_table", f"pages from 0 to {k.shape[0] - 1}", int(wrong[0]))
+
+
+def out_of_pages(
+    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return packed keys and values (Tk, Hkv, D), gathered from pages (pages, page, Hkv, D); gradients reach the pages.
+
+    If reading the lengths would wait for a GPU, Tk is a bound of their sum, and the last rows are 0.
+    """
+    check_pages(k, v, cu_seqlens_k, block_table)
+    (count, most), (pages, page) = block_table.shape, k.shape[:2]
+    room = most * page if pages else 0
+    if is_known(cu_seqlens_k):
+        total = int(cu_seqlens_k[-1])
+    else:
+        total = count * (min(room, max_seqlen_k) if is_int(max_seqlen_k) else room)
+    row = torch.arange(total, device=k.device)
+    # A wrong offset or page on a GPU reads another row of the pool, and nothing outside.
+    sequence = torch.searchsorted(cu_seqlens_k[1:].contiguous(), row, right=True).clamp(max=count - 1)
+    place = (row - cu_seqlens_k[sequence]).clamp(0, max(room - 1, 0))
+    chosen = block_table[sequence, place // max(page, 1)].clamp(0, max(pages - 1, 0)).long()
+    there = (row < cu_seqlens_k[-1])[:, None, None]
+    packed_k, packed_v = (torch.where(there, x[chosen, place % max(page, 1)], 0) for x in (k, v))
+    return packed_k, packed_v
 
 
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:

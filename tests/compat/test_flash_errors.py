@@ -74,7 +74,6 @@ PACKED = [
     (ValueError, "cu_seqlens_k", offsets([3, 4, 7])),
     (ValueError, "max_seqlen_q", 6),
     (TypeError, "max_seqlen_k", 7.0),
-    (NotImplementedError, "block_table", torch.zeros(2, 1, dtype=torch.int32)),
 ]
 WRONG = [
     *(("flash_attn_func", *each) for each in DENSE + SHARED),
