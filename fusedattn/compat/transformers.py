@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import attention
+from ..api import attention, attention_varlen
 from ..call.rules import check_strided, fail
 from ._hf_names import NAMES, REFUSED, masks_of
 
@@ -30,7 +30,7 @@ def register(name: str = "fusedattn") -> None:
     `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
     name. After replacing attention in a model, call `set_attn_implementation` again. A model whose code is mixed, or
     right only for eager's floating masks, gets these, as large as the scores; so does a name that was written into a
-    config by hand, or pickled with it. generate_batch() takes no registered name; output_attentions=True gets nothing.
+    config by hand, or pickled with it. generate_batch() takes no registered name; output_attentions=True raises.
 
     Registering twice, or under two names, does no harm.
     Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
@@ -57,7 +57,9 @@ def register(name: str = "fusedattn") -> None:
 def fusedattn_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **others: Any,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """`fusedattn.attention` as transformers calls attention.
 
@@ -73,10 +75,16 @@ def fusedattn_forward(
             Columns after the last key are left out. position_bias: floating, of such a shape, added to the scores.
         dropout: the share of weights dropped, in training or not. scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`. s_aux: floating (Hq,), a sink for each head.
+        cu_seq_lens_q, cu_seq_lens_k: int (documents + 1,), both or none: the offsets of documents in a batch of 1.
+            A query sees the keys of its document alone, and of these what a mask allows.
+        max_length_q, max_length_k: the longest lengths, if known; read only beside them, without mask and bias.
         others: ignored, such as `sliding_window`, but for those in REFUSED.
     Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; None). A row that sees nothing is 0.
-    Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None.
+    Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None, and for
+        output_attentions=True.
     """
+    if others.get("output_attentions"):
+        fail(NotImplementedError, "output_attentions", "False, or attn_implementation='eager'", True)
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             fail(NotImplementedError, name, f"None, for {meaning} is not implemented", type(others[name]).__name__)
@@ -105,9 +113,38 @@ def fusedattn_forward(
     if mask is not None and mask.dtype != torch.bool:
         bias = mask if bias is None else bias + mask
         mask = None
-    options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
-    out = attention(query, key, value, mask=mask, bias=bias, causal=causal, align="top_left", **options)
+    options: dict[str, Any] = dict(
+        causal=causal, align="top_left", scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout
+    )
+    offsets = _offsets(cu_seq_lens_q, cu_seq_lens_k)
+    if offsets and batch != 1:
+        fail(ValueError, "cu_seq_lens_q", "None, or a batch of 1", f"a batch of {batch}")
+    if offsets and mask is bias is None:
+        longest = dict(max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
+        longest = {name: int(x) if isinstance(x, Tensor) else x for name, x in longest.items()}
+        packed = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attention_varlen(*packed, *offsets, **longest, **options)[None], None
+    if offsets:
+        rows, keys = (
+            torch.searchsorted(x[1:].contiguous(), torch.arange(n, device=x.device), right=True)
+            for x, n in zip(offsets, (length, key.shape[2]), strict=True)
+        )
+        same = (rows[:, None] == keys)[None, None]
+        mask = same if mask is None else mask & same
+    out = attention(query, key, value, mask=mask, bias=bias, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _offsets(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the offsets of documents as int32; none if the caller gives none."""
+    offsets = dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+    if all(x is None for x in offsets.values()):
+        return ()
+    for name, x in offsets.items():
+        check_strided(**{name: x})
+        if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
+            fail(ValueError, name, "an int32 or int64 tensor (documents + 1,)", (x.dtype, tuple(x.shape)))
+    return tuple(x.int() for x in offsets.values())
 
 
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
