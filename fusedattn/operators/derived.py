@@ -13,6 +13,7 @@ from torch import Tensor
 from ..call.form import DIFFERENTIABLE, Call
 from ..call.layout import arrange
 from ..naive.second import second_derivative, second_tangent
+from ..private import forward_level, transforms_active
 from .mapped import mapped
 from .schema import INPUTS, RESULTS
 
@@ -58,7 +59,15 @@ def _pushed(formula: Formula, places: Sequence[int]) -> Formula:
     def compute(*arguments):
         moved, arguments = arguments[: len(places)], arguments[len(places) :]
         primals = tuple(arguments[place] for place in places)
-        return torch.func.jvp(lambda *x: formula.compute(*_replaced(arguments, places, x)), primals, moved)[1]
+
+        def some(*x):
+            return formula.compute(*_replaced(arguments, places, x))
+
+        if forward_level() < 0 or transforms_active():
+            return torch.func.jvp(some, primals, moved)[1]
+        # torch opens no second dual level. The gradient of a gradient, which is linear in what came, is the tangent.
+        results, pull = torch.func.vjp(some, *primals)
+        return torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))[1](moved)[0]
 
     return formula.linear(compute, _names_at(formula.names, places), formula.results or ())
 
