@@ -120,7 +120,7 @@ def fusedattn_forward(
     if offsets and batch != 1:
         fail(ValueError, "cu_seq_lens_q", "None, or a batch of 1", f"a batch of {batch}")
     if offsets and mask is bias is None:
-        longest = dict(max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
+        longest: dict[str, Any] = dict(max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
         longest = {name: int(x) if isinstance(x, Tensor) else x for name, x in longest.items()}
         packed = (x[0].transpose(0, 1) for x in (query, key, value))
         return attention_varlen(*packed, *offsets, **longest, **options)[None], None
@@ -137,7 +137,7 @@ def fusedattn_forward(
 
 def _offsets(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> tuple[Tensor, ...]:
     """Return the offsets of documents as int32; none if the caller gives none."""
-    offsets = dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+    offsets: dict[str, Any] = dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
     if all(x is None for x in offsets.values()):
         return ()
     for name, x in offsets.items():
