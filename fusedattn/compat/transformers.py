@@ -122,8 +122,8 @@ def fusedattn_forward(
     if offsets and mask is bias is None:
         longest: dict[str, Any] = dict(max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
         longest = {name: int(x) if isinstance(x, Tensor) else x for name, x in longest.items()}
-        packed = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attention_varlen(*packed, *offsets, **longest, **options)[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attention_varlen(q, k, v, offsets[0], offsets[1], **longest, **options)[None], None
     if offsets:
         rows, keys = (
             torch.searchsorted(x[1:].contiguous(), torch.arange(n, device=x.device), right=True)
@@ -135,7 +135,7 @@ def fusedattn_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _offsets(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> tuple[Tensor, ...]:
+def _offsets(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> tuple[Any, ...]:
     """Return the offsets of documents as int32; none if the caller gives none."""
     offsets: dict[str, Any] = dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
     if all(x is None for x in offsets.values()):

@@ -66,8 +66,7 @@ def register(schema: str, run: Callable, new: Callable, check: Callable) -> None
             tensors hold. Both are called after it.
     """
     name, _, declared = schema.partition("(")
-    declared = declared.partition(") -> ")[0].split(", ")
-    types = [part.split(" ")[:2] for part in declared]
+    types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
     # torch passes None for a tensor that a schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
 
