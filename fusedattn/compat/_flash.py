@@ -96,58 +96,71 @@ def attend(names: Sequence[str], tensors: Sequence[Any], options: Sequence[Any])
 
 
 def attend_packed(
-    names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any],
-    block_table: Any = None,
-) -> Tensor | Any:  # fmt: skip
+    names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any]
+) -> Tensor | Any:
     """`attention_varlen` of its first five arguments; names are {its name: the caller's}."""
     longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # some callers leave them a tensor
     longest = {
         name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else as_python(x) for name, x in longest.items()
     }
-    if block_table is not None:
-        q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
-        k, v = _from_pages(k, v, block_table, cu_seqlens_k, longest["max_seqlen_k"])
-        tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
     out, *more = _run(names, attention_varlen, tensors, options, **longest)
     return (out.contiguous(), *more) if more else out.contiguous()
 
 
-def _from_pages(k: Any, v: Any, block_table: Any, cu_seqlens_k: Any, max_seqlen_k: Any) -> tuple[Tensor, Tensor]:
-    """Return keys and values in pages as packed ones, (Tk, Hkv, D) and (Tk, Hkv, Dv), without a wait for a GPU.
-
-    Tk is the number of keys where the host knows it, otherwise the most that there may be: nobody reads the rest.
-    Raises: ValueError, TypeError for arguments that do not fit, and for pages on a CPU that are not there.
-    """
-    for name, x in dict(k=k, v=v).items():
+def check_pages(k: Any, v: Any, cu_seqlens_k: Any, block_table: Any) -> None:
+    """Check keys in pages (pages, page, Hkv, D) and their block_table; values on a GPU are not read."""
+    for name, x in (("k", k), ("v", v)):
         check_tensor(name, x, "(pages, page, Hkv, D)")
-    if v.shape[:2] != k.shape[:2]:
-        fail(ValueError, "v", f"the pages of k, {tuple(k.shape[:2])}", tuple(v.shape))
-    for name, x, layout in (("block_table", block_table, "(B, pages of a sequence)"),
-                            ("cu_seqlens_k", cu_seqlens_k, "(B + 1,)")):  # fmt: skip
+    for name, x, layout in (("cu_seqlens_k", cu_seqlens_k, "(B + 1,)"), ("block_table", block_table, "(B, n)")):
         check_tensor(name, x, layout)
         if x.dtype != torch.int32:
             fail(TypeError, name, "an int32 tensor", x.dtype)
         if x.device != k.device:
             fail(ValueError, name, f"the device of k, {k.device}", x.device)
-    (pages, page), (batch, most) = k.shape[:2], block_table.shape
-    if batch != len(cu_seqlens_k) - 1:
-        fail(
-            ValueError, "block_table", f"{len(cu_seqlens_k) - 1} rows, one for each sequence", tuple(block_table.shape)
-        )
-    if (known := is_known(cu_seqlens_k)) and batch and (longest := int(cu_seqlens_k.diff().max())) > most * page:
-        fail(
-            ValueError, "cu_seqlens_k", f"sequences of at most {most * page} keys, as block_table has room for", longest
-        )
-    longest = min(max_seqlen_k, most * page) if is_int(max_seqlen_k) else most * page
-    total = (max(int(cu_seqlens_k[-1]), 0) if batch else 0) if known else batch * longest
-    keys = torch.arange(total, device=k.device)
-    sequence = torch.searchsorted(cu_seqlens_k[1:].long(), keys, right=True).clamp(max=max(batch - 1, 0))
-    local = (keys - cu_seqlens_k[sequence]).clamp(0, max(most * page - 1, 0))
-    numbers = block_table[sequence, local // max(page, 1)].long()
-    if known and len(wrong := numbers[(numbers < 0) | (numbers >= pages)]):
-        fail(ValueError, "block_table", f"pages from 0 to {pages - 1}", int(wrong[0]))
-    index = numbers.clamp(0, max(pages - 1, 0)) * page + local % max(page, 1)
-    return k.flatten(0, 1)[index], v.flatten(0, 1)[index]
+    if v.shape[:2] != k.shape[:2]:
+        fail(ValueError, "v", f"the pages of k, {tuple(k.shape[:2])}", tuple(v.shape))
+    if v.device != k.device:
+        fail(ValueError, "v", f"the device of k, {k.device}", v.device)
+    if block_table.shape[0] != cu_seqlens_k.shape[0] - 1:
+        expected = f"a row for each of {cu_seqlens_k.shape[0] - 1} sequences"
+        fail(ValueError, "block_table", expected, tuple(block_table.shape))
+    if not is_known(cu_seqlens_k):
+        return
+    lengths = cu_seqlens_k.diff()
+    if cu_seqlens_k[0] != 0 or (lengths < 0).any():
+        fail(ValueError, "cu_seqlens_k", "offsets that begin with 0 and do not decrease", cu_seqlens_k.tolist())
+    room = block_table.shape[1] * k.shape[1]
+    if (lengths > room).any():
+        fail(ValueError, "cu_seqlens_k", f"at most {room} keys in the pages of a sequence", int(lengths.max()))
+    if is_known(block_table):
+        starts = torch.arange(block_table.shape[1]) * k.shape[1]
+        used = block_table[starts < lengths[:, None]]
+        if len(wrong := used[(used < 0) | (used >= k.shape[0])]):
+            fail(ValueError, "block_table", f"pages from 0 to {k.shape[0] - 1}", int(wrong[0]))
+
+
+def out_of_pages(
+    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return packed keys and values (Tk, Hkv, D), gathered from pages (pages, page, Hkv, D); gradients reach the pages.
+
+    If reading the lengths would wait for a GPU, Tk is a bound of their sum, and the last rows are 0.
+    """
+    check_pages(k, v, cu_seqlens_k, block_table)
+    (count, most), (pages, page) = block_table.shape, k.shape[:2]
+    room = most * page if pages else 0
+    if is_known(cu_seqlens_k):
+        total = int(cu_seqlens_k[-1])
+    else:
+        total = count * (min(room, max_seqlen_k) if is_int(max_seqlen_k) else room)
+    row = torch.arange(total, device=k.device)
+    # A wrong offset or page on a GPU reads another row of the pool, and nothing outside.
+    sequence = torch.searchsorted(cu_seqlens_k[1:].contiguous(), row, right=True).clamp(max=count - 1)
+    place = (row - cu_seqlens_k[sequence]).clamp(0, max(room - 1, 0))
+    chosen = block_table[sequence, place // max(page, 1)].clamp(0, max(pages - 1, 0)).long()
+    there = (row < cu_seqlens_k[-1])[:, None, None]
+    packed_k, packed_v = (torch.where(there, x[chosen, place % max(page, 1)], 0) for x in (k, v))
+    return packed_k, packed_v
 
 
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:

@@ -92,7 +92,12 @@ def scaled_dot_product_attention(
         _check_mask(attn_mask, query, (*leading, query.shape[-2], key.shape[-2]))
         mask = attn_mask if attn_mask.dim() == 2 else _rank4(attn_mask, batch, shared=True)
         mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
+    if q.shape[-1] == k.shape[-1] == 0:  # a column of zeros: all scores are 0
+        q, k, scale = pad(q, (0, 1)), pad(k, (0, 1)), 1.0 if scale is None else scale
+    if empty := v.shape[-1] == 0:
+        v = pad(v, (0, 1))
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
+    out = out[..., :0] if empty else out
     kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
     if kept and (enable_gqa or all(is_shape(x.shape[:2], query.shape[:2]) for x in (key, value))):
         return out

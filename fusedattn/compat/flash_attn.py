@@ -13,6 +13,7 @@ For code that cannot be changed there is `install()`. All of them:
   i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1 is unbounded. causal makes right 0. A row that sees nothing is 0.
   flash-attn takes a side of Sk or more for unbounded, which differs where Sq > Sk.
 - keep float16 and bfloat16 under autocast; float32, which flash-attn does not take, is cast.
+- take window_size as a tuple or list of two ints, or as a tensor or NumPy array of them.
 - take softcap 0.0 for none, and subtract slope * |i + Sk - Sq - j| of alibi_slopes, floating (H,) or (B, H).
 - always apply dropout_p, to other weights than flash-attn.
 - return the log-sum-exp as float32 (float64 for float64), natural, with a gradient; -inf for a row that sees nothing,
@@ -100,13 +101,15 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
             keys; none is fine. max_seqlen_q, max_seqlen_k: the longest lengths, or more.
-        block_table: int32 (B, n): k and v are then pages of any size, (pages, page, Hkv, D or Dv), and row b has the
-            pages of sequence b, in order. They are copied into packed keys and values first, and have gradients.
+        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
+            and a copy of the keys is packed; gradients reach the pages, which flash-attn has none for.
     Returns: output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
     """
+    if block_table is not None:
+        k, v = _flash.out_of_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options, block_table)
+    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 def flash_attn_varlen_qkvpacked_func(

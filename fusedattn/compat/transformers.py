@@ -135,19 +135,20 @@ def fusedattn_forward(
 def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None:
     """Return where packed sequences begin, of queries and of keys, if the model was given that; else None."""
     names = "cu_seq_lens_q", "cu_seq_lens_k"
-    first: Any = others.get(names[0])
-    second: Any = others.get(names[1])
-    if first is None and second is None:
+    given: dict[str, Any] = {name: others.get(name) for name in names}
+    if all(x is None for x in given.values()):
         return None
-    for name, x in zip(names, (first, second), strict=True):
-        if x is None:
-            fail(ValueError, name, "a tensor beside that of the other side", None)
-        check_strided(**{name: x})
+    check_strided(**given)
     if batch != 1:
         fail(
             ValueError, names[0], "a batch of 1, which holds all sequences one behind the other", f"a batch of {batch}"
         )
-    return first, second
+    for name, x in given.items():
+        if x.dtype not in (torch.int32, torch.int64):
+            fail(TypeError, name, "an int32 or int64 tensor", x.dtype)
+        if x.dim() != 1:
+            fail(ValueError, name, "rank 1, (sequences + 1,)", tuple(x.shape))
+    return given[names[0]].int(), given[names[1]].int()
 
 
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:

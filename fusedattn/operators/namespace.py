@@ -11,12 +11,16 @@ from typing import Any
 import torch
 
 from ..call.form import differentiated
+from ..call.rules import fail
 from ..private import any_requires_grad, forward_level, redispatch, transforms_active
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
 OPERATORS = getattr(torch.ops, NAME)
 MOST = 1024  # facts of arguments that are remembered as right, before all are forgotten
+
+
+_checks: dict[str, Callable] = {}  # of arguments, by the name of an operator
 
 
 def _facts(x):
@@ -53,9 +57,6 @@ def eager(function: Callable) -> Callable:
     return run
 
 
-_CHECKS: dict[str, Callable] = {}  # {operator: its check}, for calls by name that a derivative is wanted of
-
-
 def register(schema: str, run: Callable, new: Callable, check: Callable) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 
@@ -64,8 +65,19 @@ def register(schema: str, run: Callable, new: Callable, check: Callable) -> None
         check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It does not look at what
             tensors hold. Both are called after it.
     """
-    name = schema.partition("(")[0]
-    known = _once(check)
+    name, _, declared = schema.partition("(")
+    types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
+    # torch passes None for a tensor that a schema requires.
+    required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
+
+    def check_all(*arguments):
+        for n, field in required:
+            if arguments[n] is None:
+                fail(TypeError, field, "a tensor", "NoneType")
+        check(*arguments)
+
+    _checks[name] = check_all
+    known = _once(check_all)
 
     @eager  # somebody's graph may break inside of it, and the compiler then take it for the next one
     def checked_run(*arguments):
@@ -73,10 +85,9 @@ def register(schema: str, run: Callable, new: Callable, check: Callable) -> None
         return run(*arguments)
 
     def checked_new(*arguments):
-        check(*arguments)
+        check_all(*arguments)
         return new(*arguments)
 
-    _CHECKS[name] = check
     LIBRARY.define(schema)
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, checked_run, key)
@@ -95,7 +106,7 @@ def register_derivative(name: str, differentiate: Callable) -> None:
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
-            _CHECKS[name](*arguments)  # the derivative computes without the operator
+            _checks[name](*arguments)  # before Functions, which compute at once, and keep what they are given
             return differentiate(*arguments)
         return redispatch(operator, keyset, arguments)
 

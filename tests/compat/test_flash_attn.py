@@ -5,6 +5,7 @@ import inspect
 import math
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,8 @@ CASES = [
     Case("wide window", dict(window_size=(99, 99)), Sk=9),
     Case("causal window", dict(causal=True, window_size=(2, 3)), Sk=8),
     Case("list as a window", dict(window_size=[1, 0])),
+    Case("tensor as a window", dict(window_size=torch.tensor([1, 0]))),
+    Case("array as a window", dict(window_size=np.array([1, 0], np.int32))),
     Case("softcap", dict(softcap=1.5)),
     Case("alibi", dict(alibi_slopes=(4,)), Sk=9),
     Case("alibi of each", dict(alibi_slopes=(2, 4), causal=True), Sk=4),
@@ -257,6 +260,60 @@ def check_varlen(device, options):
     for each in found:
         torch.testing.assert_close(found[each].double(), expected[each].double(), rtol=0, atol=1e-5)
     assert torch.equal(compat.flash_attn_varlen_func(*tensors, *rest, **options), out)
+
+
+def in_pages(page, *tensors):
+    """(pools, table): the packed keys of each tensor in pages, in no order; what no sequence uses is NaN."""
+    most = -(-max(KEYS) // page) + 1
+    table = torch.randperm(len(KEYS) * most).view(len(KEYS), most)
+    places = [torch.stack([own.repeat_interleave(page), torch.arange(page).repeat(most)])[:, :n]
+              for own, n in zip(table, KEYS, strict=True)]  # fmt: skip
+    pools = [x.new_full((table.numel(), page, *x.shape[1:]), math.nan) for x in tensors]
+    return [pool.index_put(tuple(torch.cat(places, 1)), x) for pool, x in zip(pools, tensors, strict=True)], table.int()
+
+
+@pytest.mark.parametrize("page", [1, 3, 256])
+@pytest.mark.parametrize("name", VARLEN)
+@pytest.mark.parametrize("known", [True, False])
+def test_packed_sequences_of_keys_in_pages(name, page, known, monkeypatch):
+    """They are what packed keys give, gradients included; also where lengths are not read, as on a GPU."""
+    tensors = [torch.randn(sum(n), h, 8, requires_grad=True) for n, h in ((ROWS, 4), (KEYS, 2), (KEYS, 2))]
+    rest = offsets(ROWS), offsets(KEYS), max(ROWS), max(KEYS)
+    want = compat.flash_attn_varlen_func(*tensors, *rest, **VARLEN[name], return_attn_probs=True)
+    if not known:
+        monkeypatch.setattr(_flash, "is_known", lambda x: False)
+        monkeypatch.setattr("fusedattn.call.packed.is_known", lambda x: False)
+    pools, table = in_pages(page, *tensors[1:])
+    found = compat.flash_attn_varlen_func(
+        tensors[0], *pools, *rest, **VARLEN[name], return_attn_probs=True, block_table=table
+    )
+    torch.testing.assert_close(found, want)
+    expected, found = differentiated(want[:2], tensors), differentiated(found[:2], tensors)
+    for each in expected:
+        torch.testing.assert_close(found[each], expected[each])
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "wrong"),
+    [
+        (ValueError, "block_table", torch.tensor([[0], [9]]).int()),
+        (ValueError, "block_table", torch.tensor([[0], [-1]]).int()),
+        (ValueError, "block_table", torch.tensor([[0]]).int()),
+        (TypeError, "block_table", torch.tensor([[0], [1]])),
+        (TypeError, "block_table", [[0], [1]]),
+        (ValueError, "cu_seqlens_k", offsets([2, 5])),
+        (ValueError, "cu_seqlens_k", offsets([3, -1])),
+        (ValueError, "k", torch.zeros(4, 2, 8)),
+        (ValueError, "v", torch.zeros(4, 3, 2, 8)),
+    ],
+)
+def test_wrong_pages_of_packed_sequences_raise(error, name, wrong):
+    pool = torch.zeros(4, 4, 2, 8)
+    given = dict(q=torch.zeros(5, 4, 8), k=pool, v=pool, cu_seqlens_q=offsets([2, 3]), cu_seqlens_k=offsets([3, 4]))
+    given |= dict(max_seqlen_q=3, max_seqlen_k=4, block_table=torch.tensor([[0], [1]]).int())
+    compat.flash_attn_varlen_func(**given)
+    with pytest.raises(error, match=f"^{name}: "):
+        compat.flash_attn_varlen_func(**given | {name: wrong})
 
 
 def test_packed_sequences_in_one_tensor():

@@ -135,6 +135,14 @@ def test_leading_dimensions_broadcast(query, key, value, options):
     assert_equals_torch(query, key, value, **options)
 
 
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(scale=0.5), dict(mask=torch.randn(3, 5))])
+@pytest.mark.parametrize(("width", "columns", "keys"), [(0, 4, 5), (0, 0, 5), (4, 0, 5), (0, 4, 0)])
+def test_heads_of_no_columns(width, columns, keys, options):
+    options = options | ({"mask": options["mask"][:, :keys]} if "mask" in options else {})
+    tensors = [torch.randn(2, 4, *shape) for shape in ((3, width), (keys, width), (keys, columns))]
+    assert_equals_torch(*tensors, **options)
+
+
 def test_no_heads_on_one_side_are_none():
     out = compat.scaled_dot_product_attention(torch.randn(2, 1, 4, 5), torch.randn(2, 0, 3, 5), torch.randn(0, 3, 5))
     assert out.shape == (2, 0, 4, 5)

@@ -176,6 +176,7 @@ def test_dtypes_unknown_keywords_and_backends(dtype):
         Module(True),
         *inputs,
         None,
+        output_attentions=False,
         position_ids=torch.arange(5),
         cu_seq_lens_q=None,
         indices=None,
@@ -183,6 +184,30 @@ def test_dtypes_unknown_keywords_and_backends(dtype):
     assert out.shape == (2, 5, 4, 3) and out.dtype == dtype and out.is_contiguous() and weights is None
     with fa.use_backend("triton"), pytest.raises(NotImplementedError):
         compat.fusedattn_forward(Module(True), *[x.to("meta") for x in inputs], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("beside", [None, "mask", "scores", "position_bias"])
+def test_documents_do_not_see_each_other(beside, causal, dtype):
+    """A mask or a bias comes on top."""
+    inputs = drawn(B=1, Lq=6, Lk=6)
+    documents = torch.tensor([0, 0, 0, 2, 2, 2])
+    visible = documents[:, None] == documents
+    scores, given = torch.zeros(()), {}
+    if beside == "mask":
+        given["attention_mask"] = torch.rand(1, 1, 6, 6) > 0.3
+        given["attention_mask"] |= torch.eye(6, dtype=torch.bool)
+        visible = visible & given["attention_mask"]
+    elif beside is not None:
+        scores = torch.randn(1, 4, 6, 6)
+        given["attention_mask" if beside == "scores" else beside] = scores
+    if causal and beside in (None, "position_bias"):
+        visible = visible & upper_left(6, 6)
+    offsets = torch.tensor([0, 3, 3, 6], dtype=dtype)
+    given |= dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=3, max_length_k=torch.tensor(3))
+    got = compat.fusedattn_forward(Module(causal), *inputs, **given)
+    assert_attends(got, eager(*inputs, scores, visible), inputs)
 
 
 def test_compiled_without_a_graph_break_at_any_length():
@@ -207,6 +232,10 @@ def test_compiled_without_a_graph_break_at_any_length():
         ("block_indices", NotImplementedError, dict(block_indices=torch.zeros(2, 2, 5, 1, dtype=torch.int64))),
         ("sinks", NotImplementedError, dict(sinks=torch.zeros(2, 4, 5, 1))),
         ("head_mask", NotImplementedError, dict(head_mask=torch.ones(4))),
+        ("cu_seq_lens_k", TypeError, dict(cu_seq_lens_q=torch.tensor([0, 10]))),
+        ("cu_seq_lens_q", TypeError, dict(cu_seq_lens_k=torch.tensor([0, 10]))),
+        ("cu_seq_lens_q", ValueError, dict(cu_seq_lens_q=torch.tensor([0, 10]), cu_seq_lens_k=torch.tensor([0, 14]))),
+        ("cu_seq_lens_q", ValueError, dict(cu_seq_lens_q=torch.ones(2), cu_seq_lens_k=torch.tensor([0, 14]))),
     ],
 )
 def test_what_it_cannot_do_is_named(name, error, options):

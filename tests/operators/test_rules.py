@@ -12,7 +12,7 @@ from fusedattn.call.form import DIFFERENTIABLE, WHOLE
 from fusedattn.cpu import cached, flash
 from fusedattn.operators.namespace import OPERATORS
 
-from ..inside import fields, leaves, same
+from ..inside import fields, leaves, leaves_of, same
 from ..sequences import offsets
 
 B, HQ, HKV, SQ, SK, D, DV, POSITIONS = 2, 4, 2, 3, 5, 8, 6, 7
@@ -286,6 +286,31 @@ HIDING = {
     "mask": lambda rows, keys: dict(mask=torch.rand(3, 1, rows, keys) < 0.7),
     "bias": lambda rows, keys: dict(bias=torch.randn(1, HQ, rows, keys), sinks=torch.randn(1, HQ)),
 }
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_absent_tensor_is_named(name, gradient, device):
+    """Also where a gradient is asked, which Functions compute before an operator is called."""
+    given = moved(RIGHT[name], device)
+    if gradient:
+        given = dict(zip(given, leaves_of(given.values()), strict=True))
+    for argument in operator(name).default._schema.arguments:
+        if str(argument.type) == "Tensor" and isinstance(given[argument.name], torch.Tensor):
+            others = [x for key, x in given.items() if key != argument.name and isinstance(x, torch.Tensor)]
+            if not gradient or any(x.requires_grad for x in others):
+                with pytest.raises(TypeError, match=f"^{argument.name}: expected a tensor, got NoneType"):
+                    operator(name)(**given | {argument.name: None})
+
+
+@pytest.mark.parametrize("name", ["forward", "packed forward", "backward"])
+def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
+    """What was not checked would be read outside of its memory: the process ended."""
+    for argument, error, _, changed in WRONG[name]:
+        given = moved(RIGHT[name] | changed, device)
+        given = dict(zip(given, leaves_of(given.values()), strict=True))
+        with pytest.raises(error, match=f"^{argument}: expected "):
+            operator(name)(**given)
 
 
 def _among_nan(*shape):

@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
+from fusedattn import reference
 from fusedattn.naive import formula, tangent
 from fusedattn.operators.namespace import OPERATORS
 
@@ -13,7 +14,7 @@ from ..cases import Case
 from ..inside import SQ, D, fields, same
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
-from ..sequences import attention_varlen, by_sequence
+from ..sequences import attention_varlen, by_sequence, offsets
 from ..tangents import compare, directions, with_tangents
 
 # Every input has a tangent here, and may be the only one that has.
@@ -190,3 +191,52 @@ def test_the_memory_of_a_block_has_a_bound(monkeypatch):
         dual = forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x))
         fa.attention(dual, x, x, backend="naive")
     assert sizes and all((last - first) * (end - begin) * 4 <= 2**14 for first, last, begin, end in sizes)
+
+
+OPEN = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window, scale": dict(window=(1, 2), scale=0.7),
+    "softcap": dict(softcap=1.5),
+    "masks": dict(key_mask=torch.arange(5) < 4, query_mask=torch.arange(4) > 0, mask=torch.ones(4, 5).tril(1).bool()),
+    "bias": dict(bias=torch.randn(1, 2, 4, 5, dtype=torch.float64)),
+    "alibi": dict(alibi_slopes=torch.rand(2, dtype=torch.float64)),
+    "sinks": dict(sinks=torch.randn(2, dtype=torch.float64)),
+    "dropout": dict(dropout_p=0.5, seed=3),
+}
+PACKED = {"packed": {}, "packed causal": dict(causal=True), "packed sinks": OPEN["sinks"]}
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+@pytest.mark.parametrize("name", [*OPEN, *PACKED])
+def test_gradients_of_a_tangent_while_its_level_is_open(name, backend):
+    """Of output, lse and, by the naive path, weights: what torch.func gives of the formula."""
+    packed = name in PACKED
+    options = (PACKED if packed else OPEN)[name] | dict(
+        return_lse=True, return_weights=backend == "naive" and not packed
+    )
+    if name in ("softcap", "dropout", "bias", "alibi"):
+        backend = "naive"  # "cpu" has none of them
+    learned = [each for each in ("bias", "alibi_slopes", "sinks") if each in options]
+    shapes = [(4, 2, 6), (5, 2, 6), (5, 2, 6)] if packed else [(2, 2, 4, 6), (2, 2, 5, 6), (2, 2, 5, 6)]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    inputs = [x.requires_grad_() for x in (*inputs, *(options.pop(each).clone() for each in learned))]
+    moved = tuple(torch.randn_like(x) for x in inputs)
+    lengths = (offsets([1, 3]), offsets([3, 2])) if packed else ()
+
+    def attend(*x, module=reference, **more):
+        function = module.attention_varlen if packed else module.attention
+        return function(*x[:3], *lengths, **options, **dict(zip(learned, x[3:], strict=True)), **more)
+
+    def loss(*x):
+        return sum(each.sin().sum() for each in torch.func.jvp(attend, x, moved)[1] if each is not None)
+
+    want = torch.func.grad(loss, argnums=tuple(range(len(inputs))))(*(x.detach() for x in inputs))
+    with forward_ad.dual_level():
+        dual = (forward_ad.make_dual(x, t) for x, t in zip(inputs, moved, strict=True))
+        results = attend(*dual, module=fa, backend=backend)
+        tangents = [forward_ad.unpack_dual(x).tangent for x in results]
+        got = torch.autograd.grad(sum(x.sin().sum() for x in tangents), inputs)
+        got = [forward_ad.unpack_dual(x).primal for x in got]
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
