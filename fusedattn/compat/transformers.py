@@ -115,7 +115,8 @@ def fusedattn_forward(
     weights_wanted = getattr(config, "output_attentions", False) if weights_wanted is None else weights_wanted
     if (offsets := _offsets(others, batch)) is not None:
         if mask is None and bias is None and not weights_wanted:
-            options |= dict(max_seqlen_q=others.get("max_length_q"), max_seqlen_k=others.get("max_length_k"))
+            longest = {f"max_seqlen_{side}": others.get(f"max_length_{side}") for side in "qk"}
+            options |= {name: x.item() if isinstance(x, Tensor) else x for name, x in longest.items()}
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             return attention_varlen(q, k, v, *offsets, causal=causal, **options)[None], None
         rows, keys = (
