@@ -7,6 +7,7 @@ torch.compile refuses a call with fullgraph=True, and breaks the graph without. 
 
 import contextlib
 import functools
+import platform
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,6 +45,17 @@ def holds(condition: Any, otherwise: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # imports sympy
 
     return bool(guard_or_true(condition) if otherwise else guard_or_false(condition))
+
+
+@constant
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Return whether torch multiplies bfloat16 by units of the CPU: it has AMX or avx512_bf16, or is no x86."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
+    # ATEN_CPU_CAPABILITY, with which torch is told to use less.
+    return has_units and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
 # Has torch assert a condition on sizes at run time, if a compiler does not know it. Without it nothing is asserted.

@@ -10,6 +10,7 @@ from .centre import INFINITE, in_groups
 from .parts import Rectangle, additive, is_nothing
 
 FEW = 64  # keys of float32 whose gradients are computed by the formula
+ROWS = 128  # that are summed at a time
 
 
 def is_few(call: Call) -> bool:
@@ -20,6 +21,16 @@ def is_few(call: Call) -> bool:
 def product(weights: Tensor, keys: Tensor) -> Tensor:
     """(B, Hq, S, K) @ (B, Hkv, K, D)."""
     return (in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
+
+
+def over_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return a.mT @ b, a sum over rows, as a sum of sums: MKL's own order, another on each CPU, may lose digits."""
+    rows = a.shape[-2]
+    if rows < 2 * ROWS:
+        return a.mT @ b
+    whole = rows - rows % ROWS
+    first, second = (x[..., :whole, :].unflatten(-2, (-1, ROWS)) for x in (a, b))
+    return (first.mT @ second).sum(-3) + a[..., whole:, :].mT @ b[..., whole:, :]
 
 
 def weighed(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,6 +82,6 @@ def by_weights(
     of_scores *= weights.mul(scale)
     heads = key.shape[1]
     of_key, of_value = (
-        in_groups(a, heads).mT @ in_groups(b, heads) for a, b in ((of_scores, query), (weights, grad_out))
+        over_rows(in_groups(a, heads), in_groups(b, heads)) for a, b in ((of_scores, query), (weights, grad_out))
     )
     return product(of_scores, key), of_key, of_value

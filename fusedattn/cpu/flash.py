@@ -25,7 +25,7 @@ from ..private import flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
 from .few import FEW, by_weights, product, weights_of
 from .kernel import attend
-from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, parts, rectangles
+from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .shares import exact, merged, shares_of, wide_of
 
 
@@ -84,8 +84,8 @@ def _of(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wide(call: Call) -> Call:
-    """A call in a dtype that the kernel is fast in: in float16 its backward takes ten times as long as in float32."""
-    if call.query.dtype != torch.float16:
+    """Return a call in a dtype that the kernel is fast in."""
+    if not is_widened(call.query.dtype):
         return call
     query, key, value = (x.float() for x in call[:3])
     return call._replace(query=query, key=key, value=value)
@@ -100,8 +100,9 @@ def offset(call: Call) -> float:
     if call.cu_seqlens_k is not None:
         seen //= max(1, call.cu_seqlens_k.numel() - 1)
         longest = seen if call.max_seqlen_k is None else call.max_seqlen_k
-    few = call.query.dtype in (torch.float16, torch.float32) and longest <= FEW  # as `_wide` calls are `is_few`
-    if call.query.dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
+    dtype = torch.float32 if is_widened(call.query.dtype) else call.query.dtype
+    few = dtype == torch.float32 and longest <= FEW
+    if dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
         return 0.0
     if call.left is not None and call.right is not None:
         seen = min(seen, call.left + call.right + 1)
@@ -224,7 +225,7 @@ def at_once(call: Call) -> bool | None:
         not (call.bias is call.alibi_slopes is call.sinks is call.mask is call.key_mask is call.query_mask is None)
         or not (call.cu_seqlens_q is call.left is None)
         or query.shape[3] != value.shape[3]
-        or query.dtype == torch.float16
+        or is_widened(query.dtype)
         or query.numel() == 0
         or keys == 0
         or not (in_rows(query) and in_rows(key) and in_rows(value))

@@ -12,6 +12,7 @@ from ..naive import pairs
 from ..naive.blocks import Block
 from ..naive.cached import alike
 from ..naive.packed import of_batches, of_pairs, runs
+from ..private import multiplies_bfloat16
 
 CACHE = 2**22  # bytes of an additive mask that are made at a time
 ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel; it takes 32, 64 or 256 at a time
@@ -20,6 +21,11 @@ WASTE = 1  # how much more than the scores of its sequences those of one part ma
 CALL = 2**12  # scores of one head that take as long as a call of the kernel does
 FEWEST = 128  # keys of a rectangle that a mask cuts: of few the gradients in float32 are computed otherwise, and slower
 PART = 2**17  # scores that take as long as a part of its own does, with its copies
+
+
+def is_widened(dtype: torch.dtype) -> bool:
+    """Return whether calls are computed in float32, as the kernel's backward takes 4 to 10 times as long otherwise."""
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
 
 
 class Part(NamedTuple):
@@ -207,7 +213,7 @@ def has_holes(part: Part) -> bool:
 def is_additive(call: Call) -> bool:
     """Whether the kernel takes what a call adds as it is."""
     own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
-    dtypes = wide, wide if own == torch.float16 else own  # what of float16 is computed in float32
+    dtypes = wide, wide if is_widened(own) else own
     others = call.mask is call.alibi_slopes is call.key_mask is None
     return others and call.bias is not None and call.bias.dtype in dtypes
 

@@ -11,6 +11,7 @@ from ..naive.formula import without_autocast
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from . import flash
 from .few import FEW
+from .parts import is_widened
 
 # A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
 NARROW = 16
@@ -45,7 +46,7 @@ def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool])
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
     """How many float32 numbers (float64 of float64) a forward keeps a row: lse, and of 16-bit outputs better ones."""
-    return 1 + {torch.float16: width, torch.bfloat16: -(-width // 2)}.get(dtype, 0)
+    return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
 
 
 def stats(result: flash.Result) -> Tensor:
@@ -54,7 +55,7 @@ def stats(result: flash.Result) -> Tensor:
     if dtype.itemsize != 2:
         return lse.contiguous()
     kept = result.kept
-    if dtype == torch.bfloat16:
+    if not is_widened(dtype):  # bfloat16, two numbers in one
         kept = pad(kept, (0, kept.shape[-1] % 2)).clone(memory_format=torch.contiguous_format).view(torch.float32)
     return torch.cat([lse, kept], -1)
 
@@ -64,7 +65,7 @@ def _kept(out: Tensor, stats: Tensor) -> Tensor:
     if out.dtype.itemsize != 2:
         return out
     kept = stats[..., 1:]
-    return kept.view(torch.bfloat16)[..., : out.shape[-1]] if out.dtype == torch.bfloat16 else kept
+    return kept if is_widened(out.dtype) else kept.view(torch.bfloat16)[..., : out.shape[-1]]
 
 
 @without_autocast
