@@ -148,6 +148,7 @@ def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
     monkeypatch.setattr(failures, "_warned", set())
     for reasons, expected in ((["too old"], 1), (["too old"], 0), (["too old", "too wide"], 1), ([], 0)):
         table = {**backends.BACKENDS, "triton": backends.BACKENDS["triton"]._replace(reasons=lambda *_, r=reasons: r)}
+        table["hopper"] = table["hopper"]._replace(reasons=lambda *_: ["another GPU"])
         monkeypatch.setattr(backends, "BACKENDS", table)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -52,6 +52,11 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
     """The options of the scores, as `attention` takes them."""
+    if isinstance(window_size, Tensor):
+        check_strided(window_size=window_size)
+        if window_size.is_meta or window_size.shape != (2,):
+            what = f"a tensor of shape {tuple(window_size.shape)} on {window_size.device}"
+            fail(TypeError, "window_size", "(left, right), each an int", what)
     if isinstance(window_size, Tensor) or type(window_size).__module__ == "numpy":
         window_size = window_size.tolist()
     if isinstance(window_size, tuple | list):
