@@ -370,15 +370,13 @@ def test_compiled_words_of_dropout_are_the_same(device):
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
 
-    def upper(x, by):
-        return dropout._upper(x, by, x * by)
-
     words = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1], device=device)[:, None].expand(5, 24)
     other = torch.arange(24, device=device)
 
     def product(words, other):
-        high, low = (f(words, dropout.MULTIPLIERS[1]) for f in (upper, lambda x, by: x * by & dropout.WORD))
-        return [upper(low, dropout.MULTIPLIERS[0]) ^ other], high
+        low, high = dropout._multiplied(words.clone(), dropout.MULTIPLIERS[1])
+        _, upper = dropout._multiplied(low & dropout.WORD, dropout.MULTIPLIERS[0])
+        return [upper & dropout.WORD ^ other], high & dropout.WORD
 
     (got, high), (want, same_high) = torch.compile(product)(words, other), product(words, other)
     assert all(map(torch.equal, (*got, high), (*want, same_high)))
