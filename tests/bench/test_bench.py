@@ -321,7 +321,8 @@ def test_dropouts_bits_cost_the_naive_path_little():
     with Count():
         kept = dropout.keep(seed, planes, 0, 1024, 1024, 0.1)
     assert sum(written) < 30 * kept.numel()  # 100 operations for four pairs, and what puts these in their places
-    assert sum(size == kept.numel() for size in written) == 1  # the others are of slabs, which fit a cache
+    # One is of all pairs, eight bools a number; the others are of slabs, which fit a cache.
+    assert sum(8 * size >= kept.numel() for size in written) == 1
     assert abs(kept.float().mean() - 0.9) < 0.02
 
 
