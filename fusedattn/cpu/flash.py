@@ -92,7 +92,7 @@ def _wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """What scores are computed less of: the lse of scores of variance 1.
+    """Return the offset subtracted from scores: the lse of scores of variance 1.
 
     Of a call it is that of its `_wide`, and of the one into which vmap folds such calls.
     """

@@ -1,4 +1,4 @@
-"""How a module attends over a sequence, or by heads, that are cut over ranks."""
+"""Rules of a module whose sequence or heads are cut over ranks."""
 
 import math
 from typing import Any, NamedTuple

@@ -87,7 +87,7 @@ def encoder():
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_another_out_proj_is_called(training, grad, compiled):
-    """What it adds is seen also where torch would take its fast path; an nn.Sequential has no weight to read."""
+    """Its output counts where torch would take the fast path too; an nn.Sequential has no weight to read."""
     model, padding = compat.convert(encoder()).train(training), torch.arange(5) >= torch.tensor([[5], [3]])
     plain = copy.deepcopy(model)
     for wrap in (Adapted, nn.Sequential, nn.Identity):

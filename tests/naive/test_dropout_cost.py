@@ -1,4 +1,4 @@
-"""How much work dropout is on a CPU."""
+"""Operations that dropout takes on a CPU, counted."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -305,7 +305,7 @@ def test_an_absent_tensor_is_named(name, gradient, device):
 
 @pytest.mark.parametrize("name", ["forward", "packed forward", "backward"])
 def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
-    """What was not checked would be read outside of its memory: the process ended."""
+    """An unchecked size was read out of bounds, which ended the process."""
     for argument, error, _, changed in WRONG[name]:
         given = moved(RIGHT[name] | changed, device)
         given = dict(zip(given, leaves_of(given.values()), strict=True))
