@@ -33,6 +33,17 @@ def concerns(name, mode):
     return mode == "forward" or name != "torch.nn:sdpa"
 
 
+def heads(case, device):
+    """Query, key and value in the layout that projections give them, uninitialised."""
+    shapes = ((case.B, case.Sq, count, case.D) for count in (case.Hq, case.Hkv, case.Hkv))
+    return [torch.empty(shape, dtype=getattr(torch, case.dtype), device=device).transpose(1, 2) for shape in shapes]
+
+
+def _backend(case, device, **options):
+    """Name the backend that takes the attention of a module or a model."""
+    return fa.explain(*heads(case, device), causal=case.causal, **options).backend
+
+
 class Layer(NamedTuple):
     """attend(x) -> (output, weights or None); parameters: for all of GRADIENTS but x its parts in our order."""
 
@@ -59,9 +70,7 @@ class Module(Workload):
     def label(self, name):
         if not name.startswith("fusedattn"):
             return name
-        case, options = self.case, dict(causal=self.case.causal, return_weights=self.returns_weights)
-        heads = self.drawn["x"].new_empty(()).expand(case.B, case.Hq, case.Sq, case.D)
-        return f"{name}:{fa.explain(heads, heads, heads, **options).backend}"
+        return f"{name}:{_backend(self.case, self.device, return_weights=self.returns_weights)}"
 
     def setup(self, name):
         """The Layer of one of PROVIDERS, with the drawn numbers in its parameters."""
@@ -163,10 +172,7 @@ class Model(Workload):
         torch.manual_seed(cases.SEED)
 
     def label(self, name):
-        case, empty = self.case, torch.empty((), dtype=getattr(torch, self.case.dtype))
-        heads = (empty.expand(case.B, count, case.Sq, case.D) for count in (case.Hq, case.Hkv, case.Hkv))
-        backend = fa.explain(*heads, causal=case.causal).backend
-        return f"{name}:{backend}" if name.startswith("fusedattn") else name
+        return f"{name}:{_backend(self.case, self.device)}" if name.startswith("fusedattn") else name
 
     def setup(self, name):
         return self.built(name)

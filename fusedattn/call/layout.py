@@ -45,7 +45,9 @@ def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
     """Return whether a shape is an allowed one; allowed shapes of one rank differ in one dimension at most."""
     # Sizes of another rank are not compared: an exported graph would guard on them.
     same_rank = [one for one in allowed if len(one) == len(shape)]
-    return bool(same_rank) and all(is_size(size, *[one[axis] for one in same_rank]) for axis, size in enumerate(shape))
+    if not same_rank:  # by a branch: torch 2.11 compiles no bool() of a list
+        return False
+    return all(is_size(size, *[one[axis] for one in same_rank]) for axis, size in enumerate(shape))
 
 
 def is_contiguous(tensor: Tensor) -> bool:

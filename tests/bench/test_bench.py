@@ -359,3 +359,11 @@ print(a.__file__, k.__file__)
         str(inner / "kernels" / "__init__.py"),
     ]
     assert (tree / "tests" / "bench" / Path(__file__).name).exists() and (tree / "pyproject.toml").exists()
+
+
+@pytest.mark.parametrize("case", cases.MODULE[:1] + cases.CPU_LLAMA)
+def test_a_row_of_a_module_names_the_backend_of_the_layout_that_projections_give(case):
+    case = case._replace(dtype="bfloat16")
+    explanation = fa.explain(*module.heads(case, "cpu"), causal=case.causal, capability=(9, 0))
+    assert explanation.backend == "hopper"
+    assert module.heads(case, "cpu")[1].shape == (case.B, case.Hkv, case.Sq, case.D)
