@@ -6,10 +6,9 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from fusedattn.bench import cases, providers, rows
+from fusedattn.bench import cases, rows
 
 import fusedattn
-from fusedattn.launch import tiles
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
 PACKAGES = ("fusedattn", "F.scaled_dot_product_attention", "FlexAttention", "flash-attn")
@@ -17,6 +16,7 @@ PACKAGES = ("fusedattn", "F.scaled_dot_product_attention", "FlexAttention", "fla
 SAID = {
     "keys=0.5": "half of the keys are padding (`key_mask`)",
     "window=64,0": "`window=(64, 0)`",
+    "window=1024,0": "`window=(1024, 0)`",
     "bias": "`bias`",
     "documents=4": "four documents in a sequence, by `mask`",
     "documents=8": "eight documents in a sequence, by `mask`",
@@ -107,15 +107,13 @@ def cpu_machine() -> str:
 def gpu_pairs() -> list[tuple]:
     """((mode, D, causal, S), case, row of ours, row of cuDNN) of full and causal calls on an H200, a pair of one run.
 
-    Ours is the kernel for Hopper, in the form that such a call takes once it is tuned; of each case, the last run that
-    has both.
+    Of each case of `cases.HOPPER`, the last run that has both.
     """
     found = {}
     for times in _runs("h200.csv"):
         for (mode, case), by_name in times.items():
-            ours = next((by_name[name] for name in _taken(mode, case) if name in by_name), None)
-            theirs = by_name.get("sdpa:cudnn")
-            if ours is not None and theirs is not None and not case.options:
+            ours, theirs = by_name.get("fusedattn:hopper"), by_name.get("sdpa:cudnn")
+            if ours is not None and theirs is not None and case in cases.HOPPER:
                 found[mode, case.D, case.causal, case.Sq] = case, ours, theirs
     return sorted((place, *rest) for place, rest in found.items())
 
@@ -133,24 +131,24 @@ def gpu_speeds() -> str:
 
 def gpu_others() -> str:
     """Caches, packed sequences and options on an H200, beside the fastest of PyTorch's ways in the same run."""
-    ours = "fusedattn:cache", "fusedattn+packed:triton", "fusedattn:triton"
+    ours = "fusedattn:cache", "fusedattn+packed:triton", "fusedattn:hopper", "fusedattn:triton"
     lines = []
     for times in _runs("h200.csv"):
         for (mode, case), by_name in times.items():
             mine = next((by_name[name] for name in ours if name in by_name), None)
             others = [row for name, row in by_name.items() if not name.startswith("fusedattn")]
             packed = any("packed" in name for name in by_name)
-            if mine is not None and others and (case.options or case.Sq == 1 or packed):
+            if mine is not None and others and (case.options in SAID or mine.provider == ours[0] or packed):
                 theirs = min(others, key=lambda row: row.ms_p50)
-                option = SAID.get(case.options, case.options)
+                option = SAID.get(case.options, "")
                 what = (
                     "one token after a cache, in a CUDA graph"
-                    if case.Sq == 1
+                    if mine.provider == ours[0]
                     else f"packed {option}".strip()
                     if packed
                     else option
                 )
-                what += ", causal" if case.causal and case.Sq > 1 else ""
+                what += ", causal" if case.causal else ""
                 size = f"{case.B}, {case.Hq}, {case.Hkv}, {case.Sq}, {case.Sk}, {case.D}"
                 lines.append((what, _mode(mode), size, *_both(mine, theirs), theirs.provider))
     head = "what", "computed", "B, Hq, Hkv, Sq, Sk, D", "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"
@@ -203,29 +201,13 @@ def _cpu(dtype: str, name: str = "cpu.csv") -> dict:
     return grouped
 
 
-# At this commit the backward of D 64 was another, which was slower and is no more.
-_NO_MORE = ("76a1859c9571", "backward", 64)
-
-
 def _runs(name: str) -> Iterable[dict]:
     """{(mode, case): {provider: row}} of each run in a file, where all was right."""
     found: dict = {}
     for row in rows.read(RESULTS / name):
-        if row.ms_p50 != "" and row.status == "ok" and (row.commit, row.mode, row.D) != _NO_MORE:
+        if row.ms_p50 != "" and row.status == "ok":
             found.setdefault(row.date, {}).setdefault((row.mode, row.case), {})[row.provider] = row
     return found.values()
-
-
-def _taken(mode: str, case: cases.Case) -> list[str]:
-    """The providers of a benchmark that are kernels for Hopper as full or causal calls take them, the fastest first."""
-    width = tiles.row_width(max(case.D, case.Dv))
-    if mode == "backward":
-        kernels = ["hopper_stored", "hopper_bwd_256"] if width > tiles.ONE_PASS else ["hopper_bwd"]
-        forms = [providers.way_back_name(kernel, tiles.ON_HOPPER[kernel][width][0]) for kernel in kernels]
-        return [providers.BACKWARD + form for form in forms]
-    shared = not case.causal and case.Sk <= tiles.SHARED_KEYS.get(width, case.Sk)
-    form = tiles.forms_on_hopper("hopper", width, min(case.Sq, case.Sk), case.causal)[0]
-    return [f"{providers.PIPELINE}{providers.pipeline_name(form._replace(persistent=shared))}"]
 
 
 def _ours(times: dict) -> rows.Row:
