@@ -39,7 +39,12 @@ class Packing:
         if 0 in padded.shape[:2]:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
-        sequence = torch.searchsorted(self.starts + self.lengths, row, right=True).clamp(max=self.starts.shape[0] - 1)
+        ends = self.starts + self.lengths
+        if torch.compiler.is_exporting():  # ONNX has no searchsorted
+            sequence = (ends <= row[:, None]).sum(1)
+        else:
+            sequence = torch.searchsorted(ends, row, right=True)
+        sequence = sequence.clamp(max=self.starts.shape[0] - 1)
         place = row - self.starts[sequence]
         real = (place >= 0) & (place < self.lengths[sequence])
         rows = padded[sequence, torch.where(real, place, 0)]

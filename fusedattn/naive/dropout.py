@@ -56,8 +56,8 @@ def _drawn(
     One call of Philox serves i and i + 8, j and j + 8.
     """
     device, left = planes.device, begin // 16 * 8  # counters of keys are half as many as well
-    columns = -(-keys // 16) * 8 - left
-    start, end = first // 16 * 8, -(-last // 16) * 8  # counters of rows: half as many, in steps of 8
+    columns = (keys + 15) // 16 * 8 - left  # not by -(-keys // 16): ONNX rounds quotients towards 0
+    start, end = first // 16 * 8, (last + 15) // 16 * 8  # counters of rows: half as many, in steps of 8
     key = [seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD]
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
     # A compiler fuses what here has to fit the cache, and would take the number of slabs for a guard on sizes.
