@@ -209,6 +209,13 @@ def argument_names(operator: Any) -> list[str]:
     return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]
 
 
+def register_decomposition(operator: Any, decompose: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register what an exporter makes of an operator that it does not know. Without it, ONNX export raises."""
+    if (register := _find("_decomp.register_decomposition")) is not None:
+        register(operator)(decompose)
+        register(operator, type="meta")(fake)  # else fake tensors of open sizes prefer `decompose` to their own rule
+
+
 # PyTorch's fused attention for CPUs and its backward. Without them the naive path is taken.
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us less than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

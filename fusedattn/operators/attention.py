@@ -76,6 +76,12 @@ def _forward(*arguments):
     return results
 
 
+def _decompose(*arguments):
+    """Compute the forward with operators of torch alone; no exporter meets a partial call."""
+    call = Call(*arguments[:-_AFTER])
+    return NotImplemented if call.partial else fallback.results(call, *arguments[-_AFTER:-1])
+
+
 def _of_masks(function, arguments):
     """A function of launch.blocks, of the arguments of `block_mask`."""
     from ..launch import blocks
@@ -91,6 +97,7 @@ register(
     _forward,
     new_forward,
     rules.check_forward,
+    _decompose,
 )
 register(
     "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "

@@ -76,9 +76,19 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     return out, lse
 
 
-def _decode_operator(*arguments):
+def _decode(*arguments):
+    """The Decode of the arguments of `decode`."""
     _, *caches, added, cos, sin, interleaved = arguments[:9]
-    return _attend(Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved), *arguments[-2:])
+    return Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved)
+
+
+def _decode_operator(*arguments):
+    return _attend(_decode(*arguments), *arguments[-2:])
+
+
+def _decompose(*arguments):
+    """Compute `decode` with operators of torch alone."""
+    return fallback.results(cached.dense(_decode(*arguments)), arguments[-2], False, False)[:2]
 
 
 def _new_decode(query, key_cache, value_cache, *rest):
@@ -110,6 +120,7 @@ register(
     _decode_operator,
     _new_decode,
     _check_decode,
+    _decompose,
 )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..call.form import differentiated
 from ..call.rules import fail
-from ..private import any_requires_grad, forward_level, redispatch, transforms_active
+from ..private import any_requires_grad, forward_level, redispatch, register_decomposition, transforms_active
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
@@ -57,13 +57,14 @@ def eager(function: Callable) -> Callable:
     return run
 
 
-def register(schema: str, run: Callable, new: Callable, check: Callable) -> None:
+def register(schema: str, run: Callable, new: Callable, check: Callable, decompose: Callable | None = None) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 
     Args:
         run: computes it. new: makes results of the same shapes, dtypes and strides, for tensors without data.
         check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It does not look at what
             tensors hold. Both are called after it.
+        decompose: computes the same with torch's own operators, for exporters; without branches on sizes.
     """
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
@@ -92,6 +93,8 @@ def register(schema: str, run: Callable, new: Callable, check: Callable) -> None
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, checked_run, key)
     torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
+    if decompose is not None:
+        register_decomposition(getattr(OPERATORS, name).default, decompose, checked_new)
 
 
 def register_derivative(name: str, differentiate: Callable) -> None:

@@ -1,0 +1,163 @@
+"""ONNX export: operators decompose into torch's own, and onnxruntime computes what the model does."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch._decomp import get_decompositions
+
+import fusedattn as fa
+from fusedattn.compat import torch as drop_in
+from fusedattn.operators import fallback
+
+from .. import sample
+from ..cases import FEATURES, OPTIONS, Case
+from ..close import assert_as_good, exactly
+
+for package in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(package)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES = dict(B=3, Hq=4, Hkv=2, Sq=37, Sk=45)  # no two alike, so that a size names its dimension
+OTHERS = dict(B=2, Sq=70, Sk=19)
+DIMS = {SIZES[name]: torch.export.Dim(name, min=2, max=4096) for name in OTHERS}
+MASKS = Case("masks", **SIZES, mask="pairs", key_mask="own", query_mask="own", causal=True)
+SCORES = dict(bias="pairs", alibi="own", sinks=True, softcap=1.5, window=(9, 4), align="top_left", scale=-0.4)
+TOGETHER = [MASKS, Case("scores", **SIZES, **SCORES)]
+ALONE = [Case(name, **FEATURES[name] | SIZES) for name in OPTIONS]
+
+
+class Call(torch.nn.Module):
+    """A call whose tensors are inputs, in the order of `names`."""
+
+    def __init__(self, function, names, **options):
+        super().__init__()
+        self.function, self.names, self.options = function, tuple(names), options
+
+    def forward(self, *tensors):
+        return self.function(**dict(zip(self.names, tensors, strict=True)), **self.options)
+
+
+def exported(call, tensors, dims=None):
+    """Return the ONNX program of a Call; dims: {size: Dim} of the sizes that are dynamic."""
+    tensors = tuple(tensors)
+    shapes = tuple({axis: dims[size] for axis, size in enumerate(x.shape) if size in dims} for x in tensors if dims)
+    return torch.onnx.export(
+        call.eval(), tensors, dynamo=True, verbose=False, dynamic_shapes=(shapes,) if dims else None
+    )
+
+
+def check(case):
+    """Export a call, and run it at the sizes it was exported with and at others."""
+    program, wanted = None, dict(return_lse=True, return_weights=True)
+    for sizes in ({}, OTHERS):
+        drawn, options = case._replace(**sizes).draw()
+        inputs = {name: drawn[name] for name in ("query", "key", "value")}
+        inputs |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+        options = {name: x for name, x in options.items() if name not in inputs} | wanted
+        if program is None:
+            program = exported(Call(fa.attention, inputs, **options), inputs.values(), DIMS)
+        doubled = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        eager, oracle = fa.reference.eager(**inputs, **options), fa.reference.attention(**doubled, **options)
+        for results in zip(program(*inputs.values()), eager, oracle, ("out", "lse", "weights"), strict=True):
+            assert_as_good(*results)
+
+
+@pytest.mark.parametrize("case", [*sample.named(TOGETHER), *sample.matrix(*sample.named(ALONE))])
+def test_onnxruntime_computes_a_call_of_any_batch_and_lengths(case):
+    check(case)
+
+
+@pytest.mark.parametrize("field", sample.planted(map(pytest.param, ("mask", "key_mask", "query_mask", "right"))))
+def test_a_decomposition_that_drops_a_mask_is_seen(field):
+    results = fallback.results
+    wrong = mock.patch.object(fallback, "results", lambda call, *rest: results(call._replace(**{field: None}), *rest))
+    with wrong, pytest.raises(AssertionError):
+        check(MASKS)
+
+
+@pytest.mark.parametrize("head_dim", sample.one_in(2, [pytest.param(16), pytest.param(64)]))
+def test_onnxruntime_computes_a_converted_layer(head_dim):
+    theirs = torch.nn.TransformerEncoderLayer(2 * head_dim, 2, 48, batch_first=True).eval()
+    ours = Call(drop_in.convert(copy.deepcopy(theirs)), ("src", "src_mask", "src_key_padding_mask"))
+    program = None
+    for batch, length in ((3, 11), (2, 17)):
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        padding = torch.arange(length) >= length - torch.arange(batch)[:, None]
+        tensors = torch.randn(batch, length, 2 * head_dim), later, padding
+        if program is None:
+            dims = {batch: torch.export.Dim("batch", min=2), length: torch.export.Dim("length", min=2)}
+            program = exported(ours, tensors, dims)
+        oracle = exactly(torch.nn.Module.__call__, theirs, *tensors)
+        assert_as_good(program(*tensors)[0], theirs(*tensors).detach(), oracle.detach())
+
+
+def packed():
+    return *torch.randn(3, 12, 4, 16), *[torch.tensor([0, 4, 5, 12], dtype=torch.int32)] * 2
+
+
+def cached():
+    return torch.randn(3, 4, 2, 16), *torch.randn(2, 3, 2, 9, 16), torch.tensor([3, 7, 5], dtype=torch.int32)
+
+
+def paged():
+    query, _, _, lengths = cached()
+    table = torch.tensor([[5, 1], [0, 2], [4, 3]], dtype=torch.int32)
+    return query, *torch.randn(2, 6, 2, 8, 16), lengths, table
+
+
+def appended():
+    return *cached(), *torch.randn(2, 3, 2, 2, 16)
+
+
+PACKED = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k"
+CACHE = "query", "key_cache", "value_cache", "cache_seqlens"
+LONGEST = dict(max_seqlen_q=7, max_seqlen_k=7)
+OF_LENGTHS = {
+    "packed": (packed, "attention_varlen", PACKED, dict(causal=True, **LONGEST)),
+    "cache": (cached, "attention_decode", CACHE, dict(causal=True)),
+    "pages": (paged, "attention_decode", (*CACHE, "block_table"), {}),
+    "new keys": (appended, "attention_decode", (*CACHE, "new_key", "new_value"), dict(backend="naive")),
+}
+
+
+@pytest.mark.parametrize("name", sample.one_in(2, [pytest.param(name, id=name) for name in OF_LENGTHS]))
+def test_onnxruntime_computes_packed_sequences_and_caches(name):
+    draw, function, names, options = OF_LENGTHS[name]
+    tensors, options = draw(), dict(return_lse=True, **options)
+    program = exported(Call(getattr(fa, function), names, **options), [x.clone() for x in tensors])
+    got, results = program(*tensors), []
+    options.pop("backend", None)
+    for dtype in (torch.float32, torch.float64):
+        given = [x.to(dtype, copy=True) if x.is_floating_point() else x for x in tensors]
+        results.append(getattr(fa.reference, function)(**dict(zip(names, given, strict=True)), **options))
+    for each in zip(got, *results, strict=True):
+        assert_as_good(*each)
+
+
+def operators(program):
+    return {str(node.target) for node in program.graph.nodes if "fusedattn" in str(node.target)}
+
+
+def test_only_exporters_decompose(monkeypatch):
+    """Neither export itself does, nor a fake tensor of open sizes."""
+    tensors, dims = torch.randn(3, 3, 4, 37, 16).unbind(), {0: DIMS[3], 2: DIMS[37]}
+    call = Call(fa.attention, ("query", "key", "value"))
+    with monkeypatch.context() as patch:
+        patch.setattr(fallback, "results", None)
+        program = torch.export.export(call, tensors, dynamic_shapes=((dims,) * 3,))
+        assert operators(program) == operators(program.run_decompositions()) == {"fusedattn.forward.default"}
+    table = torch.export.default_decompositions()
+    table.update(get_decompositions([torch.ops.fusedattn.forward]))
+    program = program.run_decompositions(table)
+    assert operators(program) == set()
+    tensors = torch.randn(3, 2, 4, 50, 16).unbind()
+    torch.testing.assert_close(program.module()(*tensors), fa.attention(*tensors), atol=2e-6, rtol=0)
+
+
+def test_a_trace_has_the_operator_and_its_numbers():
+    tensors, others = torch.randn(3, 2, 4, 9, 16).unbind(), torch.randn(3, 3, 4, 13, 16).unbind()
+    traced = torch.jit.trace(lambda *x: fa.attention(*x, causal=True), tensors)
+    assert "fusedattn::forward" in str(traced.graph)
+    assert torch.equal(traced(*others), fa.attention(*others, causal=True))
