@@ -99,14 +99,27 @@ def is_descriptor(value) -> bool:
     return isinstance(value, _DESCRIPTORS)
 
 
+def band_of(call: Call) -> str:
+    """Name what a call is to these kernels: "full", "causal" if one side is bounded, or "window"."""
+    return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
+
+
 def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
-    """How many programs share the blocks of rows."""
+    """Return how many programs take the blocks of rows: they share them, if there are fewer."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
-    blocks = cdiv(rows, taken.rows) * batch * heads
-    alike = call.left is None and call.right is None
-    keys, wider = call.key.shape[2], max(call.query.shape[3], call.value.shape[3])
-    share = taken.persistent and alike and keys <= tiles.SHARED_KEYS.get(tiles.row_width(wider), keys)
-    return min(blocks, multiprocessors) if share else blocks
+    blocks, band, keys = cdiv(rows, taken.rows) * batch * heads, band_of(call), call.key.shape[2]
+    if call.left is not None and call.right is not None:
+        keys = min(keys, call.left + call.right + 1)
+    most = tiles.SHARED_KEYS if band == "full" else tiles.SHARED_KEYS_OF_BANDS
+    if not taken.persistent or keys > most.get(tiles.row_width(max(call.query.shape[3], call.value.shape[3])), keys):
+        return blocks
+    if band != "causal":
+        return min(blocks, multiprocessors)
+    pairs = blocks // 2
+    rounds = cdiv(pairs, multiprocessors)
+    if batch * heads % 2 or pairs < tiles.SHARED_PAIRS * rounds * multiprocessors:
+        return blocks
+    return min(pairs, multiprocessors)
 
 
 def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:

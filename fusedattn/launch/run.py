@@ -205,8 +205,9 @@ def _is_fine(name, call, device):
 
 def _right_form(name, call, device):
     _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
-    length, banded = min(call.query.shape[2], call.key.shape[2]), call.left is not None or call.right is not None
-    return tuned.of(device).on_hopper(name, dtype, width, tile_table.forms_on_hopper(name, width, length, banded))
+    length = min(call.query.shape[2], call.key.shape[2])
+    forms = tile_table.forms_on_hopper(name, width, length, hopper.band_of(call))
+    return tuned.of(device).on_hopper(name, dtype, width, forms)
 
 
 def stored_fills(call):

@@ -5,6 +5,7 @@ with its GPU and number (`make tune`).
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 
@@ -83,9 +84,12 @@ L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their
 # an H200 the backward takes 1.25 times as long without at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
 
-# With how many keys at most programs share blocks of rows, by width: with more, one block each is faster (an H200, D
-# 128: 655 and 604 TFLOP/s with 16384 keys, 645 and 631 with 8192, 624 and 631 with 4096).
-SHARED_KEYS = {128: 4096}
+# The most keys that a row may see where programs share blocks of rows, by width, in full calls and under a band. With
+# more, one block a program is as fast or faster: an H200, by 0.98 to 1.04 (bench/NOTES.md).
+SHARED_KEYS = {128: 16384}
+SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
+# Programs share pairs of blocks where the last round of pairs leaves few of them idle, at most a tenth.
+SHARED_PAIRS = 0.9
 
 # By width: the first is taken, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
 HOPPER = {
@@ -104,9 +108,9 @@ HOPPER = {
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
 
-# By width: the pipeline that comes first in full calls of at least so many rows and keys. At D 64 three warpgroups are
-# 1.05 to 1.09 times as fast as two from 4096 tokens on (an H200, bench/results/h200.csv).
-HOPPER_LONG = {64: (4096, Pipeline(3, 128, 2))}
+# By width: the pipeline that comes first in full calls, and in causal ones, of at least so many rows and keys. At D 64
+# three warpgroups are 1.03 to 1.12 times as fast as two there (an H200, bench/NOTES.md).
+HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
 # The backwards for Hopper, by width as HOPPER: those that add to dq, one of them in turns. With wide heads that would
 # spill; there one stores gradients of scores.
@@ -398,16 +402,16 @@ def candidates(kernel, capability, itemsize, width, load="plain"):
     return (*known, *CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ()))
 
 
-def forms_on_hopper(kernel, width, length, banded):
+def forms_on_hopper(kernel, width, length, band):
     """Return the forms of a kernel for Hopper, best first.
 
     Args:
         width: the wider of D and Dv, as `row_width` has it. length: the fewer of rows and keys.
-        banded: whether the call is causal or windowed.
+        band: what a call is, "full", "causal" (one side is bounded) or "window".
     """
     forms = ON_HOPPER[kernel].get(width, ())
-    least, long = HOPPER_LONG.get(width, (0, None))
-    if long not in forms or banded or length < least:
+    least, long = HOPPER_LONG.get(width, ({}, None))
+    if long not in forms or length < least.get(band, math.inf):
         return forms
     return long, *(form for form in forms if form != long)
 

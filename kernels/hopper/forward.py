@@ -25,7 +25,7 @@ COLUMNS = gl.constexpr(8)  # whose sums threads keep: four that are neighbours h
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: a tile of q a warpgroup, k and v in rings, one of the output a warpgroup.
+    """What lies in shared memory: q, k and v in rings, and a tile of the output a warpgroup, or that of its q.
 
     ping_pong, unless it is None, has a barrier for each of two warpgroups that take turns to multiply.
     """
@@ -57,7 +57,7 @@ def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
     """The warp that copies: keys from right to left, so that the tail and the diagonal come first."""
-    GROUPS: gl.constexpr = shared.q.tiles.shape[0]
+    GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -66,9 +66,12 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         kv = span.kv_head(plane, GROUP)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
+        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # its tile is free before that of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
-        for i in range(count):
+        ring.fill(shared.v, step, V, kv, last * BLOCK_N)
+        step += 1
+        for i in range(1, count):
             ring.fill(shared.k, step, K, kv, (last - i) * BLOCK_N)
             ring.fill(shared.v, step, V, kv, (last - i) * BLOCK_N)
             step += 1
@@ -129,7 +132,7 @@ def _consume(
     g: gl.constexpr, shared, results, order, band, scale, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
 ):  # fmt: skip
     """A warpgroup: rows g * 64 .. g * 64 + 63 of each block of rows."""
-    GROUPS: gl.constexpr = shared.q.tiles.shape[0]
+    GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
     WIDTH: gl.constexpr = shared.v.tiles.shape[4]
@@ -164,6 +167,10 @@ def _consume(
         _pass_ping_pong(shared.ping_pong, g)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.k, step)
+        if shared.q.tiles.shape[0] > GROUPS:
+            store_wait(0)  # of the output of the block before, under the product
+            if SHARE:
+                ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
         p, decay, state = _weights(s, state, True, scale, band, rows, last, P_LAYOUT, dtype)
         ring.wait(shared.k, step + 1, pred=count > 1)
         for i in range(1, count):
@@ -211,13 +218,15 @@ def _consume(
             where = tiles.pointers(tiles.of_rows(results.Wide, plane), r, c)
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         else:
-            shared.out.index(g).reshape([ROWS, WIDTH]).store(out.to(dtype))
+            tile = q.reshape([1, 1, ROWS, WIDTH]) if SHARE else shared.out.index(g)
+            tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
-            place = [plane.batch, plane.head, first + g * ROWS, 0]
-            async_store(results.Out, place, shared.out.index(g))
+            async_store(results.Out, [plane.batch, plane.head, first + g * ROWS, 0], tile)
+        if shared.q.tiles.shape[0] == GROUPS:
             store_wait(0)
-        if SHARE:
-            ring.release(shared.q, n * GROUPS + g)
+            if SHARE:
+                ring.release(shared.q, n * GROUPS + g)
+    store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section"])
@@ -231,15 +240,20 @@ def forward(
 
     Either Out or Wide is None: a View of float32 (B, H, Sq, DV). Q, K, V and Out are descriptors of (B, H, S, D) with
     blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows, and there are GROUPS warpgroups. planes is
-    B * Hq; section, how many of them are worked on together.
+    B * Hq; section, how many of them are worked on together. Programs that share the blocks under a causal
+    mask take them in pairs: then planes is even.
     """
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[2]
-    order = schedule.Schedule(gl.cdiv(q_len, GROUPS * ROWS), planes, section)
+    blocks, paired = gl.cdiv(q_len, GROUPS * ROWS), 0
+    if (left is None) != (right is None):
+        paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
+    order = schedule.Schedule(blocks, planes, section, paired)
     # Where the widths are the same a warpgroup leaves its output where its q was.
     SHARE: gl.constexpr = Wide is None and Q.block_type.shape[3] == Out.block_type.shape[3]
-    q = ring.ring(Q, GROUPS, 1)
+    # Two tiles a warpgroup, so that the next q is there when a block ends; for two of the widest there is no room.
+    q = ring.ring(Q, GROUPS if Q.block_type.shape[3] > 128 else 2 * GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
     if SHARE or Wide is not None:
         out = q.tiles

@@ -11,12 +11,15 @@ from ..vocabulary import span
 class Schedule(NamedTuple):
     """Blocks of rows of so many planes, ordered so that the longest come first, in sections of planes.
 
-    The keys and values of a section are few enough to stay in L2 while its blocks are worked on.
+    The keys and values of a section are few enough to stay in L2 while its blocks are worked on. paired is 1 where two
+    blocks are dealt at once, a long one and a short one of neighbouring planes, of which there are an even number, and
+    0 elsewhere. Under a causal mask all such pairs are equally long.
     """
 
     blocks: tl.tensor
     planes: tl.tensor
     section: tl.tensor
+    paired: tl.tensor
 
 
 @triton.jit
@@ -31,18 +34,21 @@ def _at(n, program, programs):
 @triton.jit
 def share(schedule, program, programs):
     """How many blocks a program takes."""
-    total = schedule.blocks * schedule.planes
+    total = schedule.blocks * schedule.planes >> schedule.paired
     whole = total // programs
-    return whole + (_at(whole, program, programs) < total).to(tl.int32)
+    return whole + (_at(whole, program, programs) < total).to(tl.int32) << schedule.paired
 
 
 @triton.jit
 def take(schedule, n, program, programs, heads, BLOCK: tl.constexpr, first_plane=0):
     """(first row, Plane) of the n-th block of a program, of planes from first_plane on."""
-    at = _at(n, program, programs)
-    before = at // (schedule.blocks * schedule.section) * schedule.section
-    together = tl.minimum(schedule.section, schedule.planes - before)
+    paired, is_second = schedule.paired, n & schedule.paired
+    at = _at(n >> paired, program, programs)
+    section = tl.maximum(schedule.section >> paired, 1)
+    before = at // (schedule.blocks * section) * section
+    together = tl.minimum(section, (schedule.planes >> paired) - before)
     within = at - before * schedule.blocks
-    index = first_plane + before + within % together
-    first = (schedule.blocks - 1 - within // together) * BLOCK
-    return first, span.Plane(index // heads, index % heads, index, ())
+    index = first_plane + (before + within % together << paired) + is_second
+    from_last = within // together
+    block = tl.where(is_second == 0, schedule.blocks - 1 - from_last, from_last)
+    return block * BLOCK, span.Plane(index // heads, index % heads, index, ())

@@ -221,7 +221,7 @@ def stored_backward(
     only what lies in the tiles of `_met` is written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
-    order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section)
+    order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
     first, kv = _take(order, 0, heads, before, 2 * KEYS, True)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
@@ -362,7 +362,7 @@ def grad_product(
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if OF_K:
         band = span.flip(band)
-    order = schedule.Schedule(gl.cdiv(length, TILE), planes, section)
+    order = schedule.Schedule(gl.cdiv(length, TILE), planes, section, 0)
     work = Work(order, before * (GROUP // MEMBERS), heads, band)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)

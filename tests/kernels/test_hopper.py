@@ -198,20 +198,29 @@ def test_what_the_copy_engine_cannot_read_is_copied(on):
 
 
 @triton.jit
-def _deal(taken, blocks, planes, section, before):
-    order = schedule.Schedule(blocks, planes, section)
+def _deal(taken, lengths, blocks, planes, section, paired, before):
+    order = schedule.Schedule(blocks, planes, section, paired)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for n in range(schedule.share(order, program, programs)):
         first, plane = schedule.take(order, n, program, programs, 2, BLOCK=10, first_plane=before)
         tl.atomic_add(taken + plane.index * blocks + first // 10, 1)
+        tl.atomic_add(lengths + program * planes * blocks + (n >> paired), first // 10 + 1)
 
 
-def test_each_block_of_rows_is_taken_once(device):
-    for blocks, planes, section, programs in itertools.product((1, 5), (1, 2, 7), (1, 3, 7), (1, 4, 35, 50)):
+@pytest.mark.parametrize("paired", [0, 1])
+def test_each_block_of_rows_is_taken_once(paired, device):
+    for blocks, planes, section, programs in itertools.product((1, 4, 5), (1, 2, 6, 7), (1, 3, 7), (1, 4, 35, 50)):
+        if paired and planes % 2:
+            continue
         taken, before = torch.zeros(9 + planes, blocks, dtype=torch.int32, device=device), programs % 3
-        _deal[(programs,)](taken, blocks, planes, min(section, planes), before)
+        lengths = torch.zeros(programs, planes * blocks, dtype=torch.int32, device=device)
+        _deal[(programs,)](taken, lengths, blocks, planes, min(section, planes), paired, before)
         assert taken[before : before + planes].eq(1).all(), (blocks, planes, section, programs)
         assert taken.sum() == planes * blocks
+        if paired:
+            assert lengths[lengths > 0].eq(blocks + 1).all(), "pairs are equally long"
+        else:
+            assert lengths.count_nonzero(1).diff().abs().le(1).all(), "programs have nearly as many blocks each"
 
 
 # What a slip in the kernel would do to a GPU: each is a line that becomes another.
@@ -231,18 +240,22 @@ SLIPS = {
     ),
     "p is given up while it is read": ("deps=(next_out, p))", "deps=(next_out, s))", "registers given up too soon"),
     "the output is not fenced": (
-        "            fence_async_shared()\n            place",
-        "            place",
+        "            fence_async_shared()\n            async_store",
+        "            async_store",
         "before a fence",
     ),
     "q is given back before the output left": (
-        "        if not SHARE:",
-        "        if True:",
+        "        store_wait(0)  # of the output of the block before, under the product\n",
+        "",
         "changed while it was stored|wait for each other",
     ),
     "the other warpgroup is never let in": ("ping_pong.index(1 - g)", "ping_pong.index(g)", "wait for each other"),
     "the diagonal takes no mask": ("(block >= full_end)", "(block > full_end)", None),
-    "a tile is used before it is there": ("        ring.wait(shared.k, step)\n", "", "changed while it was read"),
+    "a tile is used before it is there": (
+        "        ring.wait(shared.q, n * GROUPS + g)\n",
+        "",
+        "changed while it was read",
+    ),
 }
 
 
@@ -270,8 +283,8 @@ def test_a_slip_is_found(slip, tmp_path, monkeypatch):
     before, after, said = SLIPS[slip]
     emulate(monkeypatch, slipped(written, before, after, tmp_path), taken=SMALL._replace(ping_pong=True))
     with pytest.raises(Exception, match=said or "'out':|wait for each other"):
-        for window in ((60, 0), None):  # of the second a program has several blocks of rows
-            check(Case("slip", Sq=90, Sk=100, dtype=torch.bfloat16, window=window), "cpu")
+        for window in ((60, 0), None):  # a program has four blocks of rows
+            check(Case("slip", Hq=4, Sq=90, Sk=100, dtype=torch.bfloat16, window=window), "cpu")
 
 
 NEW, OLD = ("async_load", "async_store"), ("async_copy_global_to_shared", "async_copy_shared_to_global")

@@ -8,6 +8,8 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
 from fusedattn import backends
+from fusedattn.call import rules
+from fusedattn.call.form import Arguments
 from fusedattn.launch import hopper, tiles
 
 from ..inside import compiled, only_interpreted, passes_compiled
@@ -16,6 +18,7 @@ from ..offline import absent
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
+CAUSAL = dict(causal=True)
 COVERED = {
     "full": {},
     "causal": dict(causal=True),
@@ -99,11 +102,11 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
 
 @pytest.mark.parametrize(
     "length, options, warpgroups",
-    [(4096, {}, 3), (8192, {}, 3), (4095, {}, 2), (8192, dict(causal=True), 2), (8192, dict(window=(512, 512)), 2)],
+    [(2048, {}, 3), (2047, {}, 2), (8192, CAUSAL, 3), (8191, CAUSAL, 2), (8192, dict(window=(512, 512)), 2)],
     ids=str,
 )
-def test_long_full_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):
-    """Measured on an H200, bench/results/h200.csv."""
+def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):
+    """Measured on an H200, bench/NOTES.md."""
     assert explain(*draw(64, length), **options).tiles["hopper"].warpgroups == warpgroups
     assert explain(*draw(128, length), **options).tiles["hopper"].warpgroups == 2
 
@@ -156,3 +159,28 @@ def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
             assert out.shape[axis] == count
     called = [node for graph in graphs for node in graph.graph.nodes if "fusedattn" in str(node.target)]
     assert [node.args[-1] for node in called] == ["hopper"]
+
+
+@pytest.mark.parametrize(
+    "dim, length, planes, options, programs",
+    [
+        (128, 1024, 64, {}, 132),
+        (128, 1024, 64, CAUSAL, 132),
+        (128, 1024, 64, dict(window=(100, 100)), 132),
+        (128, 1024, 63, CAUSAL, 63 * 8),
+        (128, 1024, 34, CAUSAL, 34 * 8),
+        (128, 32768, 64, CAUSAL, 64 * 256),
+        (64, 4096, 64, CAUSAL, 132),
+        (64, 4097, 64, CAUSAL, 64 * 33),
+        (256, 2048, 64, CAUSAL, 132),
+        (256, 4096, 64, CAUSAL, 64 * 32),
+        (256, 4096, 64, {}, 132),
+        (128, 100, 64, CAUSAL, 64),
+    ],
+    ids=str,
+)
+def test_programs_share_blocks_of_rows(dim, length, planes, options, programs):
+    """Under a causal mask in pairs: of an even number of planes, where the last round of pairs is nearly full."""
+    inputs = draw(dim, length, heads=(planes, planes), batch=1)
+    call = rules.checked(Arguments(*inputs, **options), True)
+    assert hopper.programs(call, tiles.HOPPER[dim][0], 132) == programs

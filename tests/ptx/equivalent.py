@@ -111,7 +111,7 @@ EQUIVALENT = (
     Equivalent("barrier left out", "ring.py: mbarrier.wait(", WAITS_ITSELF, ("hopper",)),
     Equivalent("barrier left out", "ring.py: mbarrier.arrive(ring.free", K_BEFORE_V, ("hopper",), ("in 0", "in 2")),
     Equivalent("barrier left out", "forward.py: for n in range(schedule.share", NO_WARP, ("hopper",), ("in 9",)),
-    Equivalent("barrier left out", "forward.py: shared.out.index(g).reshape", OWN_ROWS, ("hopper",)),
+    Equivalent("barrier left out", "forward.py: tile.reshape", OWN_ROWS, ("hopper",)),
     Equivalent("barrier left out", "steps.py: return gl.where(seen, p, 0.0)", NO_WARP, ("hopper_bwd",), ("in 2",)),
     Equivalent("mbarrier not waited for", "ring.py: mbarrier.wait(ring.free", FIRST_USE, ("hopper_bwd",), ("in 7",)),
     Equivalent(">= for >", "backward.py: for step in range(", MASKED_TOO, ("hopper_bwd",), ("in 3",)),
