@@ -208,6 +208,12 @@ def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "hopper")
 
 
+@constant
+def _is_exporting() -> bool:
+    """Return whether torch.export is tracing. The compiler of some torch versions takes torch's own for True."""
+    return torch.compiler.is_exporting()
+
+
 def run_naively(call: Call, need_lse: bool, need_weights: bool):
     """The backend "naive". Derivatives see through it, with four exceptions.
 
@@ -219,7 +225,7 @@ def run_naively(call: Call, need_lse: bool, need_weights: bool):
     if torch.compiler.is_compiling():
         # A compiler does not know the longest sequence: the operator finds it at run time.
         unknown = call.cu_seqlens_q is not None and (call.max_seqlen_q is None or call.max_seqlen_k is None)
-        on_cpu = call.query.device.type == "cpu" and not torch.compiler.is_exporting()
+        on_cpu = call.query.device.type == "cpu" and not _is_exporting()
         if unknown or (on_cpu and not transformed and forward_level() < 0):
             return _attend(call, need_lse, need_weights, "naive")
     hidden = transformed and not call.seed is call.cu_seqlens_q is None
