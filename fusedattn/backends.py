@@ -18,7 +18,7 @@ from .launch import tiles as tile_table, tuned
 from .launch.failures import cause, warn_once
 from .naive import formula
 from .operators import attention, cached
-from .private import constant, holds
+from .private import constant, eager, holds
 
 OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
 MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
@@ -256,6 +256,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
+@eager
 def explain(
     query: Tensor,
     key: Tensor,

@@ -84,7 +84,7 @@ def _check_beside(name: str, tensor: Tensor, weight: Tensor | None) -> None:
 def _weight(layer: nn.Module | None) -> Tensor | None:
     """The weight of a layer, if an input has to be like it."""
     # Not layer.weight: one that is computed, as by torch.nn.utils.parametrize, would be computed for this alone.
-    weight = None if layer is None else dict(layer.named_parameters(recurse=False)).get("weight")
+    weight = None if layer is None else layer._parameters.get("weight")
     return None if weight is None or not weight.is_floating_point() or weight.is_meta else weight
 
 

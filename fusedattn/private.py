@@ -10,7 +10,7 @@ import functools
 import platform
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,25 @@ def constant(function: _Function) -> _Function:
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function
+
+
+def eager(function: _Function, reason: str | None = None) -> _Function:
+    """Return a function at which torch.compile breaks the graph; without a compiler it computes the same.
+
+    reason: what the compiler says where it may not break the graph. A torch that ignores the mark names
+    torch.compiler.disable.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **options)
+        return function(*args, **options)
+
+    marked: Any = run
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason or f"{function.__name__} runs outside of graphs"
+    return cast(_Function, run)
 
 
 def holds(condition: Any, otherwise: bool) -> bool:

@@ -327,3 +327,17 @@ def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatc
     monkeypatch.setattr(tile_table, "fitting", {})
     with pytest.raises(OutOfResources):
         torch.ops.fusedattn.forward(*call, False, False, False, "triton")
+
+
+@pytest.mark.parametrize("options", [{}, dict(return_weights=True), dict(capability=(9, 0))], ids=str)
+def test_explain_in_a_compiled_program_says_what_eager_code_is_told(options):
+    def ask(query):
+        said = fa.explain(query, query, query, **options)
+        return query + 1, said
+
+    query = torch.randn(2, 4, 16, 64, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    assert torch.compile(ask, backend="eager")(query)[1] == ask(query)[1]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="explain runs outside of graphs"):
+        torch.compile(ask, backend="eager", fullgraph=True)(query)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..private import longest, ragged_dim
+from ..private import eager, longest, ragged_dim
 from .form import Arguments
 from .rules import boolean, fail, kind, type_name
 
@@ -54,11 +54,9 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
     key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
     _check(query, key, value)
     needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
-    if needed and torch.compiler.is_compiling():
-        for name, tensor in (("query", query), ("key", key)):
-            if longest(tensor) is None:
-                expected = "a nested tensor made with min_seqlen and max_seqlen, beside masks, bias or return_weights"
-                fail(ValueError, name, f"{expected} in code that is compiled", "one without")
+    if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
+        # Not an error, which the caller's code might catch.
+        return _attend_eagerly(function, arguments, **more)
     tokens = dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D), no holes
     offsets = query.offsets()
@@ -82,3 +80,9 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
         return nested(results)
     out, *others = results
     return (nested(out), *(nested(x.transpose(0, 1)) for x in others))
+
+
+_attend_eagerly = eager(
+    attend,
+    "a whole graph with masks, bias or return_weights needs nested tensors made with min_seqlen and max_seqlen",
+)

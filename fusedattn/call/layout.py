@@ -27,14 +27,20 @@ def divides(heads: int, kv_heads: int) -> bool:
 
 def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor broadcasts to a shape without adding to it."""
-    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
-    return tensor.dim() <= len(shape) and all(is_size(size, 1, whole) for size, whole in sizes)
+    first = len(shape) - tensor.dim()
+    if first < 0:
+        return False
+    for size, whole in zip(tensor.shape, shape[first:], strict=True):
+        if not is_size(size, 1, whole):
+            return False
+    return True
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
     """Return whether a size is an allowed one. If it depends on data, torch checks at run time that it is the last."""
-    if any(holds(size == one, False) for one in allowed):
-        return True
+    for one in allowed:  # loops, not any() or all(): a compiler traces them in a third of the steps
+        if holds(size == one, False):
+            return True
     if not holds(size == allowed[-1], True):
         return False
     assert_at_run_time(size == allowed[-1])
@@ -47,7 +53,10 @@ def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
     same_rank = [one for one in allowed if len(one) == len(shape)]
     if not same_rank:  # by a branch: torch 2.11 compiles no bool() of a list
         return False
-    return all(is_size(size, *[one[axis] for one in same_rank]) for axis, size in enumerate(shape))
+    for axis, size in enumerate(shape):
+        if not is_size(size, *[one[axis] for one in same_rank]):
+            return False
+    return True
 
 
 def is_contiguous(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
-from ..call.rules import FLOATING, check_flags, check_strided, check_tensors, fail, unfit
+from ..call.rules import FLOATING, check_flags, check_strided, fail, unfit
 from ..modules import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
@@ -36,8 +36,7 @@ def _check_flags(**flags: Any) -> None:
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
     widths = layer.embed_dim, layer.kdim, layer.vdim
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
-        check_tensors(**{name: x})
-        if x.is_nested:
+        if isinstance(x, Tensor) and x.is_nested:
             expected = "a strided tensor, or without masks one nested one with batch_first"
             fail(TypeError, name, expected, "a nested tensor")
         check_strided(**{name: x})

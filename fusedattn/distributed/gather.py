@@ -19,7 +19,7 @@ from ..call.layout import arrange
 from ..call.packed import OFFSETS, VALUES, Packed
 from ..call.rules import Sizes, apply, check_options, check_tensors, fail
 from ..operators import partial
-from ..operators.namespace import eager
+from ..private import eager
 from . import ranks as ranks_of
 from .eager import as_inputs, without_autocast
 from .shards import Chunk, gathered, scattered

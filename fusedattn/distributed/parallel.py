@@ -1,6 +1,7 @@
 """Rules of a module whose sequence or heads are cut over ranks."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from .ring import ring_attention
 from .shards import check_balance
 from .ulysses import ulysses_attention
 
-METHODS = dict(ring=ring_attention, gather=gather_attention, ulysses=ulysses_attention)
+METHODS: dict[str, Callable[..., Any]] = dict(ring=ring_attention, gather=gather_attention, ulysses=ulysses_attention)
 LACKS = dict(ring=("mask", "bias", "query_mask", "need_weights"), gather=("need_weights",), ulysses=())
 
 
@@ -62,7 +63,7 @@ def attend(
             raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel cannot take it")
     options = {name: x for name, x in options.items() if x is not None}
     if parallel.method == "ulysses":
-        found = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
+        found: Any = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
         return found if need_weights else (found, None)
     return METHODS[parallel.method](q, k, v, group=parallel.group, balance=parallel.balance, **options), None
 

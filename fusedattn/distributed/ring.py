@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call.form import TENSORS, Arguments, Call, wide_dtype
 from ..call.layout import arrange
 from ..operators import partial
-from ..operators.namespace import eager
+from ..private import eager
 from . import ranks as ranks_of
 from .eager import as_inputs, without_autocast
 from .ranks import Transfer

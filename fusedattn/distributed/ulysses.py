@@ -14,7 +14,7 @@ from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of
 from ..call.layout import arrange
 from ..call.rules import check_flags, fail
 from ..operators import partial
-from ..operators.namespace import eager
+from ..private import eager
 from . import ranks as ranks_of
 from .eager import as_inputs, without_autocast
 from .ranks import Ranks

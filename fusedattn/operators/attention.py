@@ -215,18 +215,28 @@ def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "hopper")
 
 
-def run_naively(call: Call, need_lse: bool, need_weights: bool):
-    """The backend "naive". Derivatives see through it, with three exceptions.
+@constant
+def _is_exporting() -> bool:
+    """Return whether torch.export is tracing. The compiler of some torch versions takes torch's own for True."""
+    return torch.compiler.is_exporting()
 
-    Under vmap dropout has the bits that kernels have, and lengths of sequences may be mapped. And a gradient of a
+
+def run_naively(call: Call, need_lse: bool, need_weights: bool):
+    """The backend "naive". Derivatives see through it, with four exceptions.
+
+    Under vmap dropout has the bits that kernels have, and lengths of sequences may be mapped. A gradient of a
     tangent outside of torch.func is ours, for torch 2.13 writes over what its own softmax has kept for it.
+    In a graph for a CPU dropout makes it one operator, which compiles twice as fast as the formula.
     """
-    # A compiler does not know the longest sequence: the operator finds it at run time.
-    unknown = call.cu_seqlens_q is not None and (call.max_seqlen_q is None or call.max_seqlen_k is None)
-    if unknown and torch.compiler.is_compiling():
-        return _attend(call, need_lse, need_weights, "naive")
-    hidden = transforms_active() and not call.seed is call.cu_seqlens_q is None
-    if hidden or (forward_level() >= 0 and not transforms_active() and torch.is_grad_enabled()):
+    transformed = transforms_active()
+    if torch.compiler.is_compiling():
+        # A compiler does not know the longest sequence: the operator finds it at run time.
+        unknown = call.cu_seqlens_q is not None and (call.max_seqlen_q is None or call.max_seqlen_k is None)
+        dropped = call.seed is not None and call.query.device.type == "cpu" and not _is_exporting()
+        if unknown or (dropped and not transformed and forward_level() < 0):
+            return _attend(call, need_lse, need_weights, "naive")
+    hidden = transformed and not call.seed is call.cu_seqlens_q is None
+    if hidden or (forward_level() >= 0 and not transformed and torch.is_grad_enabled()):
         return _attend(call, need_lse, need_weights, "naive")
     return formula.run(call, need_lse, need_weights)
 

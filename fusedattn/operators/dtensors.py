@@ -87,9 +87,9 @@ def own(call: Call, seed: Any) -> Own | None:
         seed: as the caller gave it.
     Raises: TypeError, ValueError, NotImplementedError, on all ranks, for what a rank cannot compute alone.
     """
-    tensors: dict[str, Any] = dict(zip(Call._fields[:TENSORS], call, strict=False))
-    if not any(map(is_dtensor, tensors.values())):
+    if not [x for x in call[:TENSORS] if x is not None and is_dtensor(x)]:
         return None
+    tensors: dict[str, Any] = dict(zip(Call._fields[:TENSORS], call, strict=False))
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh, query = _mesh(tensors), call.query

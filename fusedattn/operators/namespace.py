@@ -4,15 +4,13 @@ The namespace is the package's own name, torch.ops.fusedattn as installed. A cop
 mypkg._vendor.fusedattn, has torch.ops.mypkg__vendor_fusedattn: so both live in one process.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..call.form import differentiated
 from ..call.rules import fail
-from ..private import any_requires_grad, forward_level, redispatch, register_decomposition, transforms_active
+from ..private import any_requires_grad, eager, forward_level, redispatch, register_decomposition, transforms_active
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
@@ -43,18 +41,6 @@ def _once(check: Callable) -> Callable:
             known.add(facts)
 
     return checked
-
-
-def eager(function: Callable) -> Callable:
-    """A function that torch.compile does not look into: it computes as without, and the graph breaks there."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **options)
-        return function(*args, **options)
-
-    return run
 
 
 def register(schema: str, run: Callable, new: Callable, check: Callable, decompose: Callable | None = None) -> None:

@@ -1,5 +1,7 @@
 """Nested tensors of torch.jagged: what `attention_varlen` makes of their values, nested again."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -137,3 +139,43 @@ def test_a_graph_that_needs_a_longest_length_says_how_to_give_it():
     )
     with pytest.raises(torch._dynamo.exc.Unsupported, match="made with min_seqlen and max_seqlen"):
         step(*draw())
+
+
+MASKS = dict(mask=torch.rand(7, 7) < 0.7, key_mask=torch.rand(10) < 0.7)
+OF_MODULES = dict(
+    plain={},
+    mask=dict(mask=MASKS["mask"]),
+    bias=dict(bias=torch.randn(7, 7)),
+    key_mask=dict(key_mask=nested(MASKS["key_mask"], OFFSETS_Q)),
+    query_mask=dict(query_mask=nested(MASKS["key_mask"], OFFSETS_Q)),
+    weights=dict(need_weights=True),
+    all=dict(mask=MASKS["mask"], key_mask=nested(MASKS["key_mask"], OFFSETS_Q), need_weights=True),
+)
+MODULES = dict(
+    attention=lambda backend: fa.MultiHeadAttention(32, 2, backend=backend),
+    layer=lambda backend: fa.layers.TransformerEncoderLayer(32, 2, 64, backend=backend),
+)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "naive"])
+@pytest.mark.parametrize(
+    ("module", "name"), [*product(["attention"], OF_MODULES), *product(["layer"], ["plain", "mask", "key_mask"])]
+)
+def test_compiled_modules_take_nested_tensors(module, name, backend):
+    """Also where the program catches errors: a graph that breaks raises none."""
+    torch._dynamo.reset()
+    model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
+
+    def attend(x):
+        try:
+            found = model(x, **OF_MODULES[name])
+        except ValueError:
+            return [x.values() * 0]
+        return [one.values() for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
+
+    got, want = (function(nested(x, OFFSETS_Q)) for function in (torch.compile(attend, backend="aot_eager"), attend))
+    assert len(got) == len(want)
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=2e-6)
+    grads = (torch.autograd.grad(sum(one.square().sum() for one in found), x)[0] for found in (got, want))
+    torch.testing.assert_close(*grads, rtol=0, atol=2e-5)

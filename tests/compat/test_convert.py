@@ -296,6 +296,23 @@ def test_an_encoder_made_of_a_converted_layer_may_pack_its_batches(counted):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("options", [{}, dict(attention_dropout=0.0)], ids=["dropout", "plain"])
+def test_a_compiled_converted_layer_is_few_nodes(options):
+    """An encoder with dropout compiles in the time of torch's: attention is one node, not its formula."""
+    layer = encoder_layer(dropout=0.1)
+    layer.self_attn.dropout = options.get("attention_dropout", 0.1)
+    nodes = []
+
+    def count(graph, _):
+        nodes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(compat.convert(layer).train(), fullgraph=True, backend=count)(X).sum().backward()
+    assert len(nodes) == 1 and nodes[0] < 60
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mode", ["train", "no_grad"])
 def test_converted_models_compile(mode):
     model = compat.convert(shaken(nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)))
