@@ -1,4 +1,4 @@
-"""Public functions in PyTorch's __torch_function__ protocol: tensor classes, modes and torch.fx see each as one call."""
+"""The __torch_function__ protocol: tensor classes, modes and torch.fx see a public function as one call."""
 
 import functools
 from collections.abc import Callable
