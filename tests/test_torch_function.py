@@ -309,10 +309,10 @@ def test_a_class_answers_or_says_that_it_does_not():
 def test_nested_tensors_are_taken_under_modes_too():
     parts = [torch.randn(n, 4, 16) for n in (3, 5)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    want = fa.attention(nested, nested, nested, causal=True)
+    want = fa.attention(nested, nested, nested)
     with Logging() as mode:
-        got = fa.attention(nested, nested, nested, causal=True)
-        sdpa = compat.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+        got = fa.attention(nested, nested, nested)
+        sdpa = compat.scaled_dot_product_attention(nested, nested, nested)
     assert {fa.attention, compat.scaled_dot_product_attention} <= set(mode.log)
     assert fa.attention_varlen not in mode.log and torch.nested.nested_tensor not in mode.log
     assert torch.equal(got.values(), want.values()) and torch.equal(sdpa.values(), want.values())
