@@ -318,6 +318,12 @@ def test_nested_tensors_are_taken_under_modes_too():
     assert torch.equal(got.values(), want.values()) and torch.equal(sdpa.values(), want.values())
 
 
+def test_a_causal_bias_is_no_class_that_answers():
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    out = compat.scaled_dot_product_attention(Q, K, V, bias.causal_lower_right(7, 7))
+    assert type(out) is torch.Tensor and torch.equal(out, fa.attention(Q, K, V, causal=True))
+
+
 def test_a_default_device_changes_nothing():
     want = fa.attention(Q, K, V, causal=True)
     torch.set_default_device("meta")
