@@ -4,11 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
+from torch.overrides import handle_torch_function
 
 from . import backends
 from .call import jagged
 from .call.cached import CacheArguments
 from .call.form import Arguments, Plan, rank4, rows
+from .call.overrides import overridable
 from .call.packed import Packed
 from .call.plan import check_plan
 from .call.rules import FLOATING, check_strided, fail
@@ -16,6 +19,7 @@ from .operators.attention import block_mask_or_none
 from .replay import cache, checked
 
 
+@overridable
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *,
     mask: Tensor | Plan | None = None, bias: Tensor | None = None,
@@ -82,6 +86,7 @@ def attention(
     return cache.attend(arguments, return_lse, return_weights, backend)
 
 
+@overridable
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
@@ -131,6 +136,7 @@ def attention_varlen(
     return checked.attend_packed(packed, Arguments(None, None, None, *options), return_lse, return_weights, backend)
 
 
+@overridable
 def attention_decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *, cache_seqlens: Tensor,
     block_table: Tensor | None = None, new_key: Tensor | None = None, new_value: Tensor | None = None,
@@ -212,12 +218,16 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     Returns: a Plan. Where no kernel could read it, such as on a CPU, it holds the masks and nothing else.
     Raises: TypeError, ValueError for masks that do not go together.
     """
-    check_plan(Plan(mask, key_mask, query_mask, None))
-    device = next(x.device for x in (mask, key_mask, query_mask) if x is not None)
+    given = mask, key_mask, query_mask
+    if any(isinstance(x, Proxy) for x in given):
+        return handle_torch_function(plan, given, *given)
+    check_plan(Plan(*given, None))
+    device = next(x.device for x in given if x is not None)
     masks = rank4(mask), rows(key_mask), rows(query_mask), None
-    return Plan(mask, key_mask, query_mask, None if backends.machine_reasons(device) else block_mask_or_none(masks))
+    return Plan(*given, None if backends.machine_reasons(device) else block_mask_or_none(masks))
 
 
+@overridable
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys, from the attention over each.
 

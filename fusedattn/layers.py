@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.types import Device
 
 from .call.form import check_names
@@ -18,6 +18,8 @@ from .modules import MultiHeadAttention, check_beside, check_dtype, check_fits, 
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
+    if isinstance(ids, fx.Proxy):
+        return
     check_input(name, ids, shape)
     if ids.dtype not in (torch.int32, torch.int64):
         fail(TypeError, name, "int32 or int64", ids.dtype)
@@ -74,6 +76,17 @@ class _Configurable(nn.Module):
         return cls(**{OPTIONS.get(name, name): getattr(config, name) for name in names} | options)
 
 
+@fx.wrap
+def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
+    if x.dtype not in FLOATING:
+        fail(TypeError, "x", "a floating dtype", unfit(x))
+    if x.device != pe.device:
+        fail(ValueError, "x", f"the device of pe, {pe.device}", x.device)
+    if x.shape[1] > len(pe):
+        fail(ValueError, "x", f"a length of at most {len(pe)}", x.shape[1])
+    return x + pe[: x.shape[1]].to(x.dtype)
+
+
 class SinusoidalPositionalEncoding(nn.Module):
     """x (B, S, E) -> x + P[:S], where P[i, 2j] = sin(i / 10000^(2j/E)) and P[i, 2j+1] is the cos of the same.
 
@@ -109,16 +122,18 @@ class SinusoidalPositionalEncoding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises: ValueError, TypeError otherwise."""
         check_input("x", x, ("batch", "length", self.embed_dim))
-        if x.dtype not in FLOATING:
-            fail(TypeError, "x", "a floating dtype", unfit(x))
-        if x.device != self.pe.device:
-            fail(ValueError, "x", f"the device of pe, {self.pe.device}", x.device)
-        if x.shape[1] > self.max_len:
-            fail(ValueError, "x", f"a length of at most {self.max_len}", x.shape[1])
-        return x + self.pe[: x.shape[1]].to(x.dtype)
+        return _add_positions(x, self.pe)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, max_len={self.max_len}"
+
+
+@fx.wrap
+def _positions(input_ids: Tensor, max_length: int) -> Tensor:
+    length = input_ids.shape[1]
+    if length > max_length:
+        fail(ValueError, "input_ids", f"a length of at most {max_length}", length)
+    return torch.arange(length, device=input_ids.device)
 
 
 class Embeddings(_Configurable):
@@ -162,10 +177,7 @@ class Embeddings(_Configurable):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises: ValueError, TypeError for others."""
         _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
-        length, max_length = input_ids.shape[1], self.position_embeddings.num_embeddings
-        if length > max_length:
-            fail(ValueError, "input_ids", f"a length of at most {max_length}", length)
-        positions = self.position_embeddings(torch.arange(length, device=input_ids.device))
+        positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
         tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
         out: Tensor = self.dropout(self.layer_norm(tokens + positions))
         return out
@@ -196,12 +208,13 @@ class FeedForward(_Configurable):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden), any leading dimensions -> the same shape. Raises: ValueError for another width."""
-        check_tensors(x=x)
-        if x.layout != torch.jagged:
-            check_strided(x=x)
-        if x.shape[-1:] != (self.hidden_size,):
-            fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
-        check_fits("x", x, self.linear_1)
+        if not isinstance(x, fx.Proxy):
+            check_tensors(x=x)
+            if x.layout != torch.jagged:
+                check_strided(x=x)
+            if x.shape[-1:] != (self.hidden_size,):
+                fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
+            check_fits("x", x, self.linear_1)
         out: Tensor = self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
         return out
 
@@ -349,7 +362,7 @@ class AttentionDecoder(nn.Module):
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
         check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
-        if encoder_outputs.shape[0] != input.shape[0]:
+        if not isinstance(input, fx.Proxy) and encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
         embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.types import Device
 
 from .api import attention
@@ -44,8 +44,10 @@ def check_input(
 ) -> None:
     """Raise unless a tensor has this shape, in which a name stands for any size, and a layer can take it.
 
-    jagged: whether it may be a nested one of torch.jagged.
+    jagged: whether it may be a nested one of torch.jagged. A Proxy of torch.fx passes.
     """
+    if isinstance(tensor, fx.Proxy):
+        return
     check_tensors(**{name: tensor})
     if not (jagged and tensor.layout == torch.jagged):
         check_strided(**{name: tensor})
@@ -57,7 +59,7 @@ def check_input(
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
     """What `check_input` is to find beside a tensor: a size, or any where sequences have their own."""
-    return name if tensor.layout == torch.jagged else tensor.shape[dim]
+    return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
@@ -112,11 +114,35 @@ def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> An
     return pairs.unsqueeze(1)
 
 
+@fx.wrap
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
     """(output, weights or None) of `attention`; the output is the same with weights and without."""
     check_flags(need_weights=need_weights)
     results: Any = attention(q, k, v, return_weights=need_weights, **options)
     return results if need_weights else (results, None)
+
+
+@fx.wrap  # one node: it branches on shapes
+def _attend_by_heads(
+    query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int], widths: tuple[int, int],
+    parallel: ContextParallel | None, need_weights: bool, *, mask: Any, bias: Any, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D); heads of query and key, D and Dv."""
+    (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
+    q = by_heads(query, "num_heads", num_heads, head_dim)
+    k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
+    v = by_heads(value, "num_kv_heads", num_kv_heads, value_head_dim)
+    if q.shape[1] * num_kv_heads != k.shape[1] * num_heads:
+        shared = f"{q.shape[1]} of {num_heads} heads beside {k.shape[1]} of {num_kv_heads} key heads"
+        fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
+    lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
+    scores = None if parallel else (q.shape[0], *lengths)
+    options |= dict(mask=_by_head("mask", mask, scores), bias=_by_head("bias", bias, scores))
+    if parallel is None:
+        out, weights = attend(q, k, v, need_weights, **options)
+    else:
+        out, weights = attend_in_parallel(parallel, q, k, v, need_weights, **options)
+    return out.transpose(1, 2).flatten(2), weights
 
 
 class MultiHeadAttention(nn.Module):
@@ -202,23 +228,13 @@ class MultiHeadAttention(nn.Module):
         check_input("key", key, (_size(query, 0, "batch"), "length", self.kdim), self.k_proj, jagged=True)
         sizes = _size(query, 0, "batch"), _size(key, 1, "length"), self.vdim
         check_input("value", value, sizes, self.v_proj, jagged=True)
-        q = by_heads(self.q_proj(query), "num_heads", self.num_heads, self.head_dim)
-        k = by_heads(self.k_proj(key), "num_kv_heads", self.num_kv_heads, self.head_dim)
-        v = by_heads(self.v_proj(value), "num_kv_heads", self.num_kv_heads, self.value_head_dim)
-        if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads:
-            shared = f"{q.shape[1]} of {self.num_heads} heads beside {k.shape[1]} of {self.num_kv_heads} key heads"
-            fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
         options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
-        lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
-        scores = None if self.context_parallel else (q.shape[0], *lengths)
-        options |= {name: _by_head(name, x, scores) for name, x in (("mask", mask), ("bias", bias))}
-        options |= dict(key_mask=key_mask, query_mask=query_mask)
-        options |= dict(dropout_p=self.dropout if self.training else 0.0, backend=self.backend)
-        if self.context_parallel is None:
-            out, weights = attend(q, k, v, need_weights, **options)
-        else:
-            out, weights = attend_in_parallel(self.context_parallel, q, k, v, need_weights, **options)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+        options |= dict(mask=mask, bias=bias, key_mask=key_mask, query_mask=query_mask, backend=self.backend)
+        options |= dict(dropout_p=self.dropout if self.training else 0.0)
+        heads, widths = (self.num_heads, self.num_kv_heads), (self.head_dim, self.value_head_dim)
+        projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        out, weights = _attend_by_heads(*projected, heads, widths, self.context_parallel, need_weights, **options)
+        return self.out_proj(out), weights
 
     def extra_repr(self) -> str:
         """Sizes, and what is not the default."""
@@ -266,6 +282,7 @@ class SelfAttention(nn.Module):
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
-            if projected.shape[-1] != self.embed_dim:
+            if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
                 fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
-        return attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
+        out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
+        return out, weights

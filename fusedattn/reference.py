@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import api
 from .call.form import Arguments, check_names, results
+from .call.overrides import overridable
 from .call.rules import check_flags, checked
 from .naive import formula
 
@@ -37,6 +38,7 @@ attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)
 
 
+@overridable
 def eager(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, return_weights: bool = False, **options: Any
 ) -> Tensor | Any:

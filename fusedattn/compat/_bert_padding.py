@@ -5,21 +5,25 @@ from torch import Tensor
 
 from ..call.form import is_known
 from ..call.numbers import is_int
+from ..call.overrides import overridable
 from ..call.packing import longest
 from ..call.rules import FLOATING, check_strided, fail
 from ..modules import check_sizes
 
 
+@overridable
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows of input (n, ...), differentiable."""
     return input[indices]
 
 
+@overridable
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """(first_axis_dim, ...) with values (n, ...) in the rows indices (n,) and 0 elsewhere, differentiable."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
+@overridable
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -60,6 +64,7 @@ def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
         fail(ValueError, name, f"shape {tuple(like.shape[:2])}", tuple(mask.shape))
 
 
+@overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the others."""
     check_strided(hidden_states=hidden_states, indices=indices)

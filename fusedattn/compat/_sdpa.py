@@ -12,10 +12,12 @@ from torch.nn.functional import pad
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
 from ..call.layout import broadcasts, divides, irregular, is_shape, is_size
+from ..call.overrides import overridable
 from ..call.rules import check_flags, check_strided, check_tensors, fail
 from ..private import holds
 
 
+@overridable
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,

@@ -34,10 +34,12 @@ from torch import Tensor
 from ..api import attention_decode
 from ..call.cached import RULES, CacheArguments
 from ..call.form import autocast_dtype
+from ..call.overrides import overridable
 from ..call.rules import apply, check_flags, fail
 from . import _bert_padding, _flash
 
 
+@overridable
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False,
@@ -55,6 +57,7 @@ def flash_attn_func(
     return _flash.attend(("q", "k", "v"), (q, k, v), options)
 
 
+@overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -69,6 +72,7 @@ def flash_attn_qkvpacked_func(
     return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
 
 
+@overridable
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -83,6 +87,7 @@ def flash_attn_kvpacked_func(
     return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
 
 
+@overridable
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
@@ -112,6 +117,7 @@ def flash_attn_varlen_func(
     return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
+@overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False,
@@ -131,6 +137,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _flash.attend_packed(names, tensors, max_seqlen, max_seqlen, options)
 
 
+@overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
@@ -150,6 +157,7 @@ def flash_attn_varlen_kvpacked_func(
     return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
+@overridable
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,

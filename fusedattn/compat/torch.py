@@ -123,6 +123,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         # Not by register_forward_pre_hook: after a pickle another hook may get the same number.
         hooks: Any = self._forward_pre_hooks
         hooks.setdefault("fusedattn", _stay)
+        if type(self) is MultiheadAttention:
+            # By this name a Tracer of torch.fx takes modules of torch.nn as leaves.
+            self.__module__ = nn.MultiheadAttention.__module__
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -228,7 +231,7 @@ def convert(model: nn.Module) -> nn.Module:
 
     Converted models skip the fast path of torch.nn.TransformerEncoderLayer, for eval without gradients, and the nested
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
-    modules does that: removing all hooks undoes it. A Tracer of torch.fx needs them as leaves, by `is_leaf_module`.
+    modules does that: removing all hooks undoes it. For torch.fx they are leaves, as torch's are.
 
     For a torch.nn.MultiheadAttention the converted one is returned. Raises: TypeError for what is no module.
     """

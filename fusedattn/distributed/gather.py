@@ -16,6 +16,7 @@ from torch import Tensor
 from ..api import attention_varlen
 from ..call.form import TENSORS, Arguments, Call, Origin, rank4, rows as one_row, wide_dtype
 from ..call.layout import arrange
+from ..call.overrides import overridable
 from ..call.packed import OFFSETS, VALUES, Packed
 from ..call.rules import Sizes, apply, check_options, check_tensors, fail
 from ..operators import partial
@@ -39,6 +40,7 @@ class Piece(NamedTuple):
     slopes: Callable[[Tensor], Tensor] = lambda x: x
 
 
+@overridable
 @eager
 def gather_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,
@@ -200,6 +202,7 @@ class _Gather(torch.autograd.Function):
         return *grads, *(None,) * (TENSORS - NEEDS + 3)
 
 
+@overridable
 @eager
 def gather_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, group: Any = None, balance: str | None = None,

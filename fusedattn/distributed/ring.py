@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..call.form import TENSORS, Arguments, Call, wide_dtype
 from ..call.layout import arrange
+from ..call.overrides import overridable
 from ..operators import partial
 from ..private import eager
 from . import ranks as ranks_of
@@ -21,6 +22,7 @@ from .shards import rows_of
 from .whole import NEEDS, Pair, Whole, agreed, alone, grad_of_out
 
 
+@overridable
 @eager
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,

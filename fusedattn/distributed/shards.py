@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.types import Device
 
 from ..call.numbers import is_int
+from ..call.overrides import overridable
 from ..call.rules import check_strided, fail, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
@@ -56,6 +57,7 @@ def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
     return [Chunk(0, length, 0)] if ranks is None else chunks(length, ranks.size, balance)[ranks.rank]
 
 
+@overridable
 def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """The rows of a tensor that this rank has, of one that is whole on every rank; nothing is sent.
 
@@ -108,6 +110,7 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
     return dim % x.dim()
 
 
+@overridable
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """The whole tensor, on every rank, from what `shard` gave each.
 

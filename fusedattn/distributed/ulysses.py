@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import backends
 from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of
 from ..call.layout import arrange
+from ..call.overrides import overridable
 from ..call.rules import check_flags, fail
 from ..operators import partial
 from ..private import eager
@@ -48,6 +49,7 @@ def heads_of(heads: int, key_heads: int, size: int) -> Heads:
     return Heads(queries, keys)
 
 
+@overridable
 @eager
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,

@@ -1,0 +1,29 @@
+"""The __torch_function__ protocol: tensor classes, modes and torch.fx see a public function as one call."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..private import TENSORS_OF_TORCH, torch_function_enabled
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def overridable(function: _Function) -> _Function:
+    """Return a public function that asks modes and classes with a __torch_function__ first, as torch's own do."""
+
+    @functools.wraps(function)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
+            # Classes of nested tensors and causal biases do not know our functions. None stands for all modes.
+            asked = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
+            # The compiler's has_torch_function ignores that a class has disabled its answers.
+            if (torch_function_enabled() or not is_compiling()) and has_torch_function(asked):
+                return handle_torch_function(public, asked, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    made: Any = public
+    return made  # type: ignore[no-any-return]

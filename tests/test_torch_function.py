@@ -1,0 +1,357 @@
+"""Public functions and modules under torch.fx, tensor classes and modes that have a __torch_function__."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+import fusedattn as fa
+from fusedattn import layers
+from fusedattn.compat import flash_attn as flash, torch as compat
+from fusedattn.compat._bert_padding import pad_input, unpad_input
+
+from .sample import one_in
+
+Q, K, V = torch.randn(3, 2, 4, 7, 16).unbind()
+BIAS, LSE = torch.randn(7, 7), torch.randn(2, 4, 7)
+PACKED, OFFSETS = torch.randn(7, 4, 16), torch.tensor([0, 3, 7]).int()
+LENGTHS = torch.tensor([3, 7]).int()
+X, IDS = torch.randn(2, 5, 16), torch.tensor([[1, 2, 3], [4, 0, 6]])
+
+# name: a public function, code that calls it alone, and its inputs
+CALLS = {
+    "attention": (
+        fa.attention,
+        lambda q, k, v, bias: fa.attention(q, k, value=v, bias=bias, causal=True, return_lse=True),
+        (Q, K, V, BIAS),
+    ),
+    "bias alone": (fa.attention, lambda bias: fa.attention(Q, K, V, bias=bias), (BIAS,)),
+    "varlen": (
+        fa.attention_varlen,
+        lambda q, cu: fa.attention_varlen(q, q, q, cu, cu, max_seqlen_q=4, max_seqlen_k=4, window=(2, 0)),
+        (PACKED, OFFSETS),
+    ),
+    "decode": (
+        fa.attention_decode,
+        lambda q, k, v, n: fa.attention_decode(q, k, v, cache_seqlens=n),
+        (Q[:, :, :1], K, V, LENGTHS),
+    ),
+    "merge": (fa.merge, fa.merge, (Q, LSE, K, LSE + 1)),
+    "naive": (fa.attention, lambda q, k, v: fa.reference.attention(q, k, v, softcap=3.0), (Q, K, V)),
+    "eager": (fa.reference.eager, lambda q, k, v: fa.reference.eager(q, k, v, return_weights=True), (Q, K, V)),
+    "sdpa": (
+        compat.scaled_dot_product_attention,
+        lambda q, k, v, mask: compat.scaled_dot_product_attention(q, k, v, mask, scale=0.3),
+        (Q, K, V, BIAS),
+    ),
+    "flash": (
+        flash.flash_attn_func,
+        lambda q, k, v: flash.flash_attn_func(q, k, v, causal=True, window_size=(3, -1)),
+        (Q, K, V),
+    ),
+    "flash qkv": (
+        flash.flash_attn_qkvpacked_func,
+        lambda qkv: flash.flash_attn_qkvpacked_func(qkv, return_attn_probs=True),
+        (torch.randn(2, 5, 3, 4, 16),),
+    ),
+    "flash kv": (
+        flash.flash_attn_kvpacked_func,
+        lambda q, kv: flash.flash_attn_kvpacked_func(q, kv),
+        (Q, torch.randn(2, 7, 2, 7, 16)),
+    ),
+    "flash varlen": (
+        flash.flash_attn_varlen_func,
+        lambda q, cu: flash.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4),
+        (PACKED, OFFSETS),
+    ),
+    "flash cache": (
+        flash.flash_attn_with_kvcache,
+        lambda q, k, n: flash.flash_attn_with_kvcache(q, k, k, cache_seqlens=n),
+        (Q[:, :1], K, torch.tensor([3, 4]).int()),
+    ),
+    "unpad": (unpad_input, lambda x, mask: unpad_input(x, mask), (X, torch.ones(2, 5, dtype=torch.bool))),
+    "pad": (pad_input, lambda x, places: pad_input(x, places, 2, 5), (PACKED, torch.arange(7))),
+    "shard": (fa.distributed.shard, lambda x: fa.distributed.shard(x, 1), (X,)),
+    "ring": (
+        fa.distributed.ring_attention,
+        lambda q, k, v: fa.distributed.ring_attention(q, k, v, causal=True),
+        (Q, K, V),
+    ),
+}
+every_call = pytest.mark.parametrize("function, call, inputs", CALLS.values(), ids=CALLS)
+
+
+def computed(function, call, inputs):
+    """Results, and gradients of the inputs if the function has any."""
+    grads = function not in (fa.attention_decode, flash.flash_attn_with_kvcache)
+    inputs = [x.detach().clone().requires_grad_(grads and x.is_floating_point()) for x in inputs]
+    results = call(*inputs)
+    results = [x for x in (results if isinstance(results, tuple) else (results,)) if isinstance(x, torch.Tensor)]
+    floating = [x for x in results if x.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    return results, torch.autograd.grad([x.sum() for x in floating], wanted) if floating else ()
+
+
+def same(got, want):
+    """The same bits, since it is the same call."""
+    for some, others in zip(got, want, strict=True):
+        assert all(map(torch.equal, some, others)) and len(some) == len(others)
+
+
+@every_call
+def test_a_traced_function_is_one_node(function, call, inputs):
+    traced = fx.symbolic_trace(call)
+    assert [x.target for x in traced.graph.nodes if x.op == "call_function"] == [function]
+    want = computed(function, call, inputs)
+    for made in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+        same(computed(function, made, inputs), want)
+
+
+def test_a_traced_plan_is_one_node():
+    mask = torch.ones(7, 7, dtype=torch.bool).tril(2)
+    traced = fx.symbolic_trace(lambda q, mask: fa.attention(q, K, V, mask=fa.plan(mask)))
+    assert [x.target for x in traced.graph.nodes if x.op == "call_function"] == [fa.plan, fa.attention]
+    assert torch.equal(traced(Q, mask), fa.attention(Q, K, V, mask=mask))
+
+
+class Calls(nn.Module):
+    """Calls attention as an encoder of torchvision does."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.norm, self.attention, self.linear = nn.LayerNorm(16), attention, nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.norm(x)
+        if isinstance(self.attention, nn.MultiheadAttention):
+            return self.linear(self.attention(x, x, x, need_weights=False)[0])
+        out = self.attention(x)
+        return self.linear(out[0] if isinstance(out, tuple) else out)
+
+
+class Decodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder = layers.AttentionDecoder(7, 3, 6, 16)
+
+    def forward(self, x):
+        return self.decoder(IDS[:, 0].to(x.device), x[:, 0, :6], x)[0]
+
+
+MODULES = {
+    "converted": lambda: compat.convert(Calls(nn.MultiheadAttention(16, 4, batch_first=True))),
+    "drop-in": lambda: Calls(compat.MultiheadAttention(16, 4, batch_first=True)),
+    "copied": lambda: copy.deepcopy(compat.convert(Calls(nn.MultiheadAttention(16, 4)))),
+    "read": lambda: pickle.loads(pickle.dumps(compat.convert(Calls(nn.MultiheadAttention(16, 4))))),
+    "heads": lambda: Calls(fa.MultiHeadAttention(16, 4, num_kv_heads=2, causal=True)),
+    "one head": lambda: Calls(fa.SelfAttention(16)),
+    "encoder": lambda: Calls(layers.TransformerEncoder(2, 16, 4, 32)),
+    "encoder alone": lambda: layers.TransformerEncoder(2, 16, 4, 32),
+    "positions": lambda: Calls(layers.SinusoidalPositionalEncoding(16, 9, dtype=torch.float32)),
+    "feed forward": lambda: layers.FeedForward(16, 32),
+    "decoder": Decodes,
+}
+every_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+@every_module
+def test_a_traced_module_computes_the_same(make):
+    module = make()
+    traced = fx.symbolic_trace(module)
+    same(computed(None, traced, (X,)), computed(None, module, (X,)))
+    got, want = (
+        torch.autograd.grad(each(X).sum(), module.parameters(), allow_unused=True) for each in (traced, module)
+    )
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_traced_embeddings_compute_the_same():
+    module = layers.Embeddings(7, 16, 9)
+    traced = fx.symbolic_trace(module)
+    for ids in (IDS, IDS[:1, :2]):  # of any length
+        assert torch.equal(traced(ids), module(ids))
+
+
+def test_a_module_is_traced_alone():
+    layer, mask = fa.MultiHeadAttention(16, 4), torch.rand(2, 5, 5) < 0.7
+    traced = fx.symbolic_trace(layer, concrete_args=dict(key=None, value=None))
+    for got, want in zip(traced(X, mask=mask, need_weights=True), layer(X, mask=mask, need_weights=True), strict=True):
+        assert torch.equal(got, want)
+    one = fa.SelfAttention(16)
+    assert torch.equal(fx.symbolic_trace(one)(X)[0], one(X)[0])
+
+
+def test_a_subclass_of_the_drop_in_is_no_leaf():
+    """As one of torch's module is none."""
+
+    class Doubled(compat.MultiheadAttention):
+        def forward(self, query, key, value, need_weights=True):
+            return (2 * query,)
+
+    nodes = fx.symbolic_trace(Calls(Doubled(16, 4))).graph.nodes
+    assert not any(x.target == "attention" for x in nodes)
+
+
+class Named(fx.Tracer):
+    """Remembers the last node of each module, as torchvision's create_feature_extractor does."""
+
+    def trace(self, *arguments):
+        self.module, self.last = "", {}
+        return super().trace(*arguments)
+
+    def call_module(self, module, *arguments):
+        before, self.module = self.module, self.path_of_module(module)
+        try:
+            return super().call_module(module, *arguments)
+        finally:
+            self.module = before
+
+    def create_proxy(self, *arguments, **options):
+        made = super().create_proxy(*arguments, **options)
+        self.last[self.module] = made.node
+        return made
+
+
+@pytest.mark.parametrize("name, of", [("converted", "attention"), ("encoder", "attention.layers.0.attention.out_proj")])
+def test_features_are_extracted_by_the_name_of_a_module(name, of):
+    module, tracer, found = MODULES[name](), Named(), []
+    extractor = fx.GraphModule(module, tracer.trace(module))
+    extractor.graph.erase_node(next(x for x in extractor.graph.nodes if x.op == "output"))
+    extractor.graph.output(tracer.last[of])
+    extractor.graph.eliminate_dead_code()
+    extractor.recompile()
+    module.get_submodule(of).register_forward_hook(lambda *all: found.append(all[2]))
+    module(X)
+    got, want = ((x[0] if isinstance(x, tuple) else x) for x in (extractor(X), found[0]))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name, seen",
+    [("converted", "attention"), ("heads", "attention.q_proj"), ("encoder", "attention.layers.1.attention.k_proj")],
+)
+def test_quantization_prepares_a_model(name, seen):
+    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    module = MODULES[name]().eval()
+    mapping = torch.ao.quantization.get_default_qconfig_mapping("fbgemm")
+    prepared = quantize_fx.prepare_fx(copy.deepcopy(module), mapping, (X,))
+    assert torch.equal(prepared(X), module(X))
+    names = {x.target for x in prepared.graph.nodes if x.op == "call_module"}
+    assert seen in names
+
+
+class Seen(torch.Tensor):
+    """Logs the functions of its tensors, and has torch compute them."""
+
+    log: list = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.log.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Logging(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.log.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@every_call
+def test_a_class_sees_a_function_once(function, call, inputs):
+    want = computed(function, call, inputs)[0]
+    Seen.log.clear()
+    got = call(inputs[0].as_subclass(Seen), *inputs[1:])
+    assert Seen.log == [function]
+    got = [x for x in (got if isinstance(got, tuple) else (got,)) if isinstance(x, torch.Tensor)]
+    assert all(type(x) is Seen for x in got)
+    same([[x.as_subclass(torch.Tensor) for x in got]], [want])
+
+
+@every_call
+def test_a_mode_sees_a_function_once(function, call, inputs):
+    with Logging() as outer, Logging() as inner:
+        got = computed(None, lambda *x: call(*map(torch.Tensor.detach, x)), inputs)
+    assert [x for x in outer.log if x is function] == [x for x in inner.log if x is function] == [function]
+    same(got[:1], computed(function, call, inputs)[:1])
+
+
+class Answers(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "its own" if func is fa.attention else NotImplemented
+
+
+class Recurses(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_class_answers_or_says_that_it_does_not():
+    bias = BIAS.as_subclass(Answers)
+    assert fa.attention(Q, K, V, bias=bias) == fa.reference.attention(Q, K, V, bias=bias) == "its own"
+    with pytest.raises(TypeError, match="no implementation found for 'fusedattn.*attention_varlen'"):
+        fa.attention_varlen(PACKED.as_subclass(Answers), PACKED, PACKED, OFFSETS, OFFSETS)
+    with pytest.raises(RecursionError):
+        fa.attention(Q.as_subclass(Recurses), K, V)
+
+
+def test_nested_tensors_are_taken_under_modes_too():
+    parts = [torch.randn(n, 4, 16) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    want = fa.attention(nested, nested, nested)
+    with Logging() as mode:
+        got = fa.attention(nested, nested, nested)
+        sdpa = compat.scaled_dot_product_attention(nested, nested, nested)
+    assert {fa.attention, compat.scaled_dot_product_attention} <= set(mode.log)
+    assert fa.attention_varlen not in mode.log and torch.nested.nested_tensor not in mode.log
+    assert torch.equal(got.values(), want.values()) and torch.equal(sdpa.values(), want.values())
+
+
+def test_a_causal_bias_is_no_class_that_answers():
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    out = compat.scaled_dot_product_attention(Q, K, V, bias.causal_lower_right(7, 7))
+    assert type(out) is torch.Tensor and torch.equal(out, fa.attention(Q, K, V, causal=True))
+
+
+def test_a_default_device_changes_nothing():
+    want = fa.attention(Q, K, V, causal=True)
+    torch.set_default_device("meta")
+    try:
+        assert torch.equal(fa.attention(Q, K, V, causal=True), want)
+    finally:
+        torch.set_default_device(None)
+
+
+# Without those that break a graph: data tells the number of rows, or processes talk to each other.
+WHOLE = [pytest.param(*call, id=name) for name, call in CALLS.items() if name not in ("unpad", "ring")]
+
+
+@pytest.mark.parametrize("function, call, inputs", one_in(3, WHOLE))
+def test_a_function_is_compiled_whole(function, call, inputs):
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    same(computed(function, compiled, inputs), computed(function, call, inputs))
+
+
+@pytest.mark.parametrize("kind", [Seen, type("Plain", (torch.Tensor,), {})])
+def test_a_class_is_compiled_whole(kind):
+    inputs = Q.as_subclass(kind), K, V
+    got = torch.compile(fa.attention, fullgraph=True, backend="eager")(*inputs)
+    assert type(got) is kind and torch.equal(got.as_subclass(torch.Tensor), fa.attention(Q, K, V))
+
+
+def test_signatures_stay():
+    names = list(inspect.signature(fa.attention).parameters)
+    assert names[:4] == ["query", "key", "value", "mask"] and fa.attention.__doc__.startswith("softmax(")
+    with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'mesk'"):
+        fa.attention(Q, K, V, mesk=None)
