@@ -48,7 +48,10 @@ class InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = torch.Tensor.double if func is torch.Tensor.float else func
+        dtype = (kwargs or {}).get("dtype", torch.float32)
         args, kwargs = tree_map(self.twin, (args, kwargs or {}))
+        if func in (torch.rand, torch.randn):
+            kwargs["dtype"] = dtype  # the same numbers
         return func(*args, **kwargs)
 
     def twin(self, x):
@@ -61,7 +64,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def exactly(function, *arguments, **options):
-    """Return `function(...)` computed in float64, also of tensors that it closes over: the oracle, where it is eager's."""
+    """Return `function(...)` in float64, also of what it closes over: the oracle, where it is eager PyTorch's."""
     models = {id(x): copy.deepcopy(x).double() for x in arguments if isinstance(x, torch.nn.Module)}
     for model in models.values():
         if hasattr(model, "set_experts_implementation"):

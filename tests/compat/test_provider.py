@@ -1,8 +1,5 @@
 """register and sdpa_provider of fusedattn.compat.torch: torch's own attention by our kernels."""
 
-import math
-import warnings
-
 import pytest
 import torch
 from torch import nn

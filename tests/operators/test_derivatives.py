@@ -96,7 +96,12 @@ def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
     inputs = draw(device, requires_grad=True)
     plain = [x.detach() for x in inputs]
     for ask, given in (
-        (lambda f, q, k, v: torch.autograd.grad(torch.autograd.grad(f(q, k, v), q, create_graph=True)[0].sum(), [q, k]), inputs),
+        (
+            lambda f, q, k, v: torch.autograd.grad(
+                torch.autograd.grad(f(q, k, v), q, create_graph=True)[0].sum(), [q, k]
+            ),
+            inputs,
+        ),
         (lambda f, q, k, v: torch.func.grad(lambda q: torch.func.grad(f)(q, k, v).square().sum())(q), plain),
         (lambda f, q, k, v: torch.func.jacrev(torch.func.grad(f))(q[:, :1, :2], k, v), plain),
         (lambda f, *x: torch.func.hessian(f)(*x), [x[:1, :, :2] for x in plain]),
