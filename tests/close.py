@@ -71,8 +71,11 @@ def exactly(function, *arguments, **options):
             model.set_experts_implementation("eager")  # torch has no grouped product in float64
     torch.set_default_dtype(torch.float64)
     try:
-        with InFloat64() as mode:
-            return function(*(models.get(id(x)) or tree_map(mode.twin, x) for x in arguments), **options)
+        mode = InFloat64()
+        given = [models.get(id(x)) or tree_map(mode.twin, x) for x in arguments]
+        with mode:
+            results = function(*given, **options)
+        return tree_map(mode.twin, results)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -209,7 +209,7 @@ def test_what_must_see_operators_sees_them(device):
     assert "fusedattn.forward.default" in seen.names
 
     many = [torch.stack([x, x * 2]) for x in inputs]
-    same(torch.vmap(lambda *x: attend(x, {}))(*many), [want, attend([2 * x for x in inputs], {})])
+    same(list(torch.vmap(lambda *x: attend(x, {}))(*many)), [want, attend([2 * x for x in inputs], {})])
     with torch.autocast(device, torch.bfloat16):
         assert attend(inputs, {}).dtype == torch.bfloat16
     with torch.autograd.forward_ad.dual_level():
