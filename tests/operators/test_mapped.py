@@ -14,7 +14,7 @@ from ..sequences import offsets
 
 MODES = {
     "forward": lambda f: f,
-    "gradient": lambda f: torch.func.grad(lambda *x: f(*x).square().sum(), argnums=(0, 1)),
+    "gradient": lambda f: torch.func.grad(lambda *x: f(*x).sin().sum(), argnums=(0, 1)),
     "tangent": lambda f: lambda *x: torch.func.jvp(f, x, x)[1],
 }
 
