@@ -1,9 +1,10 @@
-"""The one tolerance rule, as an assertion: `fusedattn.testing.tolerance` holds the rule itself."""
+"""The one tolerance rule, as assertions: `fusedattn.testing.tolerance` holds the rule itself."""
 
 import copy
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedattn.testing.compare import compare
 from fusedattn.testing.tolerance import verdict
@@ -22,33 +23,63 @@ def assert_as_good(got, eager, oracle, name="result"):
     assert found.ok, f"{name}: {found.why}"
 
 
+def assert_like(got, want, *arguments):
+    """Each tensor of `got` is as good as eager PyTorch's: `want(*arguments)`, or `want`, if that is in float64."""
+    eager, oracle = (want(*arguments), exactly(want, *arguments)) if callable(want) else (want, want)
+    results = list(zip(*map(tree_leaves, (got, eager, oracle)), strict=True))
+    # Of the few elements of one result, chance decides how large eager's error is.
+    together = [torch.cat([x.flatten().double() for x in each]) for each in zip(*results, strict=True)]
+    for number, each in enumerate(results):
+        assert each[2].dtype == torch.float64 and each[0].shape == each[2].shape
+        few = each[2].numel() < 32
+        x, *held_to = together if few else each
+        # A gradient may be 0 by cancellation alone.
+        zero = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
+        found = verdict(x, *held_to, zero=zero, dtype=each[0].dtype)
+        assert found.ok, f"result {number}: {found.why}"
+
+
 class InFloat64(TorchFunctionMode):
-    """Converts to float64 where a model in float64 converts to float32: norms, softmax, rotary embeddings."""
+    """Computes in float64: each narrower tensor has a twin, which stands for it in all calls, autograd's included."""
+
+    def __init__(self):
+        super().__init__()
+        self.twins = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        dtype = (kwargs or {}).get("dtype", torch.float32)
+        args, kwargs = tree_map(self.twin, (args, kwargs or {}))
+        if func in (torch.rand, torch.randn):
+            kwargs["dtype"] = dtype  # the same numbers
         return func(*args, **kwargs)
 
+    def twin(self, x):
+        if not torch.is_tensor(x) or not x.is_floating_point() or x.dtype is torch.float64:
+            return torch.float64 if x is torch.float32 else x
+        if id(x) not in self.twins:
+            twin = x.detach().double()
+            self.twins[id(x)] = x, twin.requires_grad_() if x.requires_grad else twin
+        return self.twins[id(x)][1]
 
-def exactly(function, model, *arguments, **options):
-    """Return `function(model, ...)` with the model and floating inputs in float64: the oracle, where it is eager's."""
-    model = copy.deepcopy(model).double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch has no grouped product in float64
-    with InFloat64():
-        return function(model, *map(_double, arguments), **options)
+
+def exactly(function, *arguments, **options):
+    """Return `function(...)` in float64, also of what it closes over: the oracle, where it is eager PyTorch's."""
+    models = {id(x): copy.deepcopy(x).double() for x in arguments if isinstance(x, torch.nn.Module)}
+    for model in models.values():
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # torch has no grouped product in float64
+    torch.set_default_dtype(torch.float64)
+    try:
+        mode = InFloat64()
+        given = [models.get(id(x)) or tree_map(mode.twin, x) for x in arguments]
+        with mode:
+            results = function(*given, **options)
+        return tree_map(mode.twin, results)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def flat(tensors):
     """Return the elements of all tensors in one, None left out."""
     return torch.cat([x.flatten() for x in tensors if x is not None])
-
-
-def _double(x):
-    if isinstance(x, dict):
-        return {name: _double(each) for name, each in x.items()}
-    if isinstance(x, tuple):
-        return tuple(map(_double, x))
-    return x.double() if torch.is_tensor(x) and x.is_floating_point() else x

@@ -11,6 +11,7 @@ from fusedattn.compat.flash_attn import flash_attn_with_kvcache
 from fusedattn.testing.tolerance import verdict
 
 from ..caches import bits
+from ..close import assert_as_good, assert_like
 from .flash import assert_names, described, formula, turned
 
 HKV, D, DV, C = 2, 10, 6, 12
@@ -216,7 +217,7 @@ def test_arguments_by_position():
     index = torch.tensor([2, 1, 0], dtype=torch.int32)
     a |= dict(cache_batch_idx=index, k_cache=a["k_cache"][:3].nan_to_num(), v_cache=a["v_cache"][:3].nan_to_num())
     a |= dict(softcap=2.0, rotary_interleaved=False, alibi_slopes=torch.rand(4))
-    want = one_by_one(a)
+    want, exact = one_by_one(a), one_by_one(in_float64(a))
     got = flash_attn_with_kvcache(
         *(a[name] for name in ("q", "k_cache", "v_cache", "k", "v")),
         cos,
@@ -232,20 +233,21 @@ def test_arguments_by_position():
         7,
         True,
     )
-    for x, y in zip(got, want[:2], strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    for each in zip(got, want[:2], exact[:2], strict=True):
+        assert_as_good(*each)
 
 
 def test_a_generation():
     """A prompt and then token by token, in place, is one causal call."""
     q, k, v = torch.randn(2, 9, 4, D), torch.randn(2, 9, HKV, D), torch.randn(2, 9, HKV, DV)
-    want = fa.compat.flash_attn.flash_attn_func(q, k, v, causal=True)
     caches, length = (torch.full((2, C, HKV, D), math.nan), torch.full((2, C, HKV, DV), math.nan)), 0
+    outs = []
     for step in (4, 1, 1, 2, 1):
         new = slice(length, length + step)
-        out = flash_attn_with_kvcache(q[:, new], *caches, k[:, new], v[:, new], cache_seqlens=length, causal=True)
-        torch.testing.assert_close(out, want[:, new])
+        given = q[:, new], *caches, k[:, new], v[:, new]
+        outs.append(flash_attn_with_kvcache(*given, cache_seqlens=length, causal=True))
         length += step
+    assert_like(torch.cat(outs, 1), lambda: formula(q, k, v, causal=True)[0])
     assert torch.equal(caches[0][:, :9], k) and torch.equal(caches[1][:, :9], v)
 
 

@@ -10,6 +10,9 @@ from torch import nn
 import fusedattn as fa
 import fusedattn.compat.torch as compat
 
+from ..close import assert_as_good, assert_like, exactly
+from ..inside import same
+
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 given, settings = hypothesis.given, hypothesis.settings
@@ -50,11 +53,6 @@ def results(layer, inputs, *masks, **options):
     return [out, weights, *grads, *more]
 
 
-def assert_all_close(got, want, rtol=1e-5, atol=1e-5):
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
-
-
 @st.composite
 def calls(draw):
     """(options of the constructor, sizes, masks as (kind of padding, kind of mask), options of forward, seed)."""
@@ -90,12 +88,12 @@ def test_values_and_gradients_are_torchs(call):
         made.append(hidden if kind else None)
     forward |= dict(key_padding_mask=made[0], attn_mask=made[1])
     got, want = (results(layer, inputs, *made, **forward) for layer in (ours, theirs))
-    assert_all_close(got, want, 1e-8, 1e-10)
+    assert_like(got, want)
     assert ours.training and got[0].is_contiguous()
     ours.eval(), theirs.eval()
     with torch.no_grad():
         got, want = ours(*inputs, **forward), theirs(*inputs, **forward)
-    torch.testing.assert_close(got[0], want[0], rtol=1e-8, atol=1e-10)
+    assert_like(got[0], want[0])
     assert (got[1] is None) == (want[1] is None) == (not forward["need_weights"])
 
 
@@ -107,7 +105,7 @@ def test_a_seed_gives_torchs_initial_parameters_and_state_dicts_load_both_ways(o
         made.append(kind(8, 2, 0.1, batch_first=True, dtype=torch.float64, **options))
     theirs, ours = made
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert_all_close(ours.state_dict().values(), theirs.state_dict().values(), 0, 0)
+    assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
     theirs.load_state_dict(ours.state_dict(), strict=True)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     assert isinstance(ours, nn.MultiheadAttention) and type(ours.out_proj) is type(theirs.out_proj)
@@ -153,7 +151,7 @@ def test_a_query_that_sees_nothing_gets_the_bias_of_out_proj(kind, need_weights,
     assert not torch.equal(out[1, 0], layer.out_proj.bias)
     if need_weights:
         assert (weights[0, 0] == 0).all()
-        torch.testing.assert_close(weights[1].sum(-1), torch.ones(3))
+        assert_like(weights[1].sum(-1), torch.ones(3).double())
     if mode != "no_grad":
         out.sum().backward(retain_graph=need_weights)
         if need_weights:
@@ -173,8 +171,7 @@ def test_what_padding_hides_changes_no_bit_and_no_gradient(options, batch_first,
     poisoned = [x.detach().masked_fill(hidden, bad).requires_grad_() for x in (key, value)]
     for mask in (None, torch.zeros(4, 5)):
         got = results(layer, [query, *poisoned], need_weights=True, key_padding_mask=padding, attn_mask=mask)
-        for ours, theirs in zip(got, want, strict=True):
-            assert torch.equal(ours, theirs) if mask is None else torch.allclose(ours, theirs, atol=1e-6)
+        same(got, want)
     shared = layer(query, poisoned[0], poisoned[0], padding)[0] if layer.kdim == layer.vdim else want[0]
     assert shared.isfinite().all()
 
@@ -208,7 +205,7 @@ def test_extra_columns_are_seen_through_every_mask():
     masks = dict(attn_mask=torch.ones(3, 4).bool(), key_padding_mask=torch.full((2, 4), -math.inf))
     out, weights = layer(*inputs, average_attn_weights=False, **masks)
     assert weights.shape == (2, 2, 3, 6) and (weights[..., :4] == 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 3))
+    assert_like(weights.sum(-1), torch.ones(2, 2, 3).double())
     assert not torch.equal(out[0, 0], layer.out_proj.bias)
 
 
@@ -226,7 +223,7 @@ def test_weights_are_those_after_dropout_and_a_seed_drops_the_same_without_them(
     else:
         assert 0.4 < (weights == 0).float().mean() < 0.6
         v = (x @ layer.in_proj_weight[16:].T + layer.in_proj_bias[16:]).unflatten(-1, (2, 4)).transpose(1, 2)
-        torch.testing.assert_close(layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), out)
+        assert_like(out, lambda: layer.out_proj((weights @ v).transpose(1, 2).flatten(2)))
     layer.eval()
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
 
@@ -239,8 +236,8 @@ def test_two_masks_of_the_lowest_number_are_still_the_mean():
         masks = dict(attn_mask=torch.full((3, 4), lowest, dtype=dtype), key_padding_mask=torch.full((2, 4), LOWEST))
         masks["key_padding_mask"][0, 1] = -math.inf
         weights = layer(*inputs, **masks)[1]
-        want = torch.tensor([[1 / 3, 0, 1 / 3, 1 / 3], [0.25] * 4])
-        torch.testing.assert_close(weights, want[:, None].expand(2, 3, 4))
+        want = torch.tensor([[1 / 3, 0, 1 / 3, 1 / 3], [0.25] * 4]).double()
+        assert_like(weights, want[:, None].expand(2, 3, 4))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
@@ -262,7 +259,9 @@ def test_autocast_is_torchs():
     with torch.autocast("cpu", torch.bfloat16):
         got, want = (layer(x, x, x, padding) for layer in (ours, theirs))
     assert got[0].dtype == want[0].dtype and got[1].dtype == want[1].dtype
-    assert_all_close(got, want, 3e-2, 3e-2)
+    exact = exactly(theirs, x, x, x, padding)
+    for ours, rounded, of_float64 in zip(got, want, exact, strict=True):
+        assert_as_good(ours, rounded, of_float64)
 
 
 X, K = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
@@ -313,12 +312,11 @@ def test_errors_of_the_constructor():
 
 
 def test_it_computes_by_the_backend_that_is_named(device):
-    layer = pair(add_bias_kv=True)[1].to(device)
-    query, key = torch.randn(2, 2, 8, device=device), torch.randn(3, 2, 8, device=device)
+    query, key = (torch.randn(n, 2, 8, device=device, requires_grad=True) for n in (2, 3))
+    inputs = [query, key, key]
     padding = torch.tensor([[False, True, False], [True, True, True]], device=device)
     masks = dict(key_padding_mask=padding, attn_mask=torch.randn(2, 3, device=device))
-    got = {}
-    for backend in ("naive", "triton"):
-        with fa.use_backend(backend):
-            got[backend] = results(layer, [query.requires_grad_(), key.requires_grad_(), key], **masks)
-    assert_all_close(got["triton"], got["naive"])
+    theirs, layer = (x.to(device) for x in pair(add_bias_kv=True))
+    with fa.use_backend("triton"):
+        got = results(layer, inputs, **masks)
+    assert_like(got, lambda: results(theirs, inputs, **masks))

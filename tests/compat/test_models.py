@@ -175,27 +175,20 @@ def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
     assert_as_good(got, want, exactly(found, model, "eager"))
 
 
-def test_documents_by_their_offsets_alone_do_not_see_each_other():
+def test_packed_sequences_do_not_see_each_other():
     model = model_of("Llama")
-    model.set_attn_implementation("fusedattn")
     ids, offsets = tokens(1, 7), torch.tensor([0, 3, 7], dtype=torch.int32)
     given = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=4, max_length_k=4, use_cache=False)
-    got = model(ids, **given).logits
-    for own in (slice(0, 3), slice(3, 7)):  # rotary embeddings know differences of positions alone
-        torch.testing.assert_close(got[:, own], model(ids[:, own], use_cache=False).logits)
+    positions = dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)
 
-
-def test_packed_sequences_do_not_see_each_other():
-    model, ids = model_of("Llama"), tokens(1, 7)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-
-    def alone(model):
+    def alone(model):  # rotary embeddings know differences of positions alone
         return torch.cat([model(part, use_cache=False).logits for part in ids.split((3, 4), dim=1)], dim=1)
 
     model.set_attn_implementation("eager")
     want, exact = alone(model), exactly(alone, model)
     model.set_attn_implementation("fusedattn")
-    assert_as_good(model(ids, position_ids=positions, use_cache=False).logits, want, exact)
+    for packed in (given, positions):
+        assert_as_good(model(ids, **packed).logits, want, exact)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other

@@ -1,8 +1,5 @@
 """register and sdpa_provider of fusedattn.compat.torch: torch's own attention by our kernels."""
 
-import math
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +8,8 @@ import fusedattn as fa
 import fusedattn.compat.torch as compat
 from fusedattn.compat import _provider
 from fusedattn.compat._override import Override
+
+from ..close import assert_like
 
 
 @pytest.fixture
@@ -84,28 +83,25 @@ def test_the_operators_of_the_provider_are_torchs(override, causal, scale, kv_he
     assert out.dtype == torch.float16 and out.stride() == torch.empty_like(inputs[0]).stride()
     assert (rows, keys) == (4, shapes[1][2]) and state.shape == (2,) and state.dtype == unused.dtype == torch.uint64
     assert cum_q is None and cum_k is None and debug.numel() == 0
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    grouped = [x.repeat_interleave(2 // x.shape[1], 1) for x in doubles]
-    want = nn.functional.scaled_dot_product_attention(*grouped, is_causal=causal, scale=scale)
-    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
-    scores = grouped[0] @ grouped[1].mT * (8**-0.5 if scale is None else scale)
-    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf) if causal else scores
-    torch.testing.assert_close(lse, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
     weight = torch.randn(out.shape)
-    got = torch.autograd.grad((out * weight).sum(), inputs)
-    for ours, theirs in zip(got, torch.autograd.grad((want * weight).sum(), doubles), strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=5e-3, atol=5e-3)
+
+    def results(out, lse):
+        return out, lse, *torch.autograd.grad((out * weight).sum(), inputs)
+
+    options = dict(causal=causal, scale=scale, return_lse=True)
+    assert_like(results(out, lse), lambda: results(*fa.reference.eager(*inputs, **options)))
 
 
 def test_the_provider_drops_the_same_in_both_passes(override):
     query, key, value = (torch.randn(1, 1, 4, 8).half().requires_grad_() for _ in range(3))
     out, *_, state, _, _ = override(query, key, value, 0.5)
-    want = fa.attention(query, key, value, dropout_p=0.5, seed=state.view(torch.int64)[:1])
-    torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
-    weight = torch.randn(out.shape)
-    got, want = (torch.autograd.grad((x * weight).sum(), (query, key, value)) for x in (out, want))
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=5e-3)
+    weight, inputs = torch.randn(out.shape), (query, key, value)
+
+    def results(out):
+        return out, *torch.autograd.grad((out * weight).sum(), inputs)
+
+    options = dict(dropout_p=0.5, seed=state.view(torch.int64)[:1])
+    assert_like(results(out), lambda: results(fa.reference.eager(*inputs, **options)))
     assert not torch.equal(override(query, key, value, 0.5)[0], out)
 
 
@@ -126,12 +122,12 @@ def test_the_provider_reaches_torchs_attention_on_a_gpu(registry):
 
     query, key, value = (torch.randn(2, 4, n, 64, device="cuda").half().requires_grad_() for n in (70, 90, 90))
     active = registry.current_flash_attention_impl()
-    got = []
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        for provided in (True, False):
-            with compat.sdpa_provider() if provided else warnings.catch_warnings():
-                out = nn.functional.scaled_dot_product_attention(query, key, value)
-                got.append((out, *torch.autograd.grad(out.sum(), (query, key, value))))
-    for ours, theirs in zip(*got, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+    def results(attend):
+        out = attend(query, key, value)
+        return out, *torch.autograd.grad(out.sum(), (query, key, value))
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), compat.sdpa_provider():
+        got = results(nn.functional.scaled_dot_product_attention)
+    assert_like(got, results, fa.reference.eager)
     assert registry.current_flash_attention_impl() == active

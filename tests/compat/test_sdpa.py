@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import fusedattn as fa
 import fusedattn.compat.torch as compat
 
-from ..inside import leaves
+from ..close import assert_as_good, assert_like
+from ..inside import leaves, same
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -40,14 +41,13 @@ def mean_so_far(query, key, value, mask=None, *, is_causal, scale, enable_gqa):
 
 
 def assert_equals_torch(query, key, value, mask=None, **options):
-    got = results(compat.scaled_dot_product_attention, query, key, value, mask, **options)
-    want = results(F.scaled_dot_product_attention, query, key, value, mask, **options)
-    if options.get("scale") == 0.0 and options.get("is_causal") and want[0].isnan().any():
-        want = results(mean_so_far, query, key, value, mask, **options)  # torch 2.15 multiplies -inf by it
-    for ours, theirs in zip(got, want, strict=True):
-        assert not theirs.isnan().any()
-        single = ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, rtol=1e-5 if single else 1e-9, atol=1e-5 if single else 1e-11)
+    def computed(function):
+        return results(function, query, key, value, mask, **options)
+
+    theirs = F.scaled_dot_product_attention
+    if options.get("scale") == 0.0 and options.get("is_causal") and computed(theirs)[0].isnan().any():
+        theirs = mean_so_far  # torch 2.15 multiplies -inf by it
+    assert_like(computed(compat.scaled_dot_product_attention), computed, theirs)
 
 
 @st.composite
@@ -108,8 +108,7 @@ def test_a_scale_of_zero_is_the_mean_of_what_is_seen(query, key, value, enable_g
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in (query, key, value))
     options = dict(is_causal=True, scale=0.0, enable_gqa=enable_gqa)
     got = results(compat.scaled_dot_product_attention, query, key, value, None, **options)
-    for ours, expected in zip(got, results(mean_so_far, query, key, value, None, **options), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+    assert_like(got, results(mean_so_far, query, key, value, None, **options))
     assert_equals_torch(query, key, value, **options)
 
 
@@ -173,7 +172,7 @@ def test_strides_are_torchs(name, options):
     ):
         out = compat.scaled_dot_product_attention(query, key, value, **options)
         want = F.scaled_dot_product_attention(query, key, value, **options)
-        torch.testing.assert_close(out, want)
+        assert_like(out, lambda *x: F.scaled_dot_product_attention(*x, **options), query, key, value)
         # Torch 2.15 keeps the order of a query of rank 3 too, which 2.10 and 2.13 do not; ours is contiguous there.
         kept = torch.__version__ >= (2, 15) and out.dim() == 3 and not want.is_contiguous()
         assert out.is_contiguous() if kept else out.stride() == want.stride()
@@ -191,12 +190,14 @@ def test_a_float_mask_gets_its_gradient_in_its_own_shape(shape):
     query, key, value = (torch.randn(*lead, n, 8, dtype=torch.float64) for n in (4, 5, 5))
     for dtype in (torch.float32, torch.float64):
         mask = torch.randn(shape, dtype=dtype, requires_grad=True)
-        grads = []
-        for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention):
+
+        def of_mask(function, mask=mask):
             out = function(query, key, value, mask)
-            grads += torch.autograd.grad((out * value.sum()).sin().sum(), mask)
-        assert grads[0].shape == shape and grads[0].dtype == dtype
-        torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7 if dtype == torch.float32 else 1e-12)
+            return torch.autograd.grad((out * value.sum()).sin().sum(), mask)[0]
+
+        grad = of_mask(compat.scaled_dot_product_attention)
+        assert grad.shape == shape and grad.dtype == dtype
+        assert_like(grad, of_mask, F.scaled_dot_product_attention)
 
 
 @pytest.mark.parametrize("mask", [False, -math.inf])
@@ -218,7 +219,7 @@ def test_a_row_that_sees_nothing_is_zero_with_zero_gradients(mask):
 def test_a_row_of_the_lowest_number_is_the_mean():
     query, key, value = torch.randn(3, 4, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 6)
     out = compat.scaled_dot_product_attention(query, key, value, torch.full((4, 5), LOWEST))
-    torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand(3, 4, 6))
+    assert_like(out, lambda: value.mean(-2, keepdim=True).expand(3, 4, 6))
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(3, 6), (6, 3), (1, 4), (4, 4)])
@@ -226,16 +227,18 @@ def test_causal_is_upper_left(rows, keys):
     query, key, value = torch.randn(2, rows, 4), torch.randn(2, keys, 4), torch.randn(2, keys, 4)
     out = compat.scaled_dot_product_attention(query, key, value, is_causal=True)
     mask = torch.ones(rows, keys).tril().bool()
-    torch.testing.assert_close(out, compat.scaled_dot_product_attention(query, key, value, mask))
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    masked = compat.scaled_dot_product_attention(query, key, value, mask)
+    for got in (out, masked):
+        assert_like(got, lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
 
 
 def test_causal_biases_of_torch():
     bias = pytest.importorskip("torch.nn.attention.bias")
     query, key, value = (torch.randn(2, 3, n, 8) for n in (3, 5, 5))
-    for make in (bias.causal_upper_left, bias.causal_lower_right):
-        want = F.scaled_dot_product_attention(query, key, value, make(3, 5))
-        torch.testing.assert_close(compat.scaled_dot_product_attention(query, key, value, make(3, 5)), want)
+    for make, diagonal in ((bias.causal_upper_left, 0), (bias.causal_lower_right, 2)):
+        mask = torch.ones(3, 5, dtype=torch.bool).tril(diagonal)
+        got = compat.scaled_dot_product_attention(query, key, value, make(3, 5))
+        assert_like(got, F.scaled_dot_product_attention, query, key, value, mask)
     with pytest.raises(ValueError, match="attn_mask: .*lengths"):
         compat.scaled_dot_product_attention(query, key, value, bias.causal_upper_left(3, 4))
 
@@ -268,7 +271,9 @@ def test_autocast_is_torchs(dtype, mask):
             return
         out = compat.scaled_dot_product_attention(query, key, value, mask)
     assert out.dtype == want.dtype
-    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    exact = (x.to(want.dtype).double() for x in (query, key, value))
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    assert_as_good(out, want, F.scaled_dot_product_attention(*exact, mask))
 
 
 QUERY, KEY = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
@@ -319,12 +324,13 @@ def test_errors(name):
 def test_it_computes_by_the_backend_that_is_named(device):
     query, key, value = (torch.randn(*s, device=device) for s in ((2, 1, 2, 3, 4), (2, 5, 4), (2, 2, 1, 5, 4)))
     mask = torch.randn(2, 1, 3, 1, device=device)
-    got = {}
-    for backend in ("naive", "triton"):
-        with fa.use_backend(backend):
-            got[backend] = results(compat.scaled_dot_product_attention, query, key, value, mask)
-    for ours, want in zip(got["triton"], got["naive"], strict=True):
-        torch.testing.assert_close(ours, want, rtol=1e-5, atol=2e-6)
+
+    def theirs(query, *rest):
+        return F.scaled_dot_product_attention(query.expand(2, 2, 2, 3, 4), *rest)
+
+    with fa.use_backend("triton"):
+        got = results(compat.scaled_dot_product_attention, query, key, value, mask)
+    assert_like(got, lambda: results(theirs, query, key, value, mask))
     with fa.use_backend("triton"), pytest.raises(NotImplementedError):
         compat.scaled_dot_product_attention(*(torch.randn(2, 300, device=device) for _ in range(3)))
 
@@ -336,7 +342,7 @@ def test_it_compiles_for_every_length():
         mask = torch.rand(rows, 5) < 0.7
         want = compat.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
         out = function(query, key, key, mask, enable_gqa=True)
-        torch.testing.assert_close(out, want)
+        same(out, want)
         assert out.stride() == want.stride()
 
 
@@ -350,6 +356,4 @@ def test_heads_without_columns_are_torchs(dim, dv, options):
         for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention)
     )
     assert got.shape == want.shape == (1, 2, 3, dv)
-    torch.testing.assert_close(got, want)
-    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (got, want)), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    assert_like(*([x, *torch.autograd.grad(x.sum(), inputs)] for x in (got, want)))

@@ -217,12 +217,11 @@ SEEN = dict(
 )
 def test_the_parts_of_a_model_that_sees_are_judged_one_by_one(text, used, warned, told, calls, tmp_path):
     model = weighted(see_and_speak(text, attn_implementation="eager"))
-    want = logits(model, SEEN)
-    shown = SEEN["attention_mask"] == 1
+    want, exact, shown = logits(model, SEEN), exactly(logits, model, SEEN), SEEN["attention_mask"] == 1
     for route in ROUTES:
         calls.clear()
         got = logits(made(model, route, tmp_path), SEEN)
-        torch.testing.assert_close(got[shown], want[shown], rtol=0, atol=1e-5)
+        assert_as_good(got[shown], want[shown], exact[shown])
         assert len(calls) >= used, route
     assert [name in text for name, text in zip(warned, told(), strict=True)] == [True] * len(warned)
 
@@ -289,7 +288,7 @@ def test_a_judged_model_is_compiled_without_a_graph_break():
             model.set_attn_implementation("fusedattn")
         inputs = PADDED if isinstance(model, HalfOwn) else inputs_of(CALLING[0], padded=True)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
-        torch.testing.assert_close(logits(compiled, inputs), logits(model, inputs), rtol=0, atol=1e-5)
+        assert torch.equal(logits(compiled, inputs), logits(model, inputs))
 
 
 def test_no_attention_at_all_is_said_too(told):

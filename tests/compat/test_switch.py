@@ -16,6 +16,9 @@ import fusedattn.compat.torch as compat
 from fusedattn import backends, private
 from fusedattn.compat import _switch
 
+from ..close import assert_as_good, assert_like, exactly
+from ..inside import same
+
 OPERATOR = torch.ops.aten.scaled_dot_product_attention
 X = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -58,8 +61,7 @@ def test_it_answers_every_call_with_the_arguments_of_torch(way, everywhere, answ
         ((X, X[:, :1], X[:, :1], None, 0.0, True), dict(scale=0.3, enable_gqa=True)),
         ((X[0, 0], X[0, 0], X[0, 0], mask), {}),
     ]
-    wants = [call(*args, **options) for args, options in calls]
-    assert not answered
+    wants = lambda: [call(*args, **options) for args, options in calls]  # noqa: E731
     if everywhere:
         compat.enable_sdpa()
         got = [call(*args, **options) for args, options in calls]
@@ -68,8 +70,7 @@ def test_it_answers_every_call_with_the_arguments_of_torch(way, everywhere, answ
         with compat.sdpa():
             got = [call(*args, **options) for args, options in calls]
     assert len(answered) == len(calls)
-    for ours, want in zip(got, wants, strict=True):
-        torch.testing.assert_close(ours, want)
+    assert_like(got, wants)
     call(X, X, X)
     assert len(answered) == len(calls)
 
@@ -92,7 +93,7 @@ def test_enabled_it_answers_every_thread_with_gradients_and_autocast(thread, ans
 
     waiting = threading.Thread(target=early, name="early")
     waiting.start(), started.wait()
-    want = step()
+    want, exact = step(), exactly(step)
     assert not answered
     compat.enable_sdpa(), compat.enable_sdpa()
     got = in_a_thread(step) if thread else step()
@@ -100,7 +101,8 @@ def test_enabled_it_answers_every_thread_with_gradients_and_autocast(thread, ans
     assert answered == ["other_0" if thread else "MainThread"] * 2 + ["early"] * 2
     for ours in (got, results[0]):
         assert ours[0] == want[0] == torch.bfloat16
-        torch.testing.assert_close(ours[1:], want[1:])
+        for each in zip(ours[1:], want[1:], exact[1:], strict=True):
+            assert_as_good(*each)
     compat.disable_sdpa(), compat.disable_sdpa()
     step(), in_a_thread(step)
     assert len(answered) == 4
@@ -192,11 +194,11 @@ def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, 
 
 def test_the_backend_that_is_named_answers(device):
     x = torch.randn(1, 2, 4, 8, device=device)
-    want = taken_before(x, x, x)
     with compat.sdpa(), fa.use_backend("triton"):
-        torch.testing.assert_close(taken_before(x, x, x), want, rtol=1e-5, atol=1e-5)
+        got = taken_before(x, x, x)
         with pytest.raises(NotImplementedError, match="'triton' cannot take this call"):
             taken_before(*[torch.randn(2, 300, device=device)] * 3)
+    assert_like(got, taken_before, x, x, x)
     compat.enable_sdpa()
     with fa.use_backend("triton"), pytest.raises(NotImplementedError):
         taken_before(*[torch.randn(2, 300, device=device)] * 3)
@@ -217,19 +219,20 @@ def test_kernels_of_torch_that_are_asked_for_change_nothing(answered):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with compat.sdpa(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        torch.testing.assert_close(taken_before(X, X, X), compat.scaled_dot_product_attention(X, X, X))
+        same(taken_before(X, X, X), compat.scaled_dot_product_attention(X, X, X))
     assert len(answered) == 1
 
 
 def test_checkpoints_whose_backward_is_inside_compute_ours_again(answered):
-    grads = []
+    x, grads = X.clone().requires_grad_(), []
     for reentrant in (True, False):
-        x = X.clone().requires_grad_()
+        x.grad = None
         with compat.sdpa():
             checkpoint(taken_before, x, x, x, use_reentrant=reentrant).sin().sum().backward()
         grads.append(x.grad)
     assert len(answered) == 4
-    torch.testing.assert_close(*grads)
+    for grad in grads:
+        assert_like(grad, lambda: torch.autograd.grad(taken_before(x, x, x).sin().sum(), x)[0])
 
 
 def test_nested_tensors_are_ours_or_refused_by_name(answered):
@@ -240,7 +243,7 @@ def test_nested_tensors_are_ours_or_refused_by_name(answered):
         out = taken_before(jagged, jagged, jagged, is_causal=True)
         assert len(answered) == 1 and out.is_nested
         want = [taken_before(*[x.transpose(0, 1)] * 3, is_causal=True) for x in rows.split([3, 5, 1])]
-        torch.testing.assert_close(out.transpose(1, 2).values(), torch.cat([x.transpose(0, 1) for x in want]))
+        same(out.transpose(1, 2).values(), torch.cat([x.transpose(0, 1) for x in want]))
         with pytest.raises(TypeError, match="attn_mask: expected None beside nested tensors"):
             taken_before(jagged, jagged, jagged, torch.ones(1, 1).bool())
         with pytest.raises(ValueError, match="key: expected the 3 heads of query, or enable_gqa, got 1 heads"):
@@ -285,7 +288,7 @@ def test_causal_biases_of_torch_are_ours(answered):
     with compat.sdpa():
         out = taken_before(X, X[:, :, :3], X[:, :, :3], bias.causal_lower_right(4, 3))
     assert len(answered) == 1
-    torch.testing.assert_close(out, fa.attention(X, X[:, :, :3], X[:, :, :3], causal=True))
+    same(out, fa.attention(X, X[:, :, :3], X[:, :, :3], causal=True))
 
 
 def attentions(model):
@@ -297,11 +300,12 @@ def attentions(model):
 def test_models_of_torch_leave_their_fast_path(mode, answered):
     model = nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True).train(mode == "train")
     x, padding = torch.randn(2, 6, 16), torch.arange(6) >= torch.tensor([[4], [6]])
+    run = lambda model: model(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)  # noqa: E731
     with torch.set_grad_enabled(mode != "no_grad"):
-        want = model(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
         with compat.sdpa():
-            out = model(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+            out = run(model)
+        assert len(answered) == attentions(model)
+        assert_like(out, run, model)
     assert len(answered) == attentions(model)
 
 
@@ -309,8 +313,11 @@ def test_what_another_thread_traces_holds_nothing_of_ours(answered):
     """It is kept, also on disk, and nothing would tell after disable_sdpa() whose it was."""
     compat.enable_sdpa()
     traced = torch.compile(taken_before, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(in_a_thread(traced, X, X, X), taken_before(X, X, X))
+    got = in_a_thread(traced, X, X, X)
+    taken_before(X, X, X)
     assert answered == ["MainThread"]
+    compat.disable_sdpa()
+    assert_like(got, taken_before, X, X, X)
 
 
 def test_no_operator_of_torchs_attention_runs():

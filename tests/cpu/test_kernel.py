@@ -16,7 +16,8 @@ from fusedattn.cpu import parts
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict
 
-from ..close import assert_as_good, assert_close
+from ..close import assert_as_good, assert_close, assert_like
+from ..inside import by
 
 INFINITE = float("inf")
 
@@ -49,8 +50,7 @@ def test_sizes_of_zero(sizes, options):
     leaves = [x.requires_grad_() for x in (query, key, key.clone())]
     out, lse = fa.attention(*leaves, **options, return_lse=True, backend="cpu")
     grads = torch.autograd.grad(out.sum() + lse.nan_to_num(0, 0, 0).sum(), leaves)
-    want = naive(*leaves, **options)
-    torch.testing.assert_close((out, lse), want)
+    assert_like((out, lse), lambda: naive(*leaves, **options))
     assert [x.shape for x in grads] == [x.shape for x in leaves]
 
 
@@ -77,12 +77,12 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
 
     def grads(backend):
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        out = fa.attention(*inputs, scale=scale, causal=True, backend=backend)
+        out = by(backend)(*inputs, scale=scale, causal=True)
         return torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    for got, want in zip(grads("cpu"), grads("naive"), strict=True):
-        assert got.isfinite().all()
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=2e-2 * max(1.0, want.abs().max().item()))
+    got = grads("cpu")
+    assert all(x.isfinite().all() for x in got)
+    assert_like(got, grads, "eager")
 
 
 def test_the_gradient_of_value_alone_where_scores_are_large():
@@ -90,24 +90,18 @@ def test_the_gradient_of_value_alone_where_scores_are_large():
     query, key, value = (30 * x for x in draw(1, 2, 100, 16))
     value.requires_grad_()
     results = fa.attention(query, key, value, return_lse=True, backend="cpu")
-    want = torch.autograd.grad(fa.attention(query, key, value, backend="naive").sum(), value)
+    want = lambda: torch.autograd.grad(fa.reference.eager(query, key, value).sum(), value)[0]  # noqa: E731
     for some in (results, results[:1]):
-        got = torch.autograd.grad(sum(x.sum() for x in some), value, retain_graph=True)
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        assert_like(torch.autograd.grad(sum(x.sum() for x in some), value, retain_graph=True)[0], want)
 
 
 @pytest.mark.parametrize("keys", [8, 100])
 def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
     """Their lse is the sink's: a weight that is taken of it may be infinite, and 0 times that is NaN."""
-    query, key, value = (x.requires_grad_() for x in draw(1, 2, keys, 16))
-    real = torch.arange(keys) != 3
+    inputs, real = [x.requires_grad_() for x in draw(1, 2, keys, 16)], torch.arange(keys) != 3
     options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
-    grads = [
-        torch.autograd.grad(fa.attention(query, key, value, **options, backend=backend).sum(), (query, key, value))
-        for backend in ("cpu", "naive")
-    ]
-    for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    grads = lambda name: torch.autograd.grad(by(name)(*inputs, **options).sum(), inputs)  # noqa: E731
+    assert_like(grads("cpu"), grads, "eager")
 
 
 STRIDED = {
@@ -151,12 +145,8 @@ def test_sizes_of_one_have_any_stride(inputs):
     order = 0, 3, 1, 2
     leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
     for _ in range(2):
-        grads = [
-            torch.autograd.grad(fa.attention(*leaves, backend=backend, causal=True).sum(), leaves)
-            for backend in ("cpu", "naive")
-        ]
-        for got, want in zip(*grads, strict=True):
-            torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+        grads = lambda name: torch.autograd.grad(by(name)(*leaves, causal=True).sum(), leaves)  # noqa: E731
+        assert_like(grads("cpu"), grads, "eager")
 
 
 def test_one_key_has_all_the_weight():
@@ -181,8 +171,7 @@ def test_weights_add_up_to_1_however_large_scores_are(size, options, saves):
     rows = weights.sum(-1)
     assert rows.isfinite().all() and (rows <= 1.0 + 1e-6).all()
     if "sinks" not in options:
-        torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=1e-6)
-        torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2e-6)
+        assert_like([rows, out], [torch.ones_like(x, dtype=torch.float64) for x in (rows, out)])
     elif size <= 2.0**10:  # the share of a sink is as exact as the lse of the keys is rounded
         torch.testing.assert_close(out, rows[..., None].expand_as(out), rtol=0, atol=4e-6 * max(1.0, size / 64))
 
@@ -238,11 +227,13 @@ def test_a_row_that_sees_nothing_has_no_gradient(keys):
     mask = torch.ones(9, keys, dtype=torch.bool)
     mask[5] = False
     leaves = draw(1, 2, 9, 16, requires_grad=True)[:1] + [x.requires_grad_() for x in draw(1, 2, keys, 16)[:2]]
-    grads = []
-    for backend in ("cpu", "naive"):
-        _, lse = fa.attention(*leaves, mask=mask, return_lse=True, backend=backend)
-        grads.append(torch.autograd.grad(lse, leaves, 2 * lse, allow_unused=True)[:2])
-    torch.testing.assert_close(*grads)
+
+    def grads(backend):
+        _, lse = by(backend)(*leaves, mask=mask, return_lse=True)
+        incoming = 2 * lse if backend == "cpu" else (2 * lse).nan_to_num(neginf=0.0)
+        return torch.autograd.grad(lse, leaves[:2], incoming)
+
+    assert_like(grads("cpu"), grads, "eager")
 
 
 def test_a_seed_that_nothing_is_dropped_by():
@@ -273,12 +264,14 @@ def test_any_strides(name, causal):
     leaves = [STRIDED[name](x).requires_grad_() for x in draw(2, 4, 40, 16)]
     incoming = STRIDED[name](torch.randn(2, 4, 40, 16))
     for _ in range(3):  # the first call, and those like it
-        results = {}
-        for backend in ("cpu", "naive"):
-            out = fa.attention(*leaves, causal=causal, backend=backend)
-            results[backend] = out, *torch.autograd.grad(out, leaves, incoming)
-        torch.testing.assert_close(results["cpu"], results["naive"], atol=2e-5, rtol=1e-5)
-        assert all(x.stride() == y.stride() for x, y in zip(results["cpu"][:1], results["naive"], strict=False))
+
+        def results(backend):
+            out = by(backend)(*leaves, causal=causal)
+            return out, *torch.autograd.grad(out, leaves, incoming)
+
+        got = results("cpu")
+        assert_like(got, results, "eager")
+        assert got[0].stride() == results("naive")[0].stride()
 
 
 @pytest.mark.parametrize("widths", [(16, 9), (9, 16)], ids=str)
@@ -341,8 +334,7 @@ def test_a_bias_in_another_dtype(dtype):
     for of in (torch.float32, torch.float64, dtype):
         bias = torch.randn(40, 40, dtype=of)
         got = fa.attention(*inputs, bias=bias, backend="cpu")
-        want = fa.reference.attention(*(x.double() for x in inputs), bias=bias.double())
-        torch.testing.assert_close(got.double(), want, atol=8 * torch.finfo(dtype).eps, rtol=8 * torch.finfo(dtype).eps)
+        assert_like(got, lambda bias=bias: fa.reference.eager(*inputs, bias=bias))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedattn as fa
 from fusedattn.private import multiplies_bfloat16
 
-from ..inside import same
+from ..close import assert_like
 
 NAIVE = dict(backend="naive")
 
@@ -43,7 +43,7 @@ def test_any_gradient_of_the_output(name, before):
     hostile = HOSTILE[name](plain)
     for incoming in (plain if before == "plain" else hostile, hostile, plain):
         want = torch.autograd.grad(attend(leaves, **NAIVE), leaves, incoming.clone())
-        same(torch.autograd.grad(attend(leaves), leaves, incoming), want, atol=1e-10)
+        assert_like(torch.autograd.grad(attend(leaves), leaves, incoming), want)
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
@@ -61,8 +61,8 @@ def test_some_gradients(wanted, again):
             if again:
                 grads = torch.autograd.grad(sum(grad.square().sum() for grad in grads), some)
             found.append(grads)
-        same(found[0], found[2], atol=1e-8)
-        same(found[1], found[2], atol=1e-8)
+        assert_like(found[0], found[2])
+        assert_like(found[1], found[2])
 
 
 def test_a_graph_that_is_kept_or_not():
@@ -70,13 +70,13 @@ def test_a_graph_that_is_kept_or_not():
     attend(leaves).sum().backward()
     out, want = attend(leaves), [leaf.grad.clone() for leaf in leaves]
     for more in (dict(retain_graph=True), dict(create_graph=True), dict(retain_graph=True), {}):
-        same(torch.autograd.grad(out.sum(), leaves, **more), want, atol=1e-10)
+        assert_like(torch.autograd.grad(out.sum(), leaves, **more), want)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out.sum(), leaves)
     out = attend(leaves)
     first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True, retain_graph=False)
     naive = torch.autograd.grad(attend(leaves, **NAIVE).square().sum(), leaves, create_graph=True)
-    same(first, naive, atol=1e-9)
+    assert_like(first, naive)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out.square().sum(), leaves)
 
@@ -97,7 +97,7 @@ def test_many_gradients_at_once():
         grads = torch.autograd.grad(attend(leaves), leaves, incoming, is_grads_batched=True)
         for number, one in enumerate(incoming):
             want = torch.autograd.grad(attend(leaves, **NAIVE), leaves, one)
-            same([grad[number] for grad in grads], want, atol=1e-10)
+            assert_like([grad[number] for grad in grads], want)
 
 
 class _Seen(TorchDispatchMode):
@@ -126,7 +126,7 @@ def test_a_compiled_backward():
     loss = attend(leaves).sum()
     with compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
-    same([leaf.grad for leaf in leaves], want, atol=1e-10)
+    assert_like([leaf.grad for leaf in leaves], want)
 
 
 def test_two_threads_differentiate_one_graph():
@@ -147,7 +147,7 @@ def test_two_threads_differentiate_one_graph():
         thread.join()
     assert len(found) == 40
     for grads in found:
-        same(grads, want, atol=1e-10)
+        assert_like(grads, want)
 
 
 def test_hooks_of_the_user():
@@ -159,7 +159,7 @@ def test_hooks_of_the_user():
         came.clear()
         got = torch.autograd.grad(out.sum(), leaves, create_graph=True)
         want = torch.autograd.grad(attend(leaves, **NAIVE).sum() * 2, leaves)
-        same(got, want, atol=1e-10)
+        assert_like(got, want)
         assert len(came) == 2 and torch.equal(came[0], torch.ones_like(out))
 
 
@@ -178,7 +178,7 @@ def test_the_order_of_dimensions(order, gaps):
         out = fa.attention(*leaves, causal=True)
         assert out.stride() == placed(1).stride()
     want = torch.autograd.grad(attend(leaves, **NAIVE).square().sum(), leaves)
-    same(torch.autograd.grad(out.square().sum(), leaves), want, atol=1e-10)
+    assert_like(torch.autograd.grad(out.square().sum(), leaves), want)
 
 
 @pytest.mark.parametrize("common", [0.0, 4.0])

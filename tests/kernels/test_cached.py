@@ -12,13 +12,20 @@ from fusedattn.call import cached
 from fusedattn.launch import cached as decode_launch, run as launch, tiles as tile_table
 from fusedattn.naive import cached as decode_naive
 
-from ..caches import EVERYTHING, Cached, bits, touched, widest
+from ..caches import EVERYTHING, Cached, bits, in_float64, touched, widest
+from ..close import assert_as_good, assert_like
+from ..inside import same
 
 PACKED = Cached("packed", page=16, Hq=2, Hkv=1, Sq=2, lengths=(0, 17, 44), new=2, causal=True, half=3, sinks=True)
 
 
 def attend(arguments, **options):
     return fa.attention_decode(**arguments, **options, return_lse=True, backend="triton")
+
+
+def naively(arguments):
+    copies = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    return fa.attention_decode(**copies, return_lse=True, backend="naive")
 
 
 @pytest.mark.parametrize(
@@ -75,16 +82,12 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("case", [PACKED, EVERYTHING], ids=lambda case: case.name)
 def test_however_many_share_a_sequence_the_answer_is_the_same(case, device, poison, monkeypatch):
-    found, names, (dtype, error) = [], launched(monkeypatch), widest(device)
-    case = case._replace(dtype=dtype, lengths=(0, 44))
+    names, case = launched(monkeypatch), case._replace(dtype=widest(device), lengths=(0, 44))
     for n in (1, 2, 5):
         monkeypatch.setattr(tile_table, "splits", lambda *_, n=n: n)
         names.clear()
-        found.append(attend(case.draw(device)))
-        assert names == ["append", "decode_16", *(["combine"] if n > 1 else [])]
-    for out, lse in found[1:]:
-        torch.testing.assert_close(out, found[0][0], rtol=0, atol=error)
-        torch.testing.assert_close(lse, found[0][1], rtol=0, atol=error)
+        assert_like(attend(case.draw(device)), naively, case.draw(device))
+        assert names[:2] == ["append", "decode_16"] and names[2:] == ["combine"] * (n > 1)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -135,7 +138,6 @@ def test_heads_and_queries_share_tiles_of_their_number(device, monkeypatch):
 def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
     """The next one may share the keys of a sequence in another way, or not at all."""
     case, run = PACKED._replace(lengths=(0, 44)), launch.run_kernel
-    want = attend(case.draw(device))
     tiles = tile_table.Tile(16, 32, 4, 1), tile_table.Tile(16, 16, 4, 1)
     monkeypatch.setattr(tile_table, "fitting", {})
     monkeypatch.setattr(tile_table, "INTERPRETED", {**tile_table.INTERPRETED, "decode_16": tiles})
@@ -155,8 +157,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, monkeypatch):
         monkeypatch.setattr(tile_table, "splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
         monkeypatch.setattr(tile_table, "fitting", {})
         names.clear()
-        for got, right in zip(attend(case.draw(device)), want, strict=True):
-            torch.testing.assert_close(got, right)
+        assert_like(attend(case.draw(device)), naively, case.draw(device))
         assert names == ["append", "decode_16", *(["combine"] if second > 1 else [])]
 
 
@@ -181,8 +182,8 @@ def test_a_row_of_the_lowest_bias_is_the_mean_of_what_it_sees(device):
     lowest = torch.full((1, 1, 1, 48), torch.finfo(torch.float32).min, device=device)
     out, lse = attend(arguments | dict(bias=lowest))
     for b, length in enumerate(case.lengths):
-        mean = arguments["value_cache"][b, :, :length].mean(1).repeat_interleave(2, 0)
-        torch.testing.assert_close(out[b, :, 0], mean)
+        mean = arguments["value_cache"][b, :, :length].double().mean(1).repeat_interleave(2, 0)
+        assert_like(out[b, :, 0], mean)
     assert (lse == torch.finfo(torch.float32).min).all()
 
 
@@ -201,9 +202,8 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
         pytest.skip("there are no pages")
     monkeypatch.setattr(cached, "is_known", lambda x: False)
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
-    found, (dtype, error) = [], widest(device)
-    case = case._replace(dtype=dtype)
-    for backend in ("naive", "triton", *(["cpu"] if device == "cpu" else [])):
+    found, case = [], case._replace(dtype=widest(device))
+    for backend in ("exact", "naive", "triton", *(["cpu"] if device == "cpu" else [])):
         arguments = case.draw(device)
         names = dict.fromkeys(("key_cache", "value_cache"))
         for name in names:  # a page that is read by mistake is no NaN
@@ -214,6 +214,8 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
             each = arguments["block_table"].shape[1]
             rows = [row[:3] + [1] * (each - 3) for row in WRONG[wrong]["table"]]
             arguments["block_table"] = torch.tensor(rows, dtype=torch.int32, device=device)
+        if backend == "exact":
+            arguments, backend = in_float64(arguments), "naive"
         before = {name: bits(arguments[name]).clone() for name in names}
         written = {name: _slots(arguments, name) for name in names}
         out, lse = fa.attention_decode(**arguments, return_lse=True, backend=backend)
@@ -222,9 +224,9 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, mon
             changed = bits(arguments[name])[written[name]] != before[name][written[name]]
             assert changed.any() == written[name].any()
         found.append((out, lse, *(arguments[name] for name in names)))
-    for naive, *others in zip(*found, strict=True):
+    for exact, naive, *others in zip(*found, strict=True):
         for other in others:
-            torch.testing.assert_close(other, naive, rtol=0, atol=error)
+            assert_as_good(other, naive, exact)
             assert other.isfinite().all()
 
 
@@ -296,10 +298,8 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
     )
     for _ in range(3):
         got, want = compiled(**step), fa.attention_decode(**eager, return_lse=True, backend=backend)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
-        for name in ("key_cache", "value_cache"):
-            torch.testing.assert_close(step[name], eager[name])
+        same(got, want)
+        same([step["key_cache"], step["value_cache"]], [eager["key_cache"], eager["value_cache"]])
         for arguments in (eager, step):
             arguments["cache_seqlens"] += 2
             arguments["query"].normal_(generator=torch.Generator(device).manual_seed(1))

@@ -24,8 +24,8 @@ from fusedattn.testing.compare import with_gradients
 
 from .. import cases, sample
 from ..cases import Case
-from ..close import assert_close
-from ..inside import draw, same
+from ..close import assert_close, assert_like
+from ..inside import by, draw, same
 
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
@@ -142,11 +142,10 @@ def test_each_way_to_work(window, taken, device, monkeypatch, poison):
     if device == "cuda":
         pytest.skip("test_gpu has those that are compiled")
     query, key, value = draw("cpu", sq=130, sk=70, dtype=torch.float16)
-    want = fa.attention(query.float(), key.float(), value.float(), window=window, return_lse=True, backend="naive")
     for multiprocessors in (1, 5):
         emulate(monkeypatch, taken=taken, multiprocessors=multiprocessors)
-        out, lse = fa.attention(query, key, value, window=window, return_lse=True, backend="hopper")
-        same([out.float(), lse], want, atol=3e-3)
+        attend = lambda name: by(name)(query, key, value, window=window, return_lse=True)  # noqa: E731
+        assert_like(attend("hopper"), attend, "eager")
 
 
 def test_it_compiles_whole(on):
@@ -160,8 +159,8 @@ def test_it_compiles_whole(on):
     )
     want = fa.attention(*inputs, causal=True, return_lse=True, backend="hopper")
     assert all(x.data_ptr() % 16 for x in odd)
-    same(compiled(*inputs), want, atol=0)
-    same(compiled(*odd), want, atol=0)
+    same(compiled(*inputs), want)
+    same(compiled(*odd), want)
 
 
 def test_it_is_transformed(on):
@@ -170,12 +169,12 @@ def test_it_is_transformed(on):
     want = fa.attention(*inputs, backend="hopper")
     many = [torch.stack([x, 2 * x], dim) for x, dim in zip(inputs, (0, 1, 3), strict=True)]
     got = torch.vmap(lambda *x: fa.attention(*x, backend="hopper"), in_dims=(0, 1, 3))(*many)
-    same(got.float(), [want.float(), fa.attention(*[2 * x for x in inputs], backend="naive").float()], atol=0.02)
-    grads = [
-        torch.func.grad(lambda *x, name=name: fa.attention(*x, backend=name).float().sin().sum(), (0, 1, 2))(*inputs)
-        for name in ("hopper", "naive")
-    ]
-    same(*[[x.float() for x in each] for each in grads], atol=0.03)
+    assert_like(list(got), lambda: [by("eager")(*inputs), by("eager")(*[2 * x for x in inputs])])
+
+    def grads(name, *inputs):
+        return torch.func.grad(lambda *x: by(name)(*x).float().sin().sum(), (0, 1, 2))(*inputs)
+
+    assert_like(grads("hopper", *inputs), grads, "eager", *inputs)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in inputs]
         assert fa.explain(*fakes, backend="hopper").backend == "hopper"
@@ -190,11 +189,8 @@ def test_what_the_copy_engine_cannot_read_is_copied(on):
         dim = query.shape[3]
         key, value = (torch.randn(2, 2, 33, size, device=on, dtype=torch.bfloat16) for size in (dim, 24))
         call = fa.call.rules.checked(fa.call.form.Arguments(query, key, value))
-        same(
-            [fa.operators.attention.run_on_hopper(call, False, False)[0].float()],
-            [fa.attention(query, key, value).float()],
-            atol=0.02,
-        )
+        got = fa.operators.attention.run_on_hopper(call, False, False)[0]
+        assert_like(got, fa.reference.eager, query, key, value)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from fusedattn.naive import blocks, cached, formula, pairs
 from fusedattn.testing.compare import with_gradients
 
 from .. import cases
+from ..close import assert_close, assert_like
 
 
 @pytest.fixture
@@ -51,14 +52,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_blocks_change_nothing_but_rounding(case, cache, monkeypatch):
     tensors, options = case.draw()
-    whole = with_gradients(fa.reference.attention, tensors, options)
     monkeypatch.setattr(formula, "CACHE", cache)
     for budget in (formula.BUDGET, 1):
         monkeypatch.setattr(formula, "BUDGET", max(budget, cache))
-        split = with_gradients(fa.reference.attention, tensors, options)
-        for name in whole:
-            half = case.dtype == torch.float16
-            torch.testing.assert_close(split[name], whole[name], rtol=2e-3 if half else 1e-5, atol=1e-5)
+        assert_close(with_gradients(fa.reference.attention, tensors, options), tensors, options)
 
 
 @pytest.mark.parametrize("cache", [1, 2**11, 2**13])
@@ -80,8 +77,7 @@ def test_every_option_is_cut_as_the_scores_are(cache, window, monkeypatch):
 
     whole = both()
     monkeypatch.setattr(formula, "CACHE", cache)
-    for a, b in zip(both(), whole, strict=True):
-        torch.testing.assert_close(a, b)
+    assert_like(both(), whole)
 
 
 @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
@@ -209,6 +205,5 @@ def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
     assert page is None or [shape[2] for shape in gathered[::2]] == [8, 40, 0]
     computed.clear()
     monkeypatch.setattr(cached, "WORTH", 2**20)
-    for a, b in zip(got, fa.attention_decode(query, key, value, **options, backend="naive"), strict=True):
-        torch.testing.assert_close(a, b)
+    assert_like(got, lambda: fa.attention_decode(query, key, value, **options, backend="naive"))
     assert {x["key"].shape[2] for x in computed} == {capacity}

@@ -1,5 +1,6 @@
 """The naive path: against a loop over pairs, against torch's SDPA, and within its memory budget."""
 
+import functools
 import math
 
 import pytest
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 
 import fusedattn as fa
 from fusedattn.naive import formula
+
+from ..close import assert_like
+from ..inside import by
 
 
 def by_the_definition(query, key, value, visible, scale):
@@ -52,15 +56,14 @@ def test_the_definition_pair_by_pair(align, sizes, window):
         scale=0.3,
         return_lse=True,
     )
-    for a, b in zip(got, by_the_definition(query, key, value, visible, 0.3), strict=True):
-        torch.testing.assert_close(a, b)
+    assert_like(got, by_the_definition(query, key, value, visible, 0.3))
 
 
 def test_it_agrees_with_sdpa():
     query, key, value = (torch.randn(2, h, 33, 16) for h in (4, 2, 2))
     for causal in (False, True):
-        want = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-        torch.testing.assert_close(fa.reference.attention(query, key, value, causal=causal), want)
+        torchs = functools.partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
+        assert_like(fa.reference.attention(query, key, value, causal=causal), torchs, query, key, value)
 
 
 def test_half_precision_is_computed_in_float32():
@@ -71,11 +74,12 @@ def test_half_precision_is_computed_in_float32():
 
 def test_under_torch_func_blocks_are_right_too(monkeypatch):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
-    whole = torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query)
+
+    def grad(attend, query):
+        return torch.func.grad(lambda q: attend(q, key, value).square().sum())(query)
+
     monkeypatch.setattr(formula, "CACHE", 4 * 33 * 10)
-    torch.testing.assert_close(
-        torch.func.grad(lambda q: fa.reference.attention(q, key, value).square().sum())(query), whole
-    )
+    assert_like(grad(fa.reference.attention, query), grad, fa.reference.eager, query)
 
 
 def test_it_takes_any_head_dimension():
@@ -95,8 +99,8 @@ def test_anomaly_detection_finds_no_nan():
 def test_a_cap_that_float32_can_hardly_divide_by(softcap):
     inputs = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
     out = fa.reference.attention(*inputs, softcap=softcap)
-    plain = fa.reference.attention(*inputs, scale=1e-30 if softcap < 1 else None)  # all scores alike, or none capped
-    torch.testing.assert_close(out, plain)
+    scale = 1e-30 if softcap < 1 else None  # all scores alike, or none capped
+    assert_like(out, lambda: fa.reference.eager(*inputs, scale=scale))
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sin().sum(), inputs))
 
 
@@ -107,8 +111,8 @@ def test_a_score_of_0_is_as_if_it_had_no_cap(backend, softcap, device):
     query, key = torch.zeros(1, 1, 3, 8, device=device), torch.randn(1, 1, 4, 8, device=device)
     value = torch.randn(1, 1, 4, 8, device=device)
 
-    def grad(**options):
-        out = fa.attention(query.requires_grad_(), key, value, backend=backend, **options)
+    def grad(backend, **options):
+        out = by(backend)(query.requires_grad_(), key, value, **options)
         return torch.autograd.grad(out[..., 0].sum(), query)[0]
 
-    torch.testing.assert_close(grad(softcap=softcap), grad())
+    assert_like(grad(backend, softcap=softcap), grad, "eager")

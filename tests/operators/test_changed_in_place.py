@@ -62,7 +62,7 @@ def hold(inputs, name, results):
         assert "modified" in str(error) and "inplace" in str(error).replace("in-place", "inplace"), error
         return True
     for was, now in zip(before, after, strict=True):
-        torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True, msg=f"{name} was changed")
+        assert torch.equal(now.nan_to_num(7.0), was.nan_to_num(7.0)), f"{name} was changed"
     return False
 
 

@@ -1,5 +1,7 @@
 """Derivatives of the fused path beyond the first backward: torch.func, vmap, second and third, forward mode."""
 
+import functools
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -7,23 +9,24 @@ from torch.autograd import forward_ad
 import fusedattn as fa
 from fusedattn.naive import formula as naive, second
 
-from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, draw, learned, loss, same
+from ..close import assert_like
+from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, by, draw, learned, loss
 
 
 def test_func_grad_and_vmap(device):
     query, key, value = draw(device)
     many = torch.randn(3, *query.shape, device=device)
-    fused, naive = loss("triton"), loss("naive")
     for transform in (
-        lambda f: torch.func.grad(f, argnums=(0, 1, 2))(query, key, value),
-        lambda f: [torch.vmap(f, (0, None, None))(many, key, value)],
-        lambda f: [torch.vmap(f, (1, None, None))(many.movedim(0, 1), key, value)],
-        lambda f: torch.vmap(torch.func.grad(f, argnums=(0, 1)), (0, None, None))(many, key, value),
-        lambda f: [torch.func.grad(lambda k: torch.vmap(f, (0, None, None))(many, k, value).sum())(key)],
-        lambda f: [torch.vmap(torch.vmap(f, (0, None, None)), (0, None, None))(many[None], key, value)],
-        lambda f: [torch.func.jacrev(lambda q: f(q, key, value))(query)],
+        lambda f, q, k, v, m: torch.func.grad(f, argnums=(0, 1, 2))(q, k, v),
+        lambda f, q, k, v, m: torch.vmap(f, (0, None, None))(m, k, v),
+        lambda f, q, k, v, m: torch.vmap(f, (1, None, None))(m.movedim(0, 1), k, v),
+        lambda f, q, k, v, m: torch.vmap(torch.func.grad(f, argnums=(0, 1)), (0, None, None))(m, k, v),
+        lambda f, q, k, v, m: torch.func.grad(lambda k: torch.vmap(f, (0, None, None))(m, k, v).sum())(k),
+        lambda f, q, k, v, m: torch.vmap(torch.vmap(f, (0, None, None)), (0, None, None))(m[None], k, v),
+        lambda f, q, k, v, m: torch.func.jacrev(lambda q: f(q, k, v))(q),
     ):
-        same(transform(fused), transform(naive), atol=1e-4)
+        inputs = query, key, value, many
+        assert_like(transform(loss("triton"), *inputs), transform, loss("eager"), *inputs)
 
 
 def test_vmap_and_what_is_learned(device):
@@ -34,17 +37,16 @@ def test_vmap_and_what_is_learned(device):
 
     def total(backend):
         def compute(query, bias, sinks):
-            out, weights = fa.attention(query, key, value, bias=bias, sinks=sinks, return_weights=True, backend=backend)
+            out, weights = by(backend)(query, key, value, bias=bias, sinks=sinks, return_weights=True)
             return out.square().sum() + weights.square().sum()
 
         return compute
 
     for dims in ((0, None, None), (None, 0, None), (0, 0, None)):
         given = [x if dim is None else y for x, y, dim in zip((query, bias), (many, biases), dims, strict=False)]
-        results = [
-            torch.vmap(torch.func.grad(total(backend), argnums=(0, 1, 2)), dims)(*given, sinks) for backend in BACKENDS
-        ]
-        same(*results, atol=1e-4)
+        derive = lambda f, *x, dims=dims: torch.vmap(torch.func.grad(f, argnums=(0, 1, 2)), dims)(*x)  # noqa: E731
+        for backend in BACKENDS:
+            assert_like(derive(total(backend), *given, sinks), derive, total("eager"), *given, sinks)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
@@ -52,27 +54,26 @@ def test_vmap_with_dropout_has_planes_of_its_own_for_each_call(device, backend):
     query, key, value = draw(device)
     many = torch.stack([query, query + 1])
 
-    def attend(query, key, value, backend=backend):
-        return fa.attention(query, key, value, dropout_p=0.5, seed=3, backend=backend)
+    def attend(query, key, value, seed=3, backend=backend):
+        return by(backend)(query, key, value, dropout_p=0.5, seed=seed)
 
-    folded = attend(many.flatten(0, 1), *(torch.cat([x, x]) for x in (key, value)), backend="naive")
-    same([torch.vmap(attend, (0, None, None))(many, key, value)], [folded.view_as(many[..., : value.shape[3]])])
+    eagerly, twice = functools.partial(attend, backend="eager"), [torch.cat([x, x]) for x in (key, value)]
+    got = torch.vmap(attend, (0, None, None))(many, key, value)
+    assert_like(got.flatten(0, 1), eagerly, many.flatten(0, 1), *twice)
     alike = torch.vmap(attend, (0, None, None), randomness="same")(many, key, value)
-    same([alike], [torch.stack([attend(x, key, value) for x in many])])
+    assert_like(alike, lambda: torch.stack([eagerly(x, key, value) for x in many]))
     seeds = torch.tensor([[3], [4]], device=device)
-    mapped = torch.vmap(lambda s: fa.attention(query, key, value, dropout_p=0.5, seed=s, backend=backend))(seeds)
-    same([mapped], [torch.stack([fa.attention(query, key, value, dropout_p=0.5, seed=s) for s in seeds])])
+    mapped = torch.vmap(attend, (None, None, None, 0))(query, key, value, seeds)
+    assert_like(mapped, lambda: torch.stack([eagerly(query, key, value, s) for s in seeds]))
 
 
 def test_vmap_over_masks(device):
     query, key, value = draw(device)
     for shape, name in (((3, 1, 1, SQ, SK), "mask"), ((3, SQ, SK), "mask"), ((3, 1, SK), "key_mask")):
         masks = torch.rand(shape, device=device) < 0.7
-        got, want = (
-            torch.vmap(lambda m, b=backend: fa.attention(query, key, value, backend=b, **{name: m}))(masks)  # noqa: B023
-            for backend in ("triton", "naive")
-        )
-        same([got], [want])
+        got = torch.vmap(lambda m, name=name: fa.attention(query, key, value, backend="triton", **{name: m}))(masks)
+        eagerly = lambda masks, name=name: [by("eager")(query, key, value, **{name: m}) for m in masks]  # noqa: E731
+        assert_like(list(got), eagerly, masks)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -80,43 +81,44 @@ def test_a_gradient_penalty_is_right(name, device):
     """Second derivatives, of a loss of output, lse and weights, in every input."""
     options = OPTIONS[name](SQ, SK, device)
     inputs = [*draw(device, requires_grad=True), *learned(options)]
-    seconds = []
-    for backend in BACKENDS:
-        results = fa.attention(*inputs[:3], **options, return_lse=True, return_weights=True, backend=backend)
+
+    def seconds(backend):
+        results = by(backend)(*inputs[:3], **options, return_lse=True, return_weights=True)
         total = sum(x.nan_to_num(0, 0, 0).square().sum() for x in results)
         grads = torch.autograd.grad(total, inputs, create_graph=True)
-        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in grads), inputs))
-    for a, b in zip(*seconds, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5 * float(b.abs().max()))
+        return torch.autograd.grad(sum(x.square().sum() for x in grads), inputs)
+
+    for backend in BACKENDS:
+        assert_like(seconds(backend), seconds, "eager")
 
 
 def test_second_derivatives_of_some_inputs_and_under_torch_func(device):
-    query, key, value = draw(device, requires_grad=True)
-    fused, naive = loss("triton"), loss("naive")
-    for ask in (
-        lambda f: torch.autograd.grad(
-            torch.autograd.grad(f(query, key, value), query, create_graph=True)[0].sum(), [query, key]
+    inputs = draw(device, requires_grad=True)
+    plain = [x.detach() for x in inputs]
+    for ask, given in (
+        (
+            lambda f, q, k, v: torch.autograd.grad(
+                torch.autograd.grad(f(q, k, v), q, create_graph=True)[0].sum(), [q, k]
+            ),
+            inputs,
         ),
-        lambda f: [torch.func.grad(lambda q: torch.func.grad(f)(q, key, value).square().sum())(query.detach())],
-        lambda f: [torch.func.jacrev(torch.func.grad(f))(query.detach()[:, :1, :2], key.detach(), value.detach())],
+        (lambda f, q, k, v: torch.func.grad(lambda q: torch.func.grad(f)(q, k, v).square().sum())(q), plain),
+        (lambda f, q, k, v: torch.func.jacrev(torch.func.grad(f))(q[:, :1, :2], k, v), plain),
+        (lambda f, *x: torch.func.hessian(f)(*x), [x[:1, :, :2] for x in plain]),
     ):
-        for a, b in zip(ask(fused), ask(naive), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    few = [x.detach()[:1, :, :2] for x in (query, key, value)]
-    hessians = (torch.func.hessian(f)(*few) for f in (fused, naive))
-    torch.testing.assert_close(*hessians, rtol=1e-4, atol=1e-4)
+        assert_like(ask(loss("triton"), *given), ask, loss("eager"), *given)
 
 
 def test_third_derivatives(device):
-    # On a GPU kernels take no float64.
-    dtype, error = (torch.float64, 1e-8) if device == "cpu" else (torch.float32, 1e-5)
-    small = [x.to(dtype).detach().requires_grad_() for x in draw(device, batch=1, sq=3, sk=4)]
-    thirds = []
-    for backend in BACKENDS:
+    small = draw(device, batch=1, sq=3, sk=4, requires_grad=True)
+
+    def thirds(backend):
         (first,) = torch.autograd.grad(loss(backend)(*small), small[0], create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), small[1], create_graph=True)
-        thirds.append(torch.autograd.grad(second.square().sum(), small))
-    same(*thirds, atol=error * max(1, *(x.abs().max().item() for x in thirds[0])))
+        return torch.autograd.grad(second.square().sum(), small)
+
+    for backend in BACKENDS:
+        assert_like(thirds(backend), thirds, "eager")
 
 
 def _gradients(f):
@@ -146,17 +148,17 @@ def test_second_derivatives_take_rows_by_the_block(way, device, monkeypatch):
     if way != "autograd":
         inputs = [x.detach() for x in inputs]
 
-    def total(*x):
+    def total(*x, backend="triton"):
         more = options | dict(zip(names, x[3:], strict=True))
-        results = fa.attention(*x[:3], **more, return_lse=True, return_weights=True, backend="triton")
+        results = by(backend)(*x[:3], **more, return_lse=True, return_weights=True)
         return sum(x.square().sum() for x in results)
 
-    whole, blocks = SECOND[way](total, inputs), []
+    blocks = []
     of_rows = second._whole
     monkeypatch.setattr(second, "_whole", lambda call, *span: blocks.append(span) or of_rows(call, *span))
     monkeypatch.setattr(naive, "BUDGET", 4 * 2 * HQ * SK * 2)
-    for a, b in zip(SECOND[way](total, inputs), whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    got, eagerly = SECOND[way](total, inputs), functools.partial(total, backend="eager")
+    assert_like(got, SECOND[way], eagerly, inputs)
     assert len(set(blocks)) > 1 and all(last - first < SQ for first, last in blocks)
 
 
@@ -173,9 +175,9 @@ def test_second_derivatives_of_no_rows(device, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_mode_is_what_the_gradient_says(device, backend):
     query, key, value = draw(device)
-    expected = (torch.func.grad(loss("naive"))(query, key, value) * query).sum()
+    expected = lambda *x: (torch.func.grad(loss("eager"))(*x) * x[0]).sum()  # noqa: E731
     _, tangent = torch.func.jvp(lambda q: loss(backend)(q, key, value), (query,), (query,))
-    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
+    assert_like(tangent, expected, query, key, value)
     with forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(loss(backend)(forward_ad.make_dual(query, query), key, value)).tangent
-    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
+    assert_like(tangent, expected, query, key, value)

@@ -6,7 +6,8 @@ import torch
 import fusedattn as fa
 
 from ..cases import Case
-from ..inside import leaves
+from ..close import assert_like
+from ..inside import leaves, same
 from ..sequences import attention_varlen, by_sequence, draw_packed, offsets
 
 
@@ -27,9 +28,7 @@ def test_compiled_code_knows_no_lengths(backend, device):
         query, key, value, grad = draw_packed(rows, keys, device)
         tensors = query, key, value, offsets(rows, device), offsets(keys, device)
         got, want = (torch.autograd.grad(f(*tensors), (query, key, value), grad) for f in (compiled, attend))
-        torch.testing.assert_close(compiled(*tensors), attend(*tensors))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
+        same([compiled(*tensors), *got], [attend(*tensors), *want])
     assert counter["unique_graphs"] == 1
 
 
@@ -44,7 +43,7 @@ def test_an_export_takes_any_number_of_sequences():
     exported = torch.export.export(Packed(), inputs, dynamic_shapes=({0: tokens}, {0: sequences})).module()
     for lengths in ((3, 4, 2), (5, 16), (1, 0, 8, 2, 6)):
         x = torch.randn(sum(lengths), 2, 8)
-        torch.testing.assert_close(exported(x, offsets(lengths)), Packed()(x, offsets(lengths)))
+        same(exported(x, offsets(lengths)), Packed()(x, offsets(lengths)))
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
@@ -65,8 +64,7 @@ def test_second_derivatives(backend, device):
         return torch.autograd.grad(sum(x[x.isfinite()].square().sum() for x in first), made)
 
     got = derive(attention_varlen(rows, keys, backend))
-    for a, b in zip(got, derive(by_sequence(fa.reference.attention, rows, keys)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert_like(got, derive, by_sequence(fa.reference.eager, rows, keys))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -77,20 +75,20 @@ def test_tangents_of_gradients(backend, dtype):
     query, key, value = (x.detach() for x in draw_packed(rows, rows, dtype=dtype)[:3])
     offset = offsets(rows)
 
-    def loss(query):
+    def loss(query, backend=backend):
         out, lse = fa.attention_varlen(
             *(query, key, value, offset, offset), max_seqlen_q=3, max_seqlen_k=3, backend=backend, return_lse=True
         )
         return out.float().square().sum() + lse.sum()
 
+    def backwards_twice(query, direction):
+        (leaf,) = leaves(query)
+        (first,) = torch.autograd.grad(loss(leaf, "naive"), leaf, create_graph=True)
+        return first, *torch.autograd.grad((first * direction).sum(), leaf)
+
     direction = torch.randn_like(query)
-    gradient, tangent = torch.func.jvp(torch.func.grad(loss), (query,), (direction,))
-    (leaf,) = leaves(query)
-    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-    (second,) = torch.autograd.grad((first * direction).sum(), leaf)
-    close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=0.1, rtol=0.1)
-    torch.testing.assert_close(gradient, first, **close)
-    torch.testing.assert_close(tangent, second, **close)
+    got = torch.func.jvp(torch.func.grad(loss), (query,), (direction,))
+    assert_like(got, backwards_twice, query, direction)
 
 
 def test_vmap_is_one_call_of_all_sequences(device):
@@ -103,7 +101,7 @@ def test_vmap_is_one_call_of_all_sequences(device):
     several = torch.stack([query.detach(), query.detach() + 1])
     for backend in ("triton", "naive"):
         got = torch.vmap(lambda x, b=backend: attend(x, b))(several)
-        torch.testing.assert_close(got, torch.stack([attend(x, "naive") for x in several]), atol=1e-5, rtol=1e-5)
+        assert_like(got, lambda: torch.stack([attend(x, "naive") for x in several]))
 
 
 def test_a_backend_that_has_no_packed_sequences_says_so():

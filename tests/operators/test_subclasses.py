@@ -104,7 +104,7 @@ def test_the_numbers_are_those_of_plain_tensors(name, call, backend, device):
     for _ in range(2):
         want = computed(Kind(), inputs, attend)
         got = computed(KINDS[name], inputs, attend)
-        same(got, want, atol=1e-5)
+        same(got, want)
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])

@@ -11,7 +11,8 @@ from fusedattn.operators.namespace import OPERATORS
 
 from .. import cases
 from ..cases import Case
-from ..inside import SQ, D, fields, same
+from ..close import assert_like
+from ..inside import SQ, D, by, fields
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence, offsets
@@ -121,12 +122,15 @@ def test_tangents_of_a_module(dropout, backend, device):
         out, weights = torch.func.functional_call(layer, parameters, (x,), dict(need_weights=True, bias=bias))
         return out.square().sum() + weights.square().sum()
 
+    def by_gradients(x, bias, parameters, moved):
+        of_x, of_bias, of_parameters = torch.func.grad(total, argnums=(0, 1, 2))(x, bias, parameters)
+        expected = (of_x * x).sum() + (of_bias * bias).sum()
+        return expected + sum((of_parameters[key] * moved[key]).sum() for key in moved)
+
     inputs = x, bias, parameters
     _, tangent = torch.func.jvp(total, inputs, (x, bias, moved))
-    of_x, of_bias, of_parameters = torch.func.grad(total, argnums=(0, 1, 2))(*inputs)
-    expected = (of_x * x).sum() + (of_bias * bias).sum()
-    expected += sum((of_parameters[key] * moved[key]).sum() for key in moved)
-    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
+    layer.backend = "naive"
+    assert_like(tangent, by_gradients, *inputs, moved)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -136,15 +140,17 @@ def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device)
     query, key, value = torch.randn(3, 1, 2, 40, 16, device=device)
     gate = torch.rand(40, device=device).masked_fill(torch.arange(40, device=device) % 3 == 0, 0.0)
 
-    def attend(gate, bias):
+    def attend(gate, bias, backend=backend):
         shut = bias(gate).expand(40, 40).contiguous()
         options = dict(dropout_p=dropout, seed=3) if dropout else {}
-        return fa.attention(query, key, value, bias=shut, return_weights=True, backend=backend, **options)
+        return by(backend)(query, key, value, bias=shut, return_weights=True, **options)
+
+    def with_a_finite_one(gate):
+        finite = torch.where(gate > 0, 1 / gate, 0.0)
+        return torch.func.jvp(lambda x: attend(x, lambda x: x, "eager"), (gate.log(),), (finite,))[1]
 
     got = torch.func.jvp(lambda x: attend(x, torch.log), (gate,), (torch.ones_like(gate),))[1]
-    finite = torch.where(gate > 0, 1 / gate, 0.0)
-    want = torch.func.jvp(lambda x: attend(x, lambda x: x), (gate.log(),), (finite,))[1]
-    same(got, want, atol=1e-5)
+    assert_like(got, with_a_finite_one, gate)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
@@ -156,8 +162,12 @@ def test_a_hidden_key_may_be_huge(backend, device):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query.requires_grad_(), torch.ones_like(query))
         got = forward_ad.unpack_dual(fa.attention(dual, key, value, mask=mask, backend=backend)).tangent
-        few = fa.attention(dual, key[..., :-1, :], value[..., :-1, :], backend="naive")
-        same([got], [forward_ad.unpack_dual(few).tangent], atol=1e-5)
+
+    def of_few(query, key, value):
+        attend = lambda x: fa.reference.eager(x, key, value)  # noqa: E731
+        return torch.func.jvp(attend, (query,), (torch.ones_like(query),))[1]
+
+    assert_like(got, of_few, query.detach(), key[..., :-1, :], value[..., :-1, :])
 
 
 @pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
@@ -169,8 +179,12 @@ def test_a_row_whose_results_are_parts_of_more(backend, options):
         found = fa.attention(dual, key, value, backend=backend, **options)
         out = found[0] if options else found
         got = forward_ad.unpack_dual(out).tangent
-    attend = lambda x: fa.attention(x, key, value, backend="naive", sinks=options.get("sinks"))  # noqa: E731
-    same([got], [torch.func.jvp(attend, (query,), (torch.ones_like(query),))[1]], atol=1e-5)
+
+    def of_eager(query):
+        attend = lambda x: fa.reference.eager(x, key, value, sinks=options.get("sinks"))  # noqa: E731
+        return torch.func.jvp(attend, (query,), (torch.ones_like(query),))[1]
+
+    assert_like(got, of_eager, query)
 
 
 def test_what_a_forward_on_a_cpu_kept_is_checked():
@@ -238,5 +252,4 @@ def test_gradients_of_a_tangent_while_its_level_is_open(name, backend):
         tangents = [forward_ad.unpack_dual(x).tangent for x in results]
         got = torch.autograd.grad(sum(x.sin().sum() for x in tangents), inputs)
         got = [forward_ad.unpack_dual(x).primal for x in got]
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    assert_like(got, want)

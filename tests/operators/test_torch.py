@@ -14,7 +14,8 @@ import fusedattn as fa
 from fusedattn.naive import dropout
 from fusedattn.operators import attention, cached
 
-from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, draw, fields, learned, loss, same
+from ..close import assert_like
+from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, by, draw, fields, learned, loss, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -27,17 +28,20 @@ def backend(request, device):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
-    def step(query, key, value, options):
-        return fa.attention(query, key, value, return_lse=True, return_weights=True, backend=backend, **options)
+    def step(query, key, value, options, backend=backend):
+        return by(backend)(query, key, value, return_lse=True, return_weights=True, **options)
 
     inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
     # Inductor takes half a minute for each naive graph on a CPU; one will do, the rest is capture and autograd.
     compiler = "inductor" if name == "plain" or backend == "triton" else "aot_eager"
-    got, want = torch.compile(step, fullgraph=True, backend=compiler)(*inputs, options), step(*inputs, options)
-    same(got, want)
-    assert [x.stride() for x in got] == [x.stride() for x in want]
-    total = [sum(x.nan_to_num(0, 0, 0).square().sum() for x in results) for results in (got, want)]
-    same(*(torch.autograd.grad(loss, [*inputs, *learned(options)]) for loss in total), atol=2e-5)
+    got = torch.compile(step, fullgraph=True, backend=compiler)(*inputs, options)
+    assert [x.stride() for x in got] == [x.stride() for x in step(*inputs, options)]
+
+    def with_gradients(results):
+        total = sum(x.nan_to_num(0, 0, 0).square().sum() for x in results)
+        return [*results, *torch.autograd.grad(total, [*inputs, *learned(options)])]
+
+    assert_like(with_gradients(got), lambda: with_gradients(step(*inputs, options, "eager")))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -72,7 +76,9 @@ def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
     ).module()
     for batch, length in ((2, 2), (5, 300), (3, 7)):
         x = torch.randn(batch, length, 16)
-        same(exported(x, need_weights=True), layer(x, need_weights=True), atol=1e-5)
+        got = exported(x, need_weights=True)
+        with fa.use_backend("naive"):
+            assert_like(got, lambda layer: layer(x, need_weights=True), layer)  # noqa: B023
 
 
 class Sloped(torch.nn.Module):
@@ -146,17 +152,16 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
 @pytest.mark.filterwarnings("ignore")
 def test_torch_func_inside_compile_is_right(device, backend, fresh):
     query, key, value = draw(device)
-    fn = loss(backend)
-    transforms = {
-        "grad": lambda q: torch.func.grad(fn)(q, key, value),
-        "vmap of grad": lambda q: torch.vmap(torch.func.grad(fn), (0, None, None))(q[None], key, value)[0],
-        "jvp": lambda q: torch.func.jvp(lambda x: fn(x, key, value), (q,), (q,))[1],
-    }
-    for name, transform in transforms.items():
+    transforms = (
+        lambda q, by=backend: torch.func.grad(loss(by))(q, key, value),
+        lambda q, by=backend: torch.vmap(torch.func.grad(loss(by)), (0, None, None))(q[None], key, value)[0],
+        lambda q, by=backend: torch.func.jvp(lambda x: loss(by)(x, key, value), (q,), (q,))[1],
+    )
+    for transform in transforms:
         for compiler in ("eager", "aot_eager"):
             torch._dynamo.reset()
             compiled = torch.compile(transform, fullgraph=True, backend=compiler)
-            torch.testing.assert_close(compiled(query), transform(query), rtol=1e-4, atol=1e-4), name
+            assert_like(compiled(query), transform, query, "eager")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -170,7 +175,7 @@ def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, devi
 
     compiled = torch.compile(loss("triton"), fullgraph=True, backend=compiler)
     if compiler == "eager":
-        same(penalty(compiled), penalty(loss("naive")), atol=1e-4)
+        assert_like(penalty(compiled), penalty, loss("eager"))
     else:
         with pytest.raises(RuntimeError, match="double backward"):
             penalty(compiled)
@@ -181,11 +186,11 @@ def test_one_tensor_in_several_places_compiles(device, backend, fresh):
     x = torch.randn(2, HQ, SQ, D, device=device, requires_grad=True)
     real = torch.arange(SQ, device=device)[None] < 7
 
-    def step(x):
-        return fa.attention(x, x, x, key_mask=real, query_mask=real, backend=backend).square().sum()
+    def step(x, backend=backend):
+        return by(backend)(x, x, x, key_mask=real, query_mask=real).square().sum()
 
     got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)
-    same(got, torch.autograd.grad(step(x), x), atol=1e-5)
+    assert_like(got, lambda: torch.autograd.grad(step(x, "eager"), x))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -196,7 +201,7 @@ def test_an_exported_module_has_its_gradients(device, backend):
     layer(x)[0].square().sum().backward()
     twins = dict(exported.named_parameters())
     for name, parameter in layer.named_parameters():
-        torch.testing.assert_close(twins[name].grad, parameter.grad)
+        assert torch.equal(twins[name].grad, parameter.grad)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -236,15 +241,13 @@ def test_the_operators_have_their_derivative_when_called_by_name(by_name, device
         torch.autograd.grad(a.sum() + b[..., 1:].sum(), (query, key, value)) for a, b in ((out, lse), (want, want_lse))
     ]
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    seconds = []
-    for backend in ("operator", "naive"):
-        if backend == "operator":
-            out = torch.ops.fusedattn.forward(*arguments)[0]
-        else:
-            out = fa.attention(query, key, value, causal=True, scale=0.25, backend="naive")
+
+    def seconds(out):
         (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-        seconds.append(torch.autograd.grad(grad.square().sum(), (query, key, value)))
-    same(*seconds, atol=1e-4)
+        return torch.autograd.grad(grad.square().sum(), (query, key, value))
+
+    eagerly = lambda: seconds(fa.reference.eager(query, key, value, causal=True, scale=0.25))  # noqa: E731
+    assert_like(seconds(torch.ops.fusedattn.forward(*arguments)[0]), eagerly)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,6 +1,6 @@
 """Transforms of PyTorch one inside the other, and inside and around torch.compile: each way to a number is one number.
 
-What they are held to is float64's naive path, of which torch itself takes every derivative.
+What they are held to is eager PyTorch, of which torch itself takes every derivative.
 """
 
 import pytest
@@ -9,7 +9,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fusedattn as fa
 
-from ..inside import HKV, HQ, OPTIONS, D, same
+from ..close import assert_like
+from ..inside import HKV, HQ, OPTIONS, D, by
 from ..sample import product
 from ..sequences import offsets
 
@@ -34,7 +35,7 @@ def _total(backend, options, dtype):
     options = {name: x.to(dtype) if name in ("bias", "alibi_slopes", "sinks") else x for name, x in options.items()}
 
     def compute(query, key, value):
-        results = fa.attention(query, key, value, return_lse=True, return_weights=True, backend=backend, **options)
+        results = by(backend)(query, key, value, return_lse=True, return_weights=True, **options)
         return sum(x.nan_to_num(0, 0, 0).pow(3).sum() for x in results)
 
     return compute
@@ -79,20 +80,15 @@ AROUND = "jacrev", "hvp, forward over reverse", "vmap of grad"
 SOME = "plain", "masks", "dropout", "added"
 
 
-def _flat(results):
-    return torch.utils._pytree.tree_leaves(results)
-
-
-def _close(got, want):
-    for a, b in zip(_flat(got), _flat(want), strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=2e-5 * float(b.abs().max()) + 1e-6)
+def _transformed(transform, backend, options, *inputs):
+    return TRANSFORMS[transform](_total(backend, options, torch.float32), *inputs)
 
 
 @pytest.mark.parametrize(("transform", "name"), product(TRANSFORMS, OPTIONS)[::5])
 def test_transforms(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
-    got = TRANSFORMS[transform](_total(backend, options, torch.float32), *inputs)
-    _close(got, TRANSFORMS[transform](_total("naive", options, torch.float64), *(x.double() for x in inputs)))
+    got = _transformed(transform, backend, options, *inputs)
+    assert_like(got, _transformed, transform, "eager", options, *inputs)
 
 
 def _derivative(function, mode):
@@ -114,9 +110,10 @@ def test_third_derivatives(first, second, third, name, backend, device):
             along = _derivative(along, mode)
         return along(query.new_zeros(()))
 
-    options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
-    want = derive("naive", torch.float64, inputs, options)
-    torch.testing.assert_close(derive(backend, torch.float32, inputs, options).double(), want, rtol=1e-4, atol=1e-3)
+    # Of one number chance decides how well eager PyTorch has it in float32; on a GPU kernels take no float64.
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, dtype)
+    assert_like(derive(backend, dtype, inputs, options), derive, "eager", dtype, inputs, options)
 
 
 SECOND = {
@@ -129,20 +126,19 @@ SECOND = {
 @pytest.mark.parametrize("second", SECOND)
 def test_mapped_second_derivatives_have_the_dropout_of_their_call(second, backend, device):
     # On a GPU kernels take no float64.
-    dtype, error = (torch.float64, 1e-9) if device == "cpu" else (torch.float32, 1e-4)
-    query, key, value, moved = _draw(device, dtype)
+    query, key, value, moved = _draw(device, torch.float64 if device == "cpu" else torch.float32)
     several, directions = torch.cat([query, moved, -query])[:, None], torch.cat([moved, query, query])[:, None]
 
-    def total(query):
-        keys, values = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-        out = fa.attention(query, keys, values, dropout_p=0.4, seed=7, backend=backend)
-        return out.pow(3).sum()
+    def derive(x, t, backend=backend):
+        def total(query):
+            keys, values = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+            return by(backend)(query, keys, values, dropout_p=0.4, seed=7).pow(3).sum()
 
-    want = SECOND[second](total, several[:, 0], directions[:, 0])
-    got = vmap(lambda x, t: SECOND[second](total, x, t))(several, directions)
-    same([got[:, 0]], [want], atol=error)
-    alike = vmap(lambda x, t: SECOND[second](total, x, t), randomness="same")(several, directions)
-    same(alike, [SECOND[second](total, x, t) for x, t in zip(several, directions, strict=True)], atol=error)
+        return SECOND[second](total, x, t)
+
+    assert_like(vmap(derive)(several, directions)[:, 0], derive, several[:, 0], directions[:, 0], "eager")
+    for number, got in enumerate(vmap(derive, randomness="same")(several, directions)):
+        assert_like(got, derive, several[number], directions[number], "eager")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -154,7 +150,8 @@ def test_transforms_inside_of_compiled_functions(transform, name, compiler, back
     def step(*inputs):
         return TRANSFORMS[transform](total, *inputs)
 
-    _close(torch.compile(step, fullgraph=True, backend=compiler)(*inputs), step(*inputs))
+    got = torch.compile(step, fullgraph=True, backend=compiler)(*inputs)
+    assert_like(got, _transformed, transform, "eager", options, *inputs)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -163,7 +160,7 @@ def test_transforms_of_compiled_functions(transform, name, backend, device, fres
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)
     compiled = torch.compile(total, fullgraph=True, backend="eager")
-    _close(TRANSFORMS[transform](compiled, *inputs), TRANSFORMS[transform](total, *inputs))
+    assert_like(TRANSFORMS[transform](compiled, *inputs), _transformed, transform, "eager", options, *inputs)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -177,19 +174,25 @@ def test_gradients_by_sample(dropout, backend, device):
         layer.dropout = dropout
         return torch.func.functional_call(layer, parameters, (x,))[0].pow(2).sum()
 
+    def by_formula(parameters, x):
+        torch.manual_seed(3)
+        with fa.use_backend("naive"):
+            return grad(total)(parameters, x)
+
     samples = x[:, None]
     if not dropout:
         got = vmap(grad(total), (None, 0))(parameters, samples)
-        each = [grad(total)(parameters, sample) for sample in samples]
-        same([got[name] for name in got], [torch.stack([one[name] for one in each]) for name in got], atol=1e-4)
+        layer.backend = None
+        for number, sample in enumerate(samples):
+            assert_like({name: x[number] for name, x in got.items()}, by_formula, parameters, sample)
         return
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(grad(total), (None, 0))(parameters, samples)
     torch.manual_seed(3)
     alike = vmap(grad(total), (None, 0), randomness="same")(parameters, x[:1].expand(3, -1, -1)[:, None])
-    torch.manual_seed(3)
-    one = grad(total)(parameters, x[:1])
-    same([alike[name][2] for name in alike], [one[name] for name in alike], atol=1e-4)
+    layer.backend = None
+    assert_like({name: x[2] for name, x in alike.items()}, by_formula, parameters, x[:1])
+    layer.backend = backend
     unlike = vmap(grad(total), (None, 0), randomness="different")(parameters, x[:1].expand(3, -1, -1)[:, None])
     assert not torch.allclose(unlike["v_proj.weight"][0], unlike["v_proj.weight"][1])
 
@@ -203,16 +206,16 @@ def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device
     query, key, value, moved = (torch.randn(3, 8, HQ, 4, generator=generator).to(device, dtype) for _ in range(4))
     starts = torch.stack([offsets(lengths, device) for lengths in ((5, 3), (4, 4), (0, 8))])
 
-    def total(query, key, value, starts):
+    def total(query, key, value, starts, backend=backend):
         options = dict(max_seqlen_q=8, max_seqlen_k=8, causal=True, dropout_p=dropout, backend=backend)
         out = fa.attention_varlen(query, key, value, starts, starts, **options | (dict(seed=7) if dropout else {}))
         return out.pow(3).sum()
 
-    def derive(query, key, value, starts, moved):
-        return SECOND[second](lambda x: total(x, key, value, starts), query, moved)
+    def derive(query, key, value, starts, moved, backend=backend):
+        return SECOND[second](lambda x: total(x, key, value, starts, backend), query, moved)
 
     together = (starts[:, :-1] + 8 * torch.arange(3, device=device)[:, None]).flatten()
     together = torch.cat([together, starts.new_full((1,), 24)]).int()
     joined = [x.flatten(0, 1) for x in (query, key, value)]
-    want = derive(*joined, together, moved.flatten(0, 1)).unflatten(0, (3, 8))
-    same([vmap(derive)(query, key, value, starts, moved)], [want], atol=error)
+    got = vmap(derive)(query, key, value, starts, moved).flatten(0, 1)
+    assert_like(got, derive, *joined, together, moved.flatten(0, 1), "naive")

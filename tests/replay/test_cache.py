@@ -12,7 +12,8 @@ import fusedattn as fa
 from fusedattn.launch import tiles
 from fusedattn.replay import cache
 
-from ..inside import BACKENDS, OPTIONS, SK, SQ, draw, learned, same
+from ..close import assert_like
+from ..inside import BACKENDS, OPTIONS, SK, SQ, by, draw, learned, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -39,7 +40,7 @@ def attend(inputs, options, **more):
 
 def everything(inputs, options, backend):
     """Output, lse and weights, and the gradients of one function of all three."""
-    results = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend=backend)
+    results = by(backend)(*inputs, **options, return_lse=True, return_weights=True)
     total = sum((x.float().nan_to_num(0, 0, 0) * torch.arange(x.shape[-1], device=x.device)).sum() for x in results)
     return [*results, *torch.autograd.grad(total, [*inputs, *learned(options)])]
 
@@ -61,8 +62,8 @@ def found(monkeypatch):
 def test_other_tensors_of_the_same_kind(name, device, poison, found):
     for again in range(3):
         inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
-        same(everything(inputs, options, "triton"), everything(inputs, options, "naive"), atol=1e-4)
-        assert (found[2 * again] is not None) == (again > 0)
+        assert_like(everything(inputs, options, "triton"), everything, inputs, options, "eager")
+        assert (found[again] is not None) == (again > 0)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -70,14 +71,16 @@ def test_without_gradients(name, device, poison, found):
     for again in range(3):
         inputs, options = draw(device), OPTIONS[name](SQ, SK, device)
         with torch.no_grad():
-            same([attend(inputs, options)], [fa.attention(*inputs, **options, backend="naive")])
-        assert (found[2 * again] is not None) == (again > 0)
+            assert_like(attend(inputs, options), lambda: fa.reference.eager(*inputs, **options))  # noqa: B023
+        assert (found[again] is not None) == (again > 0)
 
 
 def test_the_naive_path_is_not_checked_again_either(found):
     for again in range(4):
         inputs = draw("cpu", requires_grad=again % 2 == 1)
-        same([fa.attention(*inputs, causal=True, backend="naive")], [fa.reference.eager(*inputs, causal=True)])
+        got = fa.attention(*inputs, causal=True, backend="naive")
+        assert (found[again] is not None) == (again > 1)
+        assert_like(got, lambda: fa.reference.eager(*inputs, causal=True))  # noqa: B023
         assert (found[again] is not None) == (again > 1)
 
 
@@ -99,27 +102,29 @@ def test_which_gradients_are_asked_for_may_change(device, poison):
             lambda out, lse: (out.double() * torch.arange(out.numel(), device=device).view(out.shape).sin()).sum(),
             lambda out, lse: out.transpose(1, 2).contiguous().sin().sum() + lse[:, :, 1:].sum(),
         ):
-            found = []
+
+            def gradients(backend, inputs, wanted, take=take):
+                total = take(*by(backend)(*inputs, return_lse=True, causal=True))
+                return torch.autograd.grad(total, wanted, materialize_grads=True)
+
             for backend in BACKENDS:
-                total = take(*fa.attention(*inputs, return_lse=True, causal=True, backend=backend))
-                found.append(torch.autograd.grad(total, wanted, materialize_grads=True))
-            same(*found)
+                assert_like(gradients(backend, inputs, wanted), gradients, "eager", inputs, wanted)
 
 
 def test_a_backward_may_ask_for_less_than_the_one_before(device):
     inputs = draw(device, requires_grad=True)
-    want = torch.autograd.grad(fa.attention(*inputs, backend="naive").sin().sum(), inputs)
     for asked in ((0,), (1, 2), (0, 1, 2), (2,), (0,)):
         wanted = [inputs[number] for number in asked]
         found = torch.autograd.grad(attend(inputs, {}).sin().sum(), wanted)
-        same(found, [want[number] for number in asked], atol=1e-5)
+        want = lambda wanted: torch.autograd.grad(fa.reference.eager(*inputs).sin().sum(), wanted)  # noqa: E731
+        assert_like(found, want, wanted)
 
 
 def test_one_tensor_in_three_places_and_then_three(device, found):
     x = torch.randn(2, 2, SQ, 16, device=device)
     inputs = [torch.randn_like(x) for _ in range(3)]
     for tensors in ((x, x, x), inputs, (x, x, x), inputs):
-        same([attend(tensors, {})], [fa.reference.eager(*tensors)])
+        assert_like(attend(tensors, {}), fa.reference.eager, *tensors)
     assert [answer is not None for answer in found] == [False, True, True, True]
 
 
@@ -127,8 +132,9 @@ def test_tensors_that_lie_elsewhere_are_not_repeated(device, found):
     inputs = draw(device)
     attend(inputs, {})
     shifted = torch.empty(inputs[1].numel() + 1, device=device)[1:].view(inputs[1].shape).copy_(inputs[1])
-    same([attend((inputs[0], shifted, inputs[2]), {})], [fa.attention(*inputs, backend="naive")])
+    got = attend((inputs[0], shifted, inputs[2]), {})
     assert found[1] is None
+    assert_like(got, fa.reference.eager, *inputs)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +190,10 @@ def test_dropout_draws_as_it_does_the_first_time(device):
 def test_plans(device, found):
     for again in range(2):
         inputs, mask = draw(device, requires_grad=True), torch.rand(SQ, SK, device=device) < 0.5
-        same(everything(inputs, dict(mask=fa.plan(mask)), "triton"), everything(inputs, dict(mask=mask), "naive"), 1e-4)
-        assert (found[2 * again] is not None) == bool(again)
+        assert_like(
+            everything(inputs, dict(mask=fa.plan(mask)), "triton"), everything, inputs, dict(mask=mask), "eager"
+        )
+        assert (found[again] is not None) == bool(again)
     key_mask = torch.ones(SK, dtype=torch.bool, device=device)
     with pytest.raises(ValueError, match="^key_mask: expected None beside a plan"):
         attend(draw(device), dict(mask=fa.plan(mask), key_mask=key_mask))
@@ -201,7 +209,7 @@ def test_what_must_see_operators_sees_them(device):
     assert "fusedattn.forward.default" in seen.names
 
     many = [torch.stack([x, x * 2]) for x in inputs]
-    same(torch.vmap(lambda *x: attend(x, {}))(*many), [want, attend([2 * x for x in inputs], {})])
+    same(list(torch.vmap(lambda *x: attend(x, {}))(*many)), [want, attend([2 * x for x in inputs], {})])
     with torch.autocast(device, torch.bfloat16):
         assert attend(inputs, {}).dtype == torch.bfloat16
     with torch.autograd.forward_ad.dual_level():
@@ -218,7 +226,7 @@ def test_what_must_see_operators_sees_those_of_the_backward(device):
     want = [torch.autograd.grad(attend(inputs, {}).sum(), inputs) for _ in range(2)][0]
     out = attend(inputs, {})
     with Seen() as seen:
-        same(torch.autograd.grad(out.sum(), inputs), want, atol=0)
+        same(torch.autograd.grad(out.sum(), inputs), want)
     assert "fusedattn.backward.default" in seen.names
 
 
@@ -239,7 +247,7 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
         packed.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
             out = attend(inputs, {})
-        same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(attend(inputs, {}).sum(), inputs), atol=0)
+        same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(attend(inputs, {}).sum(), inputs))
         assert len(packed) == 5  # query, key, value, output, and what recomputes the weights
         out = attend(inputs, {})
         first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
@@ -275,24 +283,23 @@ def test_what_was_kept_may_come_back_in_another_order(device):
         for pack in order:
             packed = torch.randn(2, SQ, 3, 2, 16, device=device)
             inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
-            want = torch.autograd.grad(fa.attention(*inputs, backend="naive").square().sum(), inputs)
-            same(gradients(inputs, pack), want, atol=2e-5)
+            want = lambda *x: torch.autograd.grad(fa.reference.eager(*x).square().sum(), x)  # noqa: E731
+            assert_like(gradients(inputs, pack), want, *inputs)
 
 
 def test_forwards_before_backwards_and_what_they_gave_stays(device):
     """No two calls share what one of them has made."""
-    draws, outs, wants = [draw(device, requires_grad=True) for _ in range(3)], [], []
-    for inputs in draws:
-        outs.append(attend(inputs, {}, return_lse=True))
-        wants.append(fa.attention(*inputs, return_lse=True, backend="naive"))
-    found = []
-    for inputs, (out, lse), want in reversed(list(zip(draws, outs, wants, strict=True))):
-        found.append(torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs))
-        expected = torch.autograd.grad(want[0].sin().sum() + want[1].cos().sum(), inputs)
-        same([out, lse, *found[-1]], [*want, *expected], atol=1e-5)
-    for inputs, grads in zip(reversed(draws), found, strict=True):
-        out, lse = fa.attention(*inputs, return_lse=True, backend="naive")
-        same(grads, torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs), atol=1e-5)
+    draws, found = [draw(device, requires_grad=True) for _ in range(3)], []
+
+    def with_gradients(inputs, out, lse):
+        return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs)]
+
+    outs = [attend(inputs, {}, return_lse=True) for inputs in draws]
+    for inputs, results in reversed(list(zip(draws, outs, strict=True))):
+        found.append(with_gradients(inputs, *results))
+    want = lambda *x: with_gradients(x, *fa.reference.eager(*x, return_lse=True))  # noqa: E731
+    for inputs, results in zip(reversed(draws), found, strict=True):
+        assert_like(results, want, *inputs)
 
 
 def test_gradients_that_come_in_as_they_like(device):
@@ -306,31 +313,32 @@ def test_gradients_that_come_in_as_they_like(device):
     flat = torch.ones((), device=device).expand(lse.shape)
     lses = [flat, tall[..., ::2], torch.randn_like(lse), torch.zeros_like(lse)]
     for grads in zip(outs, lses, strict=True):
-        want = torch.autograd.grad(fa.attention(*inputs, return_lse=True, backend="naive"), inputs, grads)
+        want = lambda *grads: torch.autograd.grad(fa.reference.eager(*inputs, return_lse=True), inputs, grads)  # noqa: E731
         for _ in range(2):
             got = torch.autograd.grad(attend(inputs, {}, return_lse=True), inputs, grads)
-            same(got, want, atol=1e-5)
+            assert_like(got, want, *grads)
     for batch in (2, 1):
         few = [x[:batch].detach().requires_grad_() for x in inputs]
         given = torch.randn(3, batch, *out.shape[1:], device=device)
-        found = []
-        for backend in BACKENDS:
-            out = fa.attention(*few, backend=backend)
-            found.append(torch.autograd.grad(out, few, given, is_grads_batched=True))
-        same(*found, atol=1e-5)
+
+        def batched(backend, few, given):
+            return torch.autograd.grad(by(backend)(*few), few, given, is_grads_batched=True)
+
+        assert_like(batched("triton", few, given), batched, "eager", few, given)
     out = attend(inputs, {})
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
         torch.autograd.grad(out, inputs, out.new_ones(3, *out.shape), is_grads_batched=True, create_graph=True)
 
 
 def test_second_derivatives_of_a_repeated_call(device):
-    inputs, found = draw(device, requires_grad=True), {}
-    for _ in range(2):
-        for backend in BACKENDS:
-            out = fa.attention(*inputs, causal=True, backend=backend)
-            first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
-            found[backend] = [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
-        same(found["triton"], found["naive"], atol=1e-4)
+    inputs = draw(device, requires_grad=True)
+
+    def derivatives(backend):
+        first = torch.autograd.grad(by(backend)(*inputs, causal=True).sin().sum(), inputs, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+
+    for backend in 2 * BACKENDS:
+        assert_like(derivatives(backend), derivatives, "eager")
 
 
 def test_a_negated_view_is_not_what_lies_in_memory(device):
@@ -338,15 +346,14 @@ def test_a_negated_view_is_not_what_lies_in_memory(device):
     attend(inputs, {})
     for place in range(3):
         negated = [torch._neg_view(x) if place == number else x for number, x in enumerate(inputs)]
-        same([attend(negated, {})], [fa.attention(*negated, backend="naive")])
+        assert_like(attend(negated, {}), fa.reference.eager, *negated)
 
 
 def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
     monkeypatch.setattr(cache, "RECORD_AFTER", 2)
     inputs = draw(device)
-    want = fa.reference.eager(*inputs)
     for known in (0, 1, 1):
-        same([attend(inputs, {})], [want])
+        assert_like(attend(inputs, {}), fa.reference.eager, *inputs)
         assert len(cache._known) == known and len(cache._met) == 1 - known
     monkeypatch.setattr(cache, "MAX_KEPT", 4)
     for scale in range(1, 20):
@@ -377,7 +384,7 @@ def test_kinds_do_not_pile_up(device, monkeypatch):
     monkeypatch.setattr(cache, "MAX_KEPT", 3)
     for length in range(1, 12):
         query = torch.randn(1, 1, length, 8, device=device)
-        same([attend((query, query, query + 1), {})], [fa.attention(query, query, query + 1)])
+        assert_like(attend((query, query, query + 1), {}), fa.reference.eager, query, query, query + 1)
         assert len(cache._known) <= 3 and all(len(kinds) <= cache.RECENT for kinds in cache._recent.values())
 
 
@@ -386,8 +393,8 @@ def test_many_kinds_at_once_are_all_found(device, found):
     draws = [[torch.randn(1, 1, length, 8, device=device) for _ in range(3)] for length in lengths]
     for _ in range(3):
         for inputs in draws:
-            same([attend(inputs, {})], [fa.attention(*inputs, backend="naive")])
-    assert all(answer is not None for answer in found[2 * len(lengths) :: 2])
+            assert_like(attend(inputs, {}), fa.reference.eager, *inputs)
+    assert all(answer is not None for answer in found[len(lengths) :])
 
 
 def test_what_kernels_were_given_is_forgotten_too():
