@@ -27,8 +27,15 @@ def test_compiled_code_knows_no_lengths(backend, device):
     for rows, keys in (((5, 20), (9, 30)), ((33, 4), (5, 6)), ((1, 40), (64, 2))):
         query, key, value, grad = draw_packed(rows, keys, device)
         tensors = query, key, value, offsets(rows, device), offsets(keys, device)
-        got, want = (torch.autograd.grad(f(*tensors), (query, key, value), grad) for f in (compiled, attend))
-        same([compiled(*tensors), *got], [attend(*tensors), *want])
+
+        def results(function, tensors=tensors, grad=grad):
+            out = function(*tensors)
+            return out, *torch.autograd.grad(out, tensors[:3], grad)
+
+        if backend == "triton":
+            same(results(compiled), results(attend))
+        else:  # what a compiler rounds otherwise
+            assert_like(results(compiled), lambda: results(attend))
     assert counter["unique_graphs"] == 1
 
 
@@ -43,7 +50,7 @@ def test_an_export_takes_any_number_of_sequences():
     exported = torch.export.export(Packed(), inputs, dynamic_shapes=({0: tokens}, {0: sequences})).module()
     for lengths in ((3, 4, 2), (5, 16), (1, 0, 8, 2, 6)):
         x = torch.randn(sum(lengths), 2, 8)
-        same(exported(x, offsets(lengths)), Packed()(x, offsets(lengths)))
+        assert_like(exported(x, offsets(lengths)), lambda: Packed()(x, offsets(lengths)))
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
