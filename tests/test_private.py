@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 
-from .close import assert_as_good, exactly
-
 # Where each is. Without any of the first there are no replays; without the others they take longer.
 FORBIDDING = {
     "_are_functorch_transforms_active": torch._C,
@@ -37,6 +35,8 @@ ASKED = {"_current_level"}  # at each call, not at import; torch's compiler need
 
 def _attend(fa, backend, put_back):
     """As many equal calls as it takes to replay one, its gradients, a vmap and a graph; each as by the naive path."""
+    from .close import assert_as_good, exactly  # which import the package
+
     inputs = [torch.randn(1, 1, 5, 16, requires_grad=True) for _ in range(3)]
 
     def results(out):

@@ -49,8 +49,8 @@ def test_an_export_takes_any_number_of_sequences():
     inputs = torch.randn(9, 2, 8), torch.tensor([0, 3, 7, 9], dtype=torch.int32)
     exported = torch.export.export(Packed(), inputs, dynamic_shapes=({0: tokens}, {0: sequences})).module()
     for lengths in ((3, 4, 2), (5, 16), (1, 0, 8, 2, 6)):
-        x = torch.randn(sum(lengths), 2, 8)
-        assert_like(exported(x, offsets(lengths)), lambda: Packed()(x, offsets(lengths)))
+        inputs = torch.randn(sum(lengths), 2, 8), offsets(lengths)
+        assert_like(exported(*inputs), Packed().forward, *inputs)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
