@@ -355,3 +355,15 @@ def test_signatures_stay():
     assert names[:4] == ["query", "key", "value", "mask"] and fa.attention.__doc__.startswith("softmax(")
     with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'mesk'"):
         fa.attention(Q, K, V, mesk=None)
+
+
+def test_compiling_one_function_often_leaves_the_others_their_recompilations():
+    torch._dynamo.reset()
+    query = torch.randn(1, 2, 5, 8)
+    limit = torch._dynamo.config.recompile_limit
+    for number in range(limit - 1):
+        torch.compile(fa.attention, backend="eager", fullgraph=True, dynamic=False)(*[query[..., : number + 1, :]] * 3)
+    merge = torch.compile(fa.merge, backend="eager", fullgraph=True, dynamic=False)
+    for length in range(1, 5):
+        parts = [x for seed in range(2) for x in (torch.randn(1, 2, length, 8), torch.randn(1, 2, length))]
+        torch.testing.assert_close(merge(*parts), fa.merge(*parts), rtol=0, atol=0)

@@ -26,4 +26,6 @@ def overridable(function: _Function) -> _Function:
         return function(*args, **kwargs)
 
     made: Any = public
+    # A code object of its own: the compiler has one limit of recompilations for all functions that share one.
+    made.__code__ = made.__code__.replace(co_name=function.__name__)
     return made  # type: ignore[no-any-return]
