@@ -29,6 +29,7 @@ SLOWING = {
     "_empty_strided_cuda": torch._C._dynamo.guards,
     "_current_autograd_node": torch._C,
     "_top_saved_tensors_default_hooks": torch._C._autograd,
+    "_softmax_backward_data": torch,
 }
 ASKED = {"_current_level"}  # at each call, not at import; torch's compiler needs it
 

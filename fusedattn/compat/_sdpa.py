@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         leading = _common({name: x.shape[:-2] for name, x in inputs.items()})
     batch, heads = leading[:-1], leading[-1] if leading else 1
     q, k, v = (_rank4(x, batch) for x in inputs.values())
-    if not enable_gqa:
+    if not enable_gqa and not holds(q.shape[1] == heads, False):
         q = q.expand(-1, heads, -1, -1)
     if k.shape[1] != v.shape[1]:  # what differs between the two, the kernels cannot share
         k, v = (x.repeat_interleave(heads // max(x.shape[1], 1), 1) for x in (k, v))
@@ -132,6 +132,8 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
     """(product of batch, or 1 if shared, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns)."""
+    if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
+        return tensor
     rank = max(len(batch), 1) + 3
     tensor = tensor[(None,) * (rank - tensor.dim())]
     if shared and all(holds(size == 1, False) for size in tensor.shape[:-3]):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.form import Call
+from ..private import softmax_backward
 from .centre import INFINITE, in_groups
 from .parts import Rectangle, additive, is_nothing
 
@@ -16,6 +17,11 @@ ROWS = 128  # that are summed at a time
 def is_few(call: Call) -> bool:
     """Whether a call's keys are so few that gradients are computed by the formula."""
     return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
+
+
+def has_bias_gradient(call: Call) -> bool:
+    """Return whether the formula computes the gradient of a call's bias: its keys are few, and it is one part."""
+    return is_few(call) and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
 def product(weights: Tensor, keys: Tensor) -> Tensor:
@@ -33,53 +39,63 @@ def over_rows(a: Tensor, b: Tensor) -> Tensor:
     return (first.mT @ second).sum(-3) + a[..., whole:, :].mT @ b[..., whole:, :]
 
 
-def weighed(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights, NaN of a row that sees nothing, and lse) by the formula."""
-    scores = product(rows, keys.mT).mul_(scale)
-    if added is not None:
-        scores += added
-    weights, largest = scores.softmax(-1), scores.amax(-1)
-    # logsumexp takes as long as all the rest does.
-    return weights, torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
-
-
 def added_to_few(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     """What the formula adds to the scores of a rectangle; None if that is nothing."""
     return additive(call, where, less) if where.masked or where.causal or not is_nothing(less) else None
 
 
-def weights_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights, lse less an offset) of a rectangle by the formula, as if its rows saw nothing else."""
-    weights, lse = weighed(rows, keys, call.scale, added_to_few(call, where, less))
-    return weights.masked_fill_((lse == -INFINITE)[..., None], 0.0) if where.masked else weights, lse
+def scores_of(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> Tensor:
+    """Return the scores (B, Hq, S, K) by the formula."""
+    scores = product(rows, keys.mT).mul_(scale)
+    return scores if added is None else scores.add_(added)
 
 
-def attend_to_few(tensors: Sequence[Tensor], scale: float, added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(output, lse) by the formula, of rows that all see something."""
-    query, key, value = tensors
-    weights, lse = weighed(query, key, scale, added)
-    return product(weights, value), lse
+def weights_of(scores: Tensor, masked: bool) -> Tensor:
+    """Return the softmax of scores, 0 where a row sees nothing; masked: such rows may exist."""
+    weights = scores.softmax(-1)
+    if masked and bool(weights[..., 0].isnan().any()):  # one column tells, and takes less than a fill
+        weights.masked_fill_(scores.amax(-1, keepdim=True) == -INFINITE, 0.0)
+    return weights
+
+
+def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
+    """Return the log-sum-exp of scores from their softmax. logsumexp takes as long as all the rest does."""
+    largest = scores.amax(-1)
+    return torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
 
 
 def differentiate_few(
     tensors: Sequence[Tensor], scale: float, added: Tensor | None, grad_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of `attend_to_few`."""
-    query, key, value = tensors
-    return by_weights(weighed(query, key, scale, added)[0], scale, tensors, grad_out, None)
+    """Return gradients of query, key and value by the formula; every row sees something."""
+    query, key, _ = tensors
+    weights = weights_of(scores_of(query, key, scale, added), False)
+    return by_weights(weights, scale, tensors, grad_out, None)
 
 
 def by_weights(
-    weights: Tensor, scale: float, tensors: Sequence[Tensor], grad_out: Tensor, out: Tensor | None
+    weights: Tensor,
+    scale: float,
+    tensors: Sequence[Tensor],
+    grad_out: Tensor,
+    out: Tensor | None,
+    of_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from the weights; out: None where these are all that their rows have."""
+    """Return gradients of query, key and value from the weights.
+
+    Args:
+        out: the output of whole rows; None where these weights are all that their rows have.
+        of_bias: gets the gradient of scores added, summed to its shape.
+    """
     query, key, value = tensors
     of_scores = product(grad_out, value.mT)
-    if out is None:  # rounded as it is here, this mean makes gradients of scores that add up to 0
-        of_scores -= (of_scores * weights).sum(-1, keepdim=True)
+    if out is None:  # rounded as it is here, the mean makes gradients of scores that add up to 0
+        of_scores = softmax_backward(of_scores, weights)
     else:
-        of_scores -= (grad_out * out).sum(-1, keepdim=True)
-    of_scores *= weights.mul(scale)
+        of_scores = of_scores.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(weights)
+    if of_bias is not None:
+        of_bias += of_scores.sum_to_size(of_bias.shape)
+    of_scores *= scale
     heads = key.shape[1]
     of_key, of_value = (
         over_rows(in_groups(a, heads), in_groups(b, heads)) for a, b in ((of_scores, query), (weights, grad_out))

@@ -21,9 +21,11 @@ from torch.nn.functional import pad
 
 from ..call.form import Call, diagonal, wide_dtype
 from ..call.layout import arrange, dense
+from ..naive import pairs
+from ..naive.blocks import Block
 from ..private import flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
-from .few import FEW, by_weights, product, weights_of
+from .few import FEW, added_to_few, by_weights, lse_of, product, scores_of, weights_of
 from .kernel import attend
 from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .shares import exact, merged, shares_of, wide_of
@@ -121,41 +123,56 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def _is_exact(where: Rectangle, query: Tensor) -> bool:
-    """Whether those of a rectangle are."""
+    """Return whether gradients of a rectangle are computed by the formula."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def _attend(call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides."""
+def _are_alone(call: Call, some: list[Rectangle]) -> bool:
+    """Whether what each rectangle sees is all that its rows see."""
+    rows_of = [(where.first, where.last) for where in some]
+    return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
+
+
+def _scores(call: Call, where: Rectangle, less: float | Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the scores of a rectangle, less an offset, by the formula."""
+    return scores_of(query, key, call.scale, added_to_few(call, where, less))
+
+
+def _attend(
+    call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, alone: bool
+) -> tuple[Tensor, Tensor]:
+    """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides.
+
+    alone: its rows see nothing else, so no gradient is computed from the lse.
+    """
     query, key, value = _of(where, tensors)
-    if _is_exact(where, query):
-        weights, lse = weights_of(call, where, less, query, key)
-        return product(weights, value), lse
+    if _is_exact(where, query) and not alone:
+        scores = _scores(call, where, less, query, key)
+        weights = weights_of(scores, where.masked)
+        return product(weights, value), lse_of(scores, weights)
     added = mask(call, where, less)
     out, lse = attend(query, key, value, where.causal, added, call.scale)
-    if where.masked and bool((lse == 0).any()):  # what the kernel says of a row that sees nothing, and of others
+    if where.masked and not lse.all():  # what the kernel says of a row that sees nothing, and of others
         assert added is not None
         lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
     return out, lse
 
 
-def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse, alone) -> Sequence[Tensor]:
-    """What a rectangle adds to the gradients of its query, key and value; alone: its rows see nothing else."""
-    query, key, value = _of(where, tensors)
-    if _is_exact(where, query):
-        return _differentiate_exactly(call, where, less, (query, key, value), grad_out, out, None if alone else lse)
+def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
+    """What a rectangle adds to the gradients of its query, key and value, by the kernel."""
     added = mask(call, where, less)
     return flash_attention_for_cpu_backward(
-        grad_out, query, key, value, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
+        grad_out, *tensors, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
     )
 
 
-def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse) -> Sequence[Tensor]:
-    """`_differentiate` by the formula; lse is None if the rows see nothing else."""
-    weights, own = weights_of(call, where, less, *tensors[:2])
+def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
+    """`_differentiate` by the formula; lse is None if the rows see nothing else, out if their weights give its mean."""
+    scores = _scores(call, where, less, *tensors[:2])
+    weights = weights_of(scores, where.masked)
     if lse is not None:
-        weights *= (own - lse).exp_()[..., None]
-    return by_weights(weights, call.scale, tensors, grad_out, None if lse is None else out)
+        weights *= (lse_of(scores, weights) - lse).exp_()[..., None]
+    return by_weights(weights, call.scale, tensors, grad_out, out, of_bias)
 
 
 def _of_sink(call: Call, dtype: torch.dtype, less: float) -> Tensor:
@@ -184,11 +201,12 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
     """(output, lse less the offset) of a part from inputs as the kernel takes them."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
+    all_alone = _are_alone(call, some)
 
     def attended(where: Rectangle, alone: bool) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(call, where, tensors, less)
+        out, lse = _attend(call, where, tensors, less, all_alone)
         if not alone or call.sinks is not None:
-            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near)[1])
+            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near, all_alone)[1])
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
@@ -261,29 +279,25 @@ def forward(call: Call, save: bool) -> Result:
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 
-def _are_alone(call: Call, some: list[Rectangle]) -> bool:
-    """Whether what each rectangle sees is all that its rows see."""
-    rows_of = [(where.first, where.last) for where in some]
-    return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
-
-
 def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The weights of rectangles that have their rows in common, and see nothing else."""
     call = part.call
-    if len(some) == 1 and call.sinks is None and not some[0].masked and not some[0].causal:
-        query, key = _of(some[0], tensors)[:2]  # without the lse, which takes as long as the softmax
-        return [product(query, key.mT).mul_(call.scale).softmax(-1)]
+
+    def scores(where: Rectangle, less: float | Tensor) -> Tensor:
+        return _scores(call, where, less, *_of(where, tensors)[:2])
 
     def found(where: Rectangle, less: float | Tensor) -> tuple[Tensor, Tensor]:
-        return weights_of(call, where, less, *_of(where, tensors)[:2])
+        of_rows = scores(where, less)
+        weights = weights_of(of_rows, where.masked)
+        return weights, lse_of(of_rows, weights)
 
-    def lse_of(where: Rectangle, lse: Tensor) -> Tensor:
+    def lse_less_0(where: Rectangle, lse: Tensor) -> Tensor:
         return exact(call, lse, 0.0, lambda near: found(where, near)[1])
 
-    made = [found(where, 0.0) for where in some]
     if len(some) == 1 and call.sinks is None:
-        return [weights for weights, _ in made]
-    lses = [lse_of(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
+        return [weights_of(scores(some[0], 0.0), some[0].masked)]
+    made = [found(where, 0.0) for where in some]
+    lses = [lse_less_0(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
     lses += [] if call.sinks is None else [_of_sink(call, torch.float64, 0.0)]
     shares = shares_of(lses)[0].to(tensors[0].dtype)
     return [weights * share[..., None] for (weights, _), share in zip(made, shares, strict=False)]
@@ -318,8 +332,8 @@ class Incoming(NamedTuple):
     lse: Tensor
 
 
-def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
-    """Gradients of query, key and value of a part, from all of its rows."""
+def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
+    """Gradients of query, key and value of a part, from all of its rows; that of its bias is added to of_bias."""
     call, columns = part.call, _columns(part.call)
     tensors = _inputs(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
@@ -332,11 +346,17 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
     totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
 
-    def add(grad_out, kept, tensors, wanted, alone):
+    def add(grad_out, kept, tensors, wanted, by_output):
         grad_out, kept = _in_columns(grad_out, columns), _in_columns(kept, columns)
         for where in some:
-            here = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
-            grads = _differentiate(call, where, less, tensors, *here, alone)
+            inputs = _of(where, tensors)
+            of_out, out, total = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
+            if _is_exact(where, inputs[0]):
+                out, total = out if by_output else None, None if alone else total
+                bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
+                grads = _differentiate_exactly(call, where, less, inputs, of_out, out, total, bias)
+            else:
+                grads = _differentiate(call, where, less, inputs, of_out, out, total)
             if not totals:
                 totals.extend(grads)
                 continue
@@ -344,12 +364,12 @@ def _backward(part: Part, less: float, rows: Incoming) -> Sequence[Tensor]:
                 total += grad
 
     if grad_out is not None:
-        add(grad_out, kept, tensors, 3, alone)
+        add(grad_out, kept, tensors, 3, not alone)
     if grad_lse is not None:
         # The gradient of a score is its weight times (grad_out * value - sum(grad_out * out) + grad_lse), so what comes
         # of grad_lse is as if values were 0, and sum(grad_out * out) were -grad_lse.
         one = pad(torch.ones_like(kept[..., :1]), (0, columns - 1))
-        add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, False)
+        add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, True)
         if grad_out is None:
             totals[2] = torch.zeros_like(totals[2])
     grads = zip(totals, call[:3], strict=True)
@@ -366,15 +386,23 @@ def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
 
 
 def backward(
-    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and sinks, each in its dtype, without gaps; None of sinks where there are none.
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    kept: Tensor,
+    lse: Tensor,
+    need_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of query, key, value, bias and sinks, each in its dtype, without gaps; None of bias unless needed.
 
     Rectangles add up: the gradients of one, by the output and the lse of whole rows, are its share of all.
 
     Args:
         grad_out, grad_lse: either may be None. out, kept, lse: as `forward` gave them.
+        need_bias: only of a call that `few.has_bias_gradient`.
     """
+    of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], _wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)
     empty = lse == -INFINITE  # rows without a weight but 0, and without a gradient
@@ -387,14 +415,14 @@ def backward(
     rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
-        grads = _backward(split[0], less, rows)
+        grads = _backward(split[0], less, rows, of_bias)
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
         for part in split if not (grad_out is grad_lse is None) else ():
             of_part = rows._replace(**{name: part.of_rows(x) for name, x in rows._asdict().items() if x is not None})
             views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
-            for view, grad in zip(views, _backward(part, less, of_part), strict=True):
+            for view, grad in zip(views, _backward(part, less, of_part, None), strict=True):
                 view.copy_(grad)
     of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, out)
     query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
-    return query, key, value, of_sinks
+    return query, key, value, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), of_sinks

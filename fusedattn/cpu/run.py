@@ -10,7 +10,7 @@ from ..call.form import Call, device_of
 from ..naive.formula import without_autocast
 from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from . import flash
-from .few import FEW
+from .few import FEW, has_bias_gradient
 from .parts import is_widened
 
 # A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
@@ -41,7 +41,8 @@ def is_narrow(call: Call) -> bool:
 
 def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> bool:
     """Return whether `backward` computes the gradients that are needed; else the naive path does."""
-    return grad_weights is None and not (need[3] or need[4] or is_narrow(call))
+    of_bias = not need[3] or has_bias_gradient(call)
+    return grad_weights is None and of_bias and not (need[4] or is_narrow(call))
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
@@ -95,7 +96,6 @@ def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: 
     Only where it `has_gradients`.
     """
     grad_out, grad_lse, _ = incoming
-    gradients = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0])
-    query, key, value, sinks = gradients
-    made = query, key, value, None, None, sinks
+    gradients = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], need[3])
+    made = *gradients[:4], None, gradients[4]
     return tuple(grad if needed else out.new_empty(0) for grad, needed in zip(made, need, strict=True))

@@ -14,8 +14,10 @@ from .inputs import cast
 
 def cut(pairs: Tensor, block: Block) -> Tensor:
     """What broadcasts to (B, Hq, Sq, Sk), of a block."""
-    pairs = pairs if holds(pairs.shape[2] == 1, False) else pairs[:, :, block.first : block.last]
-    return pairs if holds(pairs.shape[3] == 1, False) else pairs[..., block.begin : block.end]
+    for dim, start, stop in ((2, block.first, block.last), (3, block.begin, block.end)):
+        if not (holds(pairs.shape[dim] == 1, False) or holds(stop - start == pairs.shape[dim], False)):
+            pairs = pairs.narrow(dim, start, stop - start)
+    return pairs
 
 
 def _offsets(call: Call, block: Block) -> Tensor:

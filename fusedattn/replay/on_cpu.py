@@ -55,7 +55,8 @@ class OnCpu:
         self.options, self.wide = formula.at_once(call) if by_formula else None, formula.wide(call)
         if self.causal is not None:
             everything = Rectangle(0, call.query.shape[2], 0, call.key.shape[2], self.causal)
-            self.mask = (few.added_to_few if self.few else flash.mask)(call, everything, flash.offset(call))
+            self.mask = flash.mask(call, everything, flash.offset(call))
+            self.added = few.added_to_few(call, everything, 0.0) if self.few else None
 
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call with this signature."""
@@ -81,8 +82,6 @@ class OnCpu:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(output, lse less the offset), in the kernel's order of dimensions."""
-        if self.few:
-            return few.attend_to_few((query, key, value), self.scale, self.mask)
         assert self.causal is not None
         return kernel.attend(query, key, value, self.causal, self.mask, self.scale)
 
@@ -166,7 +165,7 @@ class _AtOnce(torch.autograd.Function):
         if long_way or not known.few and cpu.too_large(lse):
             grads = known.differentiate((query, key, value, out, lse, kept), grad_out, need)
         elif known.few:
-            grads = few.differentiate_few((query, key, value), known.scale, known.mask, grad_out)
+            grads = few.differentiate_few((query, key, value), known.scale, known.added, grad_out)
         else:
             centred = value if centre is None else value - centre
             tensors = grad_out, query, key, centred, kept, lse

@@ -1,0 +1,78 @@
+"""Calls of few keys in float32, such as the windows of Swin: what they take, and the gradient of their bias."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
+
+from ..close import assert_close
+
+WINDOWS, HEADS, TOKENS, DIM = 4, 3, 25, 16
+KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+NOTHING = torch.zeros(TOKENS, TOKENS).masked_fill(torch.arange(TOKENS)[:, None] == 5, float("-inf"))
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "bias": dict(bias=torch.randn(1, HEADS, TOKENS, TOKENS)),
+    "bias of windows": dict(bias=torch.randn(WINDOWS, HEADS, TOKENS, TOKENS)),
+    "mask": dict(mask=torch.rand(WINDOWS, 1, TOKENS, TOKENS) < 0.7),
+    "a row sees nothing": dict(bias=NOTHING),
+}
+
+
+def draw():
+    return [torch.randn(WINDOWS, HEADS, TOKENS, DIM) for _ in range(3)]
+
+
+def operators(function):
+    """How often each operator of torch is run."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        function()
+    return Counter({event.key: event.count for event in seen.key_averages()})
+
+
+@pytest.mark.parametrize("requires", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_forward_is_one_call_of_torchs_kernel(name, requires):
+    """The formula takes as long, and ten times as long where weights are denormal, as behind a bias of -100."""
+    inputs = [x.requires_grad_(requires) for x in draw()]
+    found = operators(lambda: fa.attention(*inputs, **OPTIONS[name], backend="cpu"))
+    assert found[KERNEL] == 1
+    assert not found["aten::_softmax"] + found["aten::bmm"]
+
+
+@pytest.mark.parametrize("name", ["bias", "bias of windows", "a row sees nothing"])
+def test_a_backward_makes_the_gradient_of_the_bias_from_one_softmax(name):
+    inputs = [x.requires_grad_() for x in (*draw(), OPTIONS[name]["bias"].clone())]
+    out = fa.attention(*inputs[:3], bias=inputs[3], backend="cpu")
+    found = operators(lambda: torch.autograd.grad(out.sum(), inputs))
+    assert found["aten::_softmax"] == 1 and found["aten::bmm"] == 5
+
+
+BESIDE = {
+    "bias": {},
+    "mask": dict(mask=torch.rand(TOKENS, TOKENS) < 0.7),
+    "window": dict(window=(3, 9)),
+    "causal": dict(causal=True),
+    "sinks": dict(sinks=torch.randn(HEADS)),
+    "alibi_slopes": dict(alibi_slopes=torch.rand(HEADS)),
+    "key_mask": dict(key_mask=torch.rand(WINDOWS, TOKENS) < 0.8),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
+    options = BESIDE[name]
+    many = TOKENS, TOKENS
+    shapes = (1, 1, *many), (WINDOWS, 1, TOKENS, 1), (1, HEADS, *many), (WINDOWS, HEADS, 1, TOKENS)
+    kinds = zip(shapes, (torch.float64, torch.float32, torch.bfloat16, torch.float32), strict=True)
+    for (shape, dtype), grads in zip(kinds, ("out", "out", "lse", "out and lse"), strict=True):
+        bias = torch.randn(shape).to(dtype).masked_fill(torch.rand(shape[2:]) < 0.1, float("-inf"))
+        tensors = dict(zip(("query", "key", "value", "out"), [*draw(), draw()[0]], strict=True))
+        tensors["lse"] = torch.randn(WINDOWS, HEADS, TOKENS)
+        got = with_gradients(fa.attention, tensors, options | dict(bias=bias), grads, backend="cpu")
+        assert_close(got, tensors, options | dict(bias=bias), grads)
