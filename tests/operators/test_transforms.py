@@ -59,10 +59,11 @@ TRANSFORMS = {
         lambda y: jvp(lambda x: grad(f)(x, k, v), (y,), (t,))[1], (q,), (t,)
     )[1],
     "vmap of jvp": lambda f, q, k, v, t: vmap(lambda d: jvp(lambda x: f(x, k, v), (q,), (d,))[1])(torch.stack([t, q])),
+    # Each call gives one number: of so many that chance does not decide how large eager's error is.
     "jvp of vmap": lambda f, q, k, v, t: jvp(
-        lambda x: vmap(f, (0, None, 2), randomness="same")(x, k, torch.stack([v, -v], 2)),
-        (torch.stack([q, t]),),
-        (torch.stack([t, q]),),
+        lambda x: vmap(f, (0, None, 2), randomness="same")(x, k, torch.stack([v, -v] * D, 2)),
+        (torch.stack([x.roll(n, -1) for x in (q, t) for n in range(D)]),),
+        (torch.stack([x.roll(n, -1) for x in (t, q) for n in range(D)]),),
     ),
     "vmap of grad": lambda f, q, k, v, t: vmap(grad(f, argnums=(0, 1)), (-1, None, None), randomness="same")(
         torch.stack([q, t], -1), k, v
