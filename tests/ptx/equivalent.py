@@ -73,7 +73,7 @@ EQUIVALENT = (
             "decode.py: rows, member = folded // GROUP, folded % GROUP",
             "decode.py: block, kv = span.place(tl.program_id(0) // splits",
             "decode.py: ranges = span.blocks(band, first // GROUP",
-            "forward.py: order = schedule.Schedule(gl.cdiv(q_len",
+            "forward.py: blocks, paired = gl.cdiv(q_len",
         )
     ),
     *(
