@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
 from ..call.layout import arrange, dense, row_major
-from ..cpu import flash
+from ..cpu import few, flash
 from ..launch.failures import Unusable, take_next
 from ..naive import tangent as naive
 from . import rules
@@ -49,7 +49,9 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given, (out, stats) = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE:_BEFORE]
     call, need_weights, backend = Call(*arguments[_BEFORE:-_AFTER]), *arguments[-_AFTER:]
     if backend in ("cpu", "naive"):
-        known = naive.Known(stats[..., 0], flash.offset(call), out) if backend == "cpu" else naive.NOTHING
+        # The kernel's lse of few keys is too coarse for a tangent.
+        is_known = backend == "cpu" and not few.is_few(call)
+        known = naive.Known(stats[..., 0], flash.offset(call), out) if is_known else naive.NOTHING
         return _by_formula(call, given, need_weights, known)
     results = _new(*arguments)
     if not out.numel():
