@@ -8,6 +8,7 @@ torch.compile refuses a call with fullgraph=True, and breaks the graph without. 
 import contextlib
 import functools
 import platform
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -36,6 +37,12 @@ def constant(function: _Function) -> _Function:
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function
+
+
+@constant
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing. The compiler of some torch versions takes torch's own for True."""
+    return torch.compiler.is_exporting()
 
 
 def eager(function: _Function, reason: str | None = None) -> _Function:
@@ -231,11 +238,9 @@ def argument_names(operator: Any) -> list[str]:
     return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]
 
 
-def register_decomposition(operator: Any, decompose: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register what an exporter makes of an operator that it does not know. Without it, ONNX export raises."""
-    if (register := _find("_decomp.register_decomposition")) is not None:
-        register(operator)(decompose)
-        register(operator, type="meta")(fake)  # else fake tensors of open sizes prefer `decompose` to their own rule
+def in_onnx_export() -> bool:
+    """Return whether torch.onnx.export is at work. Nobody pays for the question before torch.onnx is imported."""
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 # PyTorch's fused attention for CPUs and its backward. Without them the naive path is taken.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..private import unmapped
+from ..private import is_exporting, unmapped
 from .rules import fail
 
 
@@ -40,7 +40,7 @@ class Packing:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
         ends = self.starts + self.lengths
-        if torch.compiler.is_exporting():  # ONNX has no searchsorted
+        if is_exporting():  # ONNX has no searchsorted
             sequence = (ends <= row[:, None]).sum(1)
         else:
             sequence = torch.searchsorted(ends, row, right=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, hiding, lengths_of, wide_dtype
 from ..call.layout import alone
+from ..call.rules import fail
 from ..cpu import run as cpu
 from ..launch.failures import Unusable, take_next
 from ..naive import formula
-from ..private import constant, forward_level, transforms_active
+from ..private import constant, forward_level, is_exporting, transforms_active
 from . import fallback, rules
 from .backward import any_failed, gradients, kept_stats, like_dense
 from .mapped import mapped
@@ -77,9 +78,11 @@ def _forward(*arguments):
 
 
 def _decompose(*arguments):
-    """Compute the forward with operators of torch alone; no exporter meets a partial call."""
+    """Compute the forward with operators of torch alone."""
     call = Call(*arguments[:-_AFTER])
-    return NotImplemented if call.partial else fallback.results(call, *arguments[-_AFTER:-1])
+    if call.partial:
+        fail(ValueError, "partial", "False: parts cannot be exported", True)
+    return fallback.results(call, *arguments[-_AFTER:-1])
 
 
 def _of_masks(function, arguments):
@@ -215,12 +218,6 @@ def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "hopper")
 
 
-@constant
-def _is_exporting() -> bool:
-    """Return whether torch.export is tracing. The compiler of some torch versions takes torch's own for True."""
-    return torch.compiler.is_exporting()
-
-
 def run_naively(call: Call, need_lse: bool, need_weights: bool):
     """The backend "naive". Derivatives see through it, with four exceptions.
 
@@ -232,7 +229,7 @@ def run_naively(call: Call, need_lse: bool, need_weights: bool):
     if torch.compiler.is_compiling():
         # A compiler does not know the longest sequence: the operator finds it at run time.
         unknown = call.cu_seqlens_q is not None and (call.max_seqlen_q is None or call.max_seqlen_k is None)
-        dropped = call.seed is not None and call.query.device.type == "cpu" and not _is_exporting()
+        dropped = call.seed is not None and call.query.device.type == "cpu" and not is_exporting()
         if unknown or (dropped and not transformed and forward_level() < 0):
             return _attend(call, need_lse, need_weights, "naive")
     hidden = transformed and not call.seed is call.cu_seqlens_q is None

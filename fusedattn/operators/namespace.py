@@ -10,7 +10,7 @@ import torch
 
 from ..call.form import differentiated
 from ..call.rules import fail
-from ..private import any_requires_grad, eager, forward_level, redispatch, register_decomposition, transforms_active
+from ..private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
@@ -19,6 +19,7 @@ MOST = 1024  # facts of arguments that are remembered as right, before all are f
 
 
 _checks: dict[str, Callable] = {}  # of arguments, by the name of an operator
+_decompositions: dict[str, Callable] = {}  # into torch's own operators, by the name of an operator
 
 
 def _facts(x):
@@ -50,7 +51,7 @@ def register(schema: str, run: Callable, new: Callable, check: Callable, decompo
         run: computes it. new: makes results of the same shapes, dtypes and strides, for tensors without data.
         check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It does not look at what
             tensors hold. Both are called after it.
-        decompose: computes the same with torch's own operators, for exporters; without branches on sizes.
+        decompose: computes the same with torch's own operators, for ONNX; without branches on sizes.
     """
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
@@ -80,7 +81,7 @@ def register(schema: str, run: Callable, new: Callable, check: Callable, decompo
         LIBRARY.impl(name, checked_run, key)
     torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
     if decompose is not None:
-        register_decomposition(getattr(OPERATORS, name).default, decompose, checked_new)
+        _decompositions[name] = decompose
 
 
 def register_derivative(name: str, differentiate: Callable) -> None:
@@ -88,9 +89,12 @@ def register_derivative(name: str, differentiate: Callable) -> None:
 
     torch's own register_autograd drops tangents in silence.
     """
-    operator = getattr(OPERATORS, name).default
+    operator, decompose = getattr(OPERATORS, name).default, _decompositions.get(name)
 
     def run(keyset, *arguments):
+        # Not in torch's table of decompositions: where the environment sets CI, Inductor raises for what is in there.
+        if decompose is not None and in_onnx_export():
+            return decompose(*arguments)
         recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():

@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._decomp import get_decompositions
 
 import fusedattn as fa
 from fusedattn.compat import torch as drop_in
@@ -140,20 +139,27 @@ def operators(program):
     return {str(node.target) for node in program.graph.nodes if "fusedattn" in str(node.target)}
 
 
-def test_only_exporters_decompose(monkeypatch):
-    """Neither export itself does, nor a fake tensor of open sizes."""
+def test_only_onnx_decomposes(monkeypatch):
+    """torch.export does not, nor a fake tensor of open sizes. What was exported becomes ONNX as a model does."""
     tensors, dims = torch.randn(3, 3, 4, 37, 16).unbind(), {0: DIMS[3], 2: DIMS[37]}
     call = Call(fa.attention, ("query", "key", "value"))
     with monkeypatch.context() as patch:
         patch.setattr(fallback, "results", None)
         program = torch.export.export(call, tensors, dynamic_shapes=((dims,) * 3,))
         assert operators(program) == operators(program.run_decompositions()) == {"fusedattn.forward.default"}
-    table = torch.export.default_decompositions()
-    table.update(get_decompositions([torch.ops.fusedattn.forward]))
-    program = program.run_decompositions(table)
-    assert operators(program) == set()
     tensors = torch.randn(3, 2, 4, 50, 16).unbind()
-    torch.testing.assert_close(program.module()(*tensors), fa.attention(*tensors), atol=2e-6, rtol=0)
+    (got,) = torch.onnx.export(program, dynamo=True, verbose=False)(*tensors)
+    assert_as_good(got, fa.reference.eager(*tensors), exactly(fa.reference.attention, *tensors))
+
+
+def test_inductor_keeps_what_onnx_decomposes(monkeypatch):
+    """Where CI is set, Inductor raises for operators in torch's table of decompositions."""
+    monkeypatch.setenv("CI", "1")
+    tensors = torch.randn(3, 2, 4, 37, 16).unbind()
+    exported(Call(fa.attention, ("query", "key", "value")), tensors)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(fa.attention, fullgraph=True)(*tensors), fa.attention(*tensors))
 
 
 def test_a_trace_has_the_operator_and_its_numbers():
