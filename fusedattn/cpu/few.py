@@ -1,6 +1,6 @@
 """Attention of few keys by the formula: the fused kernel's exponentials are too coarse for gradients of these."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,16 +46,35 @@ def added_to_few(call: Call, where: Rectangle, less: float | Tensor) -> Tensor |
 
 def scores_of(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> Tensor:
     """Return the scores (B, Hq, S, K) by the formula."""
-    scores = product(rows, keys.mT).mul_(scale)
+    grouped, keys = (x.reshape(-1, *x.shape[2:]) for x in (in_groups(rows, keys.shape[1]), keys))
+    scores = rows.new_empty(*rows.shape[:3], keys.shape[1])
+    view = scores.view(*grouped.shape[:2], -1)
+    torch.baddbmm(view, grouped, keys.mT, beta=0, alpha=scale, out=view)
     return scores if added is None else scores.add_(added)
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
     """Return the softmax of scores, 0 where a row sees nothing; masked: such rows may exist."""
     weights = scores.softmax(-1)
-    if masked and bool(weights[..., 0].isnan().any()):  # one column tells, and takes less than a fill
+    if masked and _has_nan(weights):
         weights.masked_fill_(scores.amax(-1, keepdim=True) == -INFINITE, 0.0)
     return weights
+
+
+def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
+    """Return `weights_of` scores in their memory: to get new memory takes longer than a softmax.
+
+    Args:
+        scores: computes them; once more where a row is NaN.
+    """
+    made = scores()
+    weights = torch.softmax(made, -1, out=made)
+    return weights_of(scores(), True) if masked and _has_nan(weights) else weights
+
+
+def _has_nan(weights: Tensor) -> bool:
+    """Return whether a row is NaN. One column tells, and takes less time than a fill."""
+    return bool(weights[..., 0].isnan().any())
 
 
 def lse_of(scores: Tensor, weights: Tensor) -> Tensor:

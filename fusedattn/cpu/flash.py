@@ -25,7 +25,7 @@ from ..naive import pairs
 from ..naive.blocks import Block
 from ..private import flash_attention_for_cpu_backward
 from .centre import INFINITE, centre, in_groups, to_heads, with_centre
-from .few import FEW, added_to_few, by_weights, lse_of, product, scores_of, weights_of
+from .few import FEW, added_to_few, by_weights, lse_of, product, scores_of, weights_in_place, weights_of
 from .kernel import attend
 from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .shares import exact, merged, shares_of, wide_of
@@ -168,6 +168,7 @@ def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out,
 
 def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
     """`_differentiate` by the formula; lse is None if the rows see nothing else, out if their weights give its mean."""
+
     scores = _scores(call, where, less, *tensors[:2])
     weights = weights_of(scores, where.masked)
     if lse is not None:
@@ -295,7 +296,7 @@ def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Te
         return exact(call, lse, 0.0, lambda near: found(where, near)[1])
 
     if len(some) == 1 and call.sinks is None:
-        return [weights_of(scores(some[0], 0.0), some[0].masked)]
+        return [weights_in_place(lambda: scores(some[0], 0.0), some[0].masked)]
     made = [found(where, 0.0) for where in some]
     lses = [lse_less_0(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
     lses += [] if call.sinks is None else [_of_sink(call, torch.float64, 0.0)]
