@@ -105,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         "compile the kernels of given shapes ahead, several at a time",
         "Compile the kernels that calls of given shapes take on this GPU, forward and backward, so that the first call "
         "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. They serve any batch and length of "
-        "the same head_dim, dtype and Hq / Hkv; kernels for Hopper also need the same Hq. Exit status 1 if one fails.",
+        "the same head_dim, dtype and Hq / Hkv. Kernels for Hopper also need the same Hq, and depend on the length: "
+        "name the shortest and the longest. Exit status 1 if one fails.",
     )
     warmup.add_argument(
         "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", required=True, help="of a call (may be repeated)"

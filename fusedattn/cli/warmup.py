@@ -49,7 +49,7 @@ class _Counting:
 
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     """Compile what one of PASSES launches for a case on a device; nothing is launched, nor memory taken."""
-    from ..launch import forward, hopper, run, tuned
+    from ..launch import forward, hopper, run
     from ..launch.backward import fill
     from ..operators import attention, backward
 
@@ -70,7 +70,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
                 grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
                 fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton")
             else:
-                on_hopper = tuned.prefers_hopper("hopper", call, device) and not hopper.reasons(call)
+                on_hopper = run.is_default("hopper", call, device) and not hopper.reasons(call)
                 forward.forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
     except Exception as error:  # whatever a compiler raises is what the command says of this pass
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]

@@ -56,8 +56,8 @@ def _is_deterministic(call):
 
 
 def _lacks_on_hopper(call, need, kernel):
-    """What keeps a kernel of `run.backward_on_hopper` from a call, wherever its tensors lie."""
-    lacks = hopper.backward_limits(call)
+    """What keeps a kernel of `run.backward_on_hopper` from a call, wherever gradients lie."""
+    lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not all(need[:3]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
     return lacks + (hopper.stored_limits(call) if kernel == "hopper_stored" else [])
@@ -76,9 +76,7 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
         return [str(why)]
     if not tuned.prefers_hopper(kernel, call, device):
         return [SLOWER]
-    if run.form_on_hopper(kernel, call) is None:
-        return [str(run.none_is_right(kernel, device))]
-    return ["the heads whose gradients of scores fit its memory bound are too few to fill this GPU"]
+    return [str(run.none_is_right(kernel, device))]
 
 
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
@@ -272,6 +270,8 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     there = [call.query, call.key, call.value, grad_out, *(x for x in grads[:3] if x is not None)]
     reachable = grad_weights is None and hopper.reachable(*there)
     names = passes(call, [x is not None for x in grads], backend, reachable)
+    special = next((name for name in names if name in tiles.ON_HOPPER), None)
+    call = call if special is None else hopper.bounded(call)
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
@@ -282,7 +282,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     summed = where == "rows", grad_slopes is not None, grad_sinks is not None
     by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
-    query_sums, special = None, next((name for name in names if name in tiles.ON_HOPPER), None)
+    query_sums = None
     taken = None if special is None else run.form_on_hopper(special, call)
     if "postprocess" in names and taken is not None:
         query_sums = hopper.new_sums(call, stats, taken)

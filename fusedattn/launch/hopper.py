@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.form import Call
+from ..call.form import Call, diagonal
 from ..kernels.vocabulary.tiles import width
 from ..private import holds
 from . import arguments as kernel_arguments, tiles
@@ -61,7 +61,12 @@ def reasons(call: Call) -> list[str]:
     """Why a call cannot take the kernel, whatever the machine; empty if it can."""
     if missing is not None:
         return [missing]
-    lacks = limits(call)
+    return limits(call) + unreachable(call)
+
+
+def unreachable(call: Call) -> list[str]:
+    """Say which of query, key and value the copy engine cannot read."""
+    lacks = []
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
         if not kernel_arguments.strided(tensor):
@@ -99,8 +104,17 @@ def is_descriptor(value) -> bool:
     return isinstance(value, _DESCRIPTORS)
 
 
+def bounded(call: Call) -> Call:
+    """Return a call without the bounds of its window that hide nothing, so that its blocks are dealt as they are."""
+    rows, keys, level = call.query.shape[2], call.key.shape[2], diagonal(call)
+    left = None if call.left is None or call.left >= level + rows - 1 else call.left
+    right = None if call.right is None or call.right + level >= keys - 1 else call.right
+    return call._replace(left=left, right=right)
+
+
 def band_of(call: Call) -> str:
     """Name what a call is to these kernels: "full", "causal" if one side is bounded, or "window"."""
+    call = bounded(call)
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
 
@@ -288,7 +302,7 @@ def stored_fill(call: Call, multiprocessors: int) -> bool:
     Under a band programs are unequal, so it takes twice as many.
     """
     (form,) = tiles.BACKWARDS["hopper_stored"][256]
-    heads, alike = heads_at_a_time(call), call.left is None and call.right is None
+    heads, alike = heads_at_a_time(call), band_of(call) == "full"
     if heads == call.key.shape[0] * call.key.shape[1]:
         return True
     return heads * cdiv(call.key.shape[2], form.keys) >= (0.95 if alike else 1.9) * multiprocessors

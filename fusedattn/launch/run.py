@@ -193,7 +193,7 @@ def backward_on_hopper(call, ordered):
     both, device = ["hopper_bwd_256", "hopper_stored"], device_of(call.query)
     if hopper.stored_limits(call):
         both.pop()
-    elif tuned.prefers_stored(call, device) and stored_fills(call):
+    elif tuned.prefers_stored(call, device) and hopper.stored_fill(call, multiprocessors(device)):
         both.reverse()
     return next((name for name in both if _is_fine(name, call, device)), both[0])
 
@@ -204,20 +204,22 @@ def _is_fine(name, call, device):
 
 
 def _right_form(name, call, device):
-    _, dtype, width, _ = tuned.place(name, call.query.dtype, widest(call))
+    where = tuned.place(name, call.query.dtype, widest(call))
     length = min(call.query.shape[2], call.key.shape[2])
-    forms = tile_table.forms_on_hopper(name, width, length, hopper.band_of(call))
-    return tuned.of(device).on_hopper(name, dtype, width, forms)
-
-
-def stored_fills(call):
-    """Whether a GPU is busy with the backward that stores gradients of scores, of as many heads as it has room for."""
-    return hopper.stored_fill(call, multiprocessors(device_of(call.query)))
+    choices = tuned.of(device)
+    ranked, wrong = choices.right.get(where, ()), choices.wrong.get(where, ())
+    forms = tile_table.forms_on_hopper(name, where[2], length, hopper.band_of(call), ranked)
+    return next((form for form in forms if form not in wrong), None)
 
 
 def form_on_hopper(name, call):
     """How a kernel for Hopper works on a call; None if every way is known to be wrong."""
     return _right_form(name, call, device_of(call.query))
+
+
+def is_default(name, call, device):
+    """Return whether a kernel for Hopper takes calls that name no backend on a device: interpreted it does not."""
+    return capability(device) == 90 and tuned.prefers_hopper(name, call, device)
 
 
 def is_to_take(name, call, backend):
@@ -226,9 +228,7 @@ def is_to_take(name, call, backend):
     if call.named:
         wanted = backend == "hopper"
     else:
-        wanted = capability(device) == 90 and tuned.prefers_hopper(name, call, device)  # interpreted only when named
-        wanted = wanted and failures.known((name, device)) is None
-        wanted = wanted and (name != "hopper_stored" or stored_fills(call))
+        wanted = is_default(name, call, device) and failures.known((name, device)) is None
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 

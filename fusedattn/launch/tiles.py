@@ -402,18 +402,20 @@ def candidates(kernel, capability, itemsize, width, load="plain"):
     return (*known, *CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ()))
 
 
-def forms_on_hopper(kernel, width, length, band):
+def forms_on_hopper(kernel, width, length, band, ranked=()):
     """Return the forms of a kernel for Hopper, best first.
 
     Args:
         width: the wider of D and Dv, as `row_width` has it. length: the fewer of rows and keys.
         band: what a call is, "full", "causal" (one side is bounded) or "window".
+        ranked: those of a tuning file, the fastest first. Their times are of several lengths together, so the form of
+            long calls comes last in others.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))
-    if long not in forms or length < least.get(band, math.inf):
-        return forms
-    return long, *(form for form in forms if form != long)
+    is_long = length >= least.get(band, math.inf)
+    first = [form for form in forms if form == long and is_long]
+    return sorted(dict.fromkeys((*ranked, *first, *forms)), key=lambda form: form == long and not is_long)
 
 
 def decoder(rows):

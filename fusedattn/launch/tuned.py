@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,12 +94,6 @@ class Choices(NamedTuple):
         """Tiles to try: those found right, the fastest first; then a table's that are not known to be wrong."""
         first, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*first, *(tile for tile in table if same(tile) not in (*first, *wrong)))
-
-    def on_hopper(self, kernel: str, dtype: str, width: int, table: Sequence[Any]) -> Any:
-        """Return the form of a kernel for Hopper: the fastest one, else the first of a table that is not wrong."""
-        place = kernel, dtype, width, "plain"
-        known = [one for one in table if one not in self.wrong.get(place, ())]
-        return next(iter((*self.right.get(place, ()), *known)), None)
 
 
 NOTHING = Choices({}, {})

@@ -57,6 +57,18 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
     assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
 
 
+@compiled
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_other_gpus_have_no_kernels_for_hopper(capability, tmp_path):
+    from ..offline import absent
+
+    with absent.gpu(
+        capability, stages=None, folder=str(tmp_path)
+    ):  # to the machine's code, where others end the process
+        done = warmup.compile_pass(CASE._replace(Sq=64, Sk=64), "inference", torch.device("cpu"))
+    assert done.why == "" and done.kernels == 1 and kernels(tmp_path) == ["forward.json"]
+
+
 _PROCESS = """
 import sys
 import torch

@@ -102,7 +102,15 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
 
 @pytest.mark.parametrize(
     "length, options, warpgroups",
-    [(2048, {}, 3), (2047, {}, 2), (8192, CAUSAL, 3), (8191, CAUSAL, 2), (8192, dict(window=(512, 512)), 2)],
+    [
+        *((2048, {}, 3), (2047, {}, 2), (8192, CAUSAL, 3), (8191, CAUSAL, 2), (8192, dict(window=(512, 512)), 2)),
+        # A bound that hides nothing is none.
+        *(
+            (2048, dict(window=(2047, 2047)), 3),
+            (2048, dict(window=(2046, 2047)), 2),
+            (8192, dict(window=(8191, 0)), 3),
+        ),
+    ],
     ids=str,
 )
 def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):

@@ -82,7 +82,31 @@ def test_the_fastest_that_passed_is_first_and_what_failed_is_not_taken():
     assert chosen.slower == {("hopper", "bfloat16", 128, False)}
     assert chosen.two_passes == {("bfloat16", 128, "plain")}
     for width, first in ((128, GRID), (64, table.HOPPER[64][0])):
-        assert chosen.on_hopper("hopper", "bfloat16", width, table.HOPPER[width]) == first
+        assert on_hopper(chosen, width) == first
+
+
+def on_hopper(chosen, dim, rows=300, causal=True):
+    """The form that a forward takes on compute capability 9.0, by these choices."""
+    x = torch.empty(1, 2, rows, dim, dtype=torch.bfloat16, device="meta")
+    tuned.ask(chosen)
+    try:
+        return fa.explain(x, x, x, causal=causal, capability=(9, 0)).tiles.get("hopper")
+    finally:
+        tuned.ask(None)
+
+
+def test_the_form_of_long_calls_is_not_that_of_short_ones_though_the_sum_of_their_times_says_so():
+    long, (short, *_) = table.HOPPER_LONG[64][1], table.HOPPER[64]
+    timed = [
+        Candidate("hopper", "bfloat16", 64, "plain", form, ms=dict(all=ms)) for form, ms in ((long, 1), (short, 2))
+    ]
+    assert on_hopper(choose(timed), 64) == on_hopper(choose(timed), 64, 2047, False) == short
+    assert on_hopper(choose(timed), 64, 2048, False) == on_hopper(choose(timed), 64, 8192) == long
+    slower = choose([one._replace(ms=dict(all=4 - one.ms["all"] * 2)) for one in timed])
+    assert on_hopper(slower, 64, 2048, False) == short, "a file comes before the table"
+    wrong = [timed[0]._replace(status="wrong", form=form) for form in table.HOPPER[64] if form != long]
+    alone = choose([timed[0], *wrong])
+    assert on_hopper(alone, 64) == long, "all others are wrong"
 
 
 def backwards(special=1.0, ordered=2.5, one_pass=2.0, two_passes=3.0):
@@ -120,7 +144,7 @@ def test_of_wide_heads_the_faster_backward_for_hopper_is_taken(monkeypatch):
     assert slower.adding == {("bfloat16", 256, True)} and not slower.slower
     monkeypatch.setattr(run, "capability", lambda device: 90)
     bound = call(dim=256, dv=200, dtype=torch.bfloat16)._replace(right=0, named=False)
-    bound = bound._replace(**{x: getattr(bound, x).expand(3, -1, -1, -1) for x in ("query", "key", "value")})
+    bound = bound._replace(**{x: getattr(bound, x).repeat(3, 1, 1, 1) for x in ("query", "key", "value")})
     try:
         for some, ordered, scores, number, failing, name in (
             (made(), False, 2**29, 1, None, "hopper_stored"),
@@ -143,12 +167,9 @@ def test_of_wide_heads_the_faster_backward_for_hopper_is_taken(monkeypatch):
                 assert run.is_to_take(name, bound, "triton")
         monkeypatch.setattr(run, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(table, "SCORES_BYTES", 2**17)
-        assert not run.is_to_take("hopper_stored", bound, "triton"), "of so few heads two passes are faster"
-        tuned.ask(choose(made(stores=2.5)))
-        with asking(deterministic=True):
-            asked = bound._replace(deterministic=True)
-            (said,) = backward.reasons_not_on_hopper(asked, [True] * 3 + [False] * 3, "triton")
-        assert "too few to fill this GPU" in said
+        assert run.backward_on_hopper(bound, False) == "hopper_bwd_256", "of so few heads it is faster"
+        asked = bound._replace(deterministic=True)
+        assert "hopper_stored" in backward.passes(asked, [True] * 3 + [False] * 3)
     finally:
         tuned.ask(None)
 
@@ -242,7 +263,7 @@ def test_where_one_pass_is_wrong_two_are_taken_and_where_all_pipelines_are_none_
     ]
     chosen = choose(wrong)
     assert chosen.two_passes == {("float16", 64, "plain")}
-    assert chosen.on_hopper("hopper", "bfloat16", 128, table.HOPPER[128]) is None
+    assert on_hopper(chosen, 128) is None
 
 
 def test_a_file_of_this_machine_counts(files):
