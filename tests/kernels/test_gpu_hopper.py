@@ -98,11 +98,11 @@ def check_forward(case, device):
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=NAMES)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch, poison):
-    """More blocks of rows than there are multiprocessors; where these are alike, all by one and by seven programs."""
+    """More blocks of rows than there are multiprocessors, and all of them by one and by seven programs."""
     take(taken, monkeypatch)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
-    for count in (1, 7) if not band else ():
+    for count in (1, 7):
         monkeypatch.setattr(run, "multiprocessors", lambda device, count=count: count)
         cache.forget()
         check(Case("pipelines", **sizes | dict(B=2), dtype=HALF[len(band)], **band), cuda)
