@@ -279,7 +279,8 @@ def explain(
 
     Args:
         capability: compute capability of an NVIDIA GPU, (9, 0) for an H100 or H200. The answer is for such a GPU,
-            without a tuning file, wherever the tensors are. By default it is for the device of the tensors.
+            without a tuning file, wherever the tensors are; it needs Triton. By default it is for the device of the
+            tensors.
         Other arguments are those of `fusedattn.attention`.
     Raises: what `fusedattn.attention` raises for wrong arguments; ValueError for a capability that is no pair of two
         small numbers.
