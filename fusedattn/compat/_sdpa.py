@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ..api import attention
 from ..call.form import CAST, autocast_dtype, autocasting
-from ..call.layout import broadcasts, divides, irregular, is_shape, is_size
+from ..call.layout import broadcasts, divides, irregular, is_size
 from ..call.overrides import overridable
 from ..call.rules import check_flags, check_strided, check_tensors, fail
 from ..private import holds
@@ -101,7 +101,9 @@ def scaled_dot_product_attention(
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     out = out[..., :0] if empty else out
     kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
-    if kept and (enable_gqa or all(is_shape(x.shape[:2], query.shape[:2]) for x in (key, value))):
+    # Not by is_shape, which has torch check at run time that sizes are alike.
+    leads = (zip(x.shape[:2], query.shape[:2], strict=True) for x in (key, value))
+    if kept and (enable_gqa or all(holds(a == b, False) for pairs in leads for a, b in pairs)):
         return out
     return out.contiguous().view(*leading, *out.shape[2:])
 

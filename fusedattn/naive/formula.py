@@ -75,6 +75,7 @@ def formula(
     sinks=None,
     factor=None,
     products=FEWEST_COPIES,
+    alone=False,
 ):
     """(output, lse or None, weights) by the definition, every step in the dtype of the inputs.
 
@@ -86,18 +87,19 @@ def formula(
             None says that there is none.
         added: tensors that broadcast to (B, Hq, Sq, Sk), added to the scores one after the other.
         sinks: (1 or B, Hq), what each head attends to besides the keys. factor: multiplies weights, as dropout does.
-        products: how scores and output are multiplied.
+        products: how scores and output are multiplied. alone: no transform, mode or graph sees this, so what nothing
+            keeps for a gradient is written over. To get new memory takes as long as a softmax.
     Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
     """
     multiply, add_up = products
     scores = scored(multiply(query, key, scale), softcap, added)
-    weights, lse, _ = softmax(scores, need_lse, visible, empty, limits=limits, sinks=sinks)
+    weights, lse, _ = softmax(scores, need_lse, visible, empty, limits=limits, sinks=sinks, alone=alone)
     if factor is not None:
-        weights = weights * factor
+        weights = weights.mul_(factor) if alone and not weights.requires_grad else weights * factor
     return add_up(weights, value), lse, weights
 
 
-def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None):
+def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None, alone=False):
     """(weights, lse or None, weights of the sinks or None), (B, Hq, Sq, Sk), (B, Hq, Sq) and (B, Hq, Sq, 1).
 
     The other arguments are those of `formula`.
@@ -113,7 +115,8 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     if empty is not None:
         # A row of -inf would be NaN in the softmax and in its gradient: such a row is computed as zeros, then dropped.
         scores = scores.masked_fill(empty, 0.0)
-    weights = scores.softmax(-1)
+    alone = alone and not (need_lse or scores.requires_grad)
+    weights = torch.softmax(scores, -1, out=scores) if alone else scores.softmax(-1)
     lse = _logsumexp(scores) if need_lse else None
     of_sinks = None
     if empty is not None:
@@ -178,6 +181,7 @@ def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple
         sinks=call.sinks,
         factor=pairs.factor(call, part.planes, block),
         products=products,
+        alone=readable(call),
         **hiding(call, block),
     )
 

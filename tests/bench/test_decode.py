@@ -1,13 +1,13 @@
 """The question of decoding: what it measures, whether it finds what is wrong, and what it says."""
 
 import pytest
-import torch
 from fusedattn.bench import calls, cases, cost, providers
 from fusedattn.bench.dev import questions
 from fusedattn.bench.dev.questions import QUESTIONS
 
 import fusedattn as fa
 
+from ..close import assert_like
 from .test_bench import made
 from .test_questions import ask
 
@@ -25,8 +25,7 @@ def test_a_run_without_a_gpu(at_once, tmp_path, capsys):
 def test_a_cache_and_pages_hold_the_same_keys(page):
     for case in cases.TINY_DECODE:
         tensors = case.draw("cpu")
-        got = providers.cached(page, case, tensors)(*tensors.inputs)
-        torch.testing.assert_close(got, fa.reference.attention(*tensors.inputs))
+        assert_like(providers.cached(page, case, tensors)(*tensors.inputs), fa.reference.eager, *tensors.inputs)
     with pytest.raises(calls.Unsupported, match="without options"):
         providers.cached(page, case._replace(options="softcap=3"), tensors)
     if page is not None:

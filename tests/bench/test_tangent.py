@@ -74,5 +74,5 @@ def test_what_is_timed_alone_is_what_jvp_gives():
     with torch.no_grad():
         (alone,) = workload.setup(tangent.ALONE).run()
         _, both = workload.setup("fusedattn").run()
-    torch.testing.assert_close(alone, both)
+    assert torch.equal(alone, both)
     assert fa.explain(*workload.tensors[:3], causal=True).backend == "cpu"

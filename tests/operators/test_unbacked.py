@@ -84,6 +84,10 @@ for backend in (None, "naive", "triton"):
 CASES |= {
     "sdpa": (lambda *x: drop_in.scaled_dot_product_attention(*x, is_causal=True), dense()),
     "sdpa mask": (drop_in.scaled_dot_product_attention, [*dense(), (mask(B, 1, S, S), (0, 2, 3))]),
+    "sdpa, one batch of keys": (
+        drop_in.scaled_dot_product_attention,
+        [(draw(B, H, S, D), (0, 2)), *((draw(1, H, S, D), (2,)) for _ in range(2)), (mask(1, 1, S, S), (2, 3))],
+    ),
     "sdpa groups": (
         lambda *x: drop_in.scaled_dot_product_attention(*x, enable_gqa=True),
         [(draw(B, heads, S, D), (0, 2)) for heads in (H, 2, 2)],
