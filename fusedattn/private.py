@@ -66,6 +66,8 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 def holds(condition: Any, otherwise: bool) -> bool:
     """Return a condition on sizes; `otherwise` if it depends on data that a compiler does not know."""
+    if condition is True or condition is False:  # of numbers, which this is asked of some thirty times a call
+        return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # imports sympy
