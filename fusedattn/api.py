@@ -113,10 +113,10 @@ def attention_varlen(
             cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1]. From 0 to Tq and Tk, never falling;
             a sequence may have no rows, or no keys. On a GPU nobody looks: offsets that are wrong give results that
             are, but nothing is read or written outside of the tensors.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or more. What needs them is mask, bias, key_mask and
-            return_weights, and the naive path: without, the host then waits for the GPU to say. A graph that is
-            compiled whole raises without, but for the naive path. Of longer sequences than they say, on a GPU, the rest
-            is left out where these are needed.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or more. mask, bias, key_mask, return_weights and the naive
+            path need them. If they are missing, the host reads the lengths, and waits for the GPU to do so; a call that
+            is compiled with fullgraph=True then raises, unless it takes the naive path. On a GPU, calls that need them
+            leave out the rows of a sequence past the longest length.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan is of a mask alone.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`, incoming gradients
             included.

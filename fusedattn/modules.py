@@ -161,7 +161,7 @@ class MultiHeadAttention(nn.Module):
             is the shard of this rank, and masks and bias are as its method takes them. An attribute of the same name
             may be set later.
     Tensor parallelism: `parallelize_module` of torch with ColwiseParallel for q_proj, k_proj and v_proj and
-        RowwiseParallel for out_proj. Each process computes num_heads / size heads; weights, masks and bias have these.
+        RowwiseParallel for out_proj. Each process has num_heads / size heads; so do masks, bias and weights.
     Raises: ValueError, TypeError for sizes and options that do not fit.
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """

@@ -195,8 +195,8 @@ is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabl
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
 # Without it torch.compile does not take tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
-# Modules of classes whose __torch_function__ we know: causal biases, jagged tensors, and parameters without sizes, of
-# which our own errors are clearer. Another class answers itself.
+# Modules of classes whose __torch_function__ is not asked: causal biases and jagged tensors, which we take, and
+# parameters without sizes, where our own error is clearer. Any other class answers itself.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
 # The mode of set_default_device. Without it that mode may not stay first.
 DeviceContext: Any

@@ -37,7 +37,10 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size is an allowed one. If it depends on data, torch checks at run time that it is the last."""
+    """Return whether a size is an allowed one: a question for checks, not for branches.
+
+    A size that depends on data is taken to be the last of `allowed`; a compiled program checks that when it runs.
+    """
     for one in allowed:  # loops, not any() or all(): a compiler traces them in a third of the steps
         if holds(size == one, False):
             return True
@@ -72,7 +75,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether a stride is smaller. If that depends on data, a divisor is smaller."""
+    """Return whether a stride is smaller than another. If that depends on data: whether it divides the other."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)

@@ -107,7 +107,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
             keys; none is fine. max_seqlen_q, max_seqlen_k: the longest lengths, or more.
         block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
-            and a copy of the keys is packed; gradients reach the pages, which flash-attn has none for.
+            and a copy of the keys is packed. Pages get gradients; in flash-attn they get none.
     Returns: output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
     """
     if block_table is not None:

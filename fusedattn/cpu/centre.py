@@ -46,10 +46,10 @@ def in_groups(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """(what a backward takes of an output, the centre); kept: the output of values less the centre.
+    """Return (what a backward takes of an output, the centre).
 
-    Rounded less the centre, outputs that are much smaller than it are spoiled, as where rows see few of the keys, whose
-    values are small. Where most rows of a head are such, its centre is 0.
+    kept is the output of values less the centre. An output that is much smaller than the centre loses its digits there:
+    so it is in rows that see few keys, with small values. If most rows of a head are such, the head's centre is 0.
     """
     small = _mostly_small(out, lse != -INFINITE, common)
     return torch.where(to_heads(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)

@@ -96,7 +96,7 @@ def _wide(call: Call) -> Call:
 def offset(call: Call) -> float:
     """Return the offset subtracted from scores: the lse of scores of variance 1.
 
-    Of a call it is that of its `_wide`, and of the one into which vmap folds such calls.
+    It is the same for a call, for its `_wide`, and for the one call that vmap makes of many.
     """
     seen = longest = call.key.shape[2]
     if call.cu_seqlens_k is not None:

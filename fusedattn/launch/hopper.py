@@ -119,7 +119,7 @@ def band_of(call: Call) -> str:
 
 
 def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
-    """Return how many programs take the blocks of rows: they share them, if there are fewer."""
+    """Return how many programs are launched. If they are fewer than the blocks of rows, each takes several."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, band, keys = cdiv(rows, taken.rows) * batch * heads, band_of(call), call.key.shape[2]
     if call.left is not None and call.right is not None:
@@ -297,9 +297,9 @@ def heads_at_a_time(call: Call) -> int:
 
 
 def stored_fill(call: Call, multiprocessors: int) -> bool:
-    """Return whether the heads stored at a time are all heads, or have programs for nearly all multiprocessors.
+    """Return whether the heads stored at a time keep the GPU busy: all heads do.
 
-    Under a band programs are unequal, so it takes twice as many.
+    Otherwise they need a program for 95 of 100 multiprocessors; under a band, where programs are unequal, two.
     """
     (form,) = tiles.BACKWARDS["hopper_stored"][256]
     heads, alike = heads_at_a_time(call), band_of(call) == "full"

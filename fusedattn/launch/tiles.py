@@ -84,11 +84,11 @@ L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their
 # an H200 the backward takes 1.25 times as long without at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
 
-# The most keys that a row may see where programs share blocks of rows, by width, in full calls and under a band. With
-# more, one block a program is as fast or faster: an H200, by 0.98 to 1.04 (bench/NOTES.md).
+# By width: programs take several blocks of rows each if a row sees at most so many keys, in full calls and with a band.
+# With more keys, one block a program was as fast or faster on an H200, by 0.98 to 1.04 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
-# Programs share pairs of blocks where the last round of pairs leaves few of them idle, at most a tenth.
+# Programs take pairs of blocks if at least this share of them has a pair in the last round.
 SHARED_PAIRS = 0.9
 
 # By width: the first is taken, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.

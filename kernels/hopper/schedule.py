@@ -9,11 +9,11 @@ from ..vocabulary import span
 
 
 class Schedule(NamedTuple):
-    """Blocks of rows of so many planes, ordered so that the longest come first, in sections of planes.
+    """The order of blocks of rows: the longest first.
 
-    The keys and values of a section are few enough to stay in L2 while its blocks are worked on. paired is 1 where two
-    blocks are dealt at once, a long one and a short one of neighbouring planes, of which there are an even number, and
-    0 elsewhere. Under a causal mask all such pairs are equally long.
+    blocks: how many a plane has. planes: how many there are. section: planes whose keys and values stay in L2 together;
+    one section is done before the next. paired: 1 if two blocks are dealt together, a long one of a plane and a short
+    one of the next; then planes is even, and under a causal mask with as many keys as rows all pairs are equally long.
     """
 
     blocks: tl.tensor
@@ -24,16 +24,16 @@ class Schedule(NamedTuple):
 
 @triton.jit
 def _at(n, program, programs):
-    """Where in the order the n-th block of a program stands: they are dealt back and forth.
+    """Return the place in the order of the n-th block of a program.
 
-    So the blocks of each come to nearly the same length, though they shrink from one deal to the next.
+    Blocks are dealt back and forth, so that programs get nearly the same length in all, though blocks get shorter.
     """
     return n * programs + program + (n % 2) * (programs - 1 - 2 * program)
 
 
 @triton.jit
 def share(schedule, program, programs):
-    """How many blocks a program takes."""
+    """Return how many blocks a program takes."""
     total = schedule.blocks * schedule.planes >> schedule.paired
     whole = total // programs
     return whole + (_at(whole, program, programs) < total).to(tl.int32) << schedule.paired
@@ -41,7 +41,7 @@ def share(schedule, program, programs):
 
 @triton.jit
 def take(schedule, n, program, programs, heads, BLOCK: tl.constexpr, first_plane=0):
-    """(first row, Plane) of the n-th block of a program, of planes from first_plane on."""
+    """Return (first row, Plane) of the n-th block of a program, of planes from first_plane on."""
     paired, is_second = schedule.paired, n & schedule.paired
     at = _at(n >> paired, program, programs)
     section = tl.maximum(schedule.section >> paired, 1)
