@@ -11,7 +11,6 @@ from fusedattn.bench import cases, rows
 import fusedattn
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
-PACKAGES = ("fusedattn", "F.scaled_dot_product_attention", "FlexAttention", "flash-attn")
 # What the options of a row in cpu.csv mean; of those that are not here a table says what the CSV has.
 SAID = {
     "keys=0.5": "half of the keys are padding (`key_mask`)",
@@ -45,14 +44,6 @@ def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
     """A table in Markdown; what is a bar in a cell stays one."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def features() -> str:
-    """Which package has what, from features.csv."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in _read("features.csv"):
-        cells.setdefault(row["feature"], {})[row["package"]] = row["cell"]
-    return table(("feature", *PACKAGES), ([name, *(x[package] for package in PACKAGES)] for name, x in cells.items()))
 
 
 def cpu_lengths() -> str:
@@ -104,29 +95,19 @@ def cpu_machine() -> str:
     )
 
 
-def gpu_pairs() -> list[tuple]:
-    """((mode, D, causal, S), case, row of ours, row of cuDNN) of full and causal calls on an H200, a pair of one run.
-
-    Of each case of `cases.HOPPER`, the last run that has both.
-    """
+def gpu_speeds() -> str:
+    """Return full and causal calls on an H200 beside cuDNN: of each case the last run that has both."""
     found = {}
     for times in _runs("h200.csv"):
         for (mode, case), by_name in times.items():
             ours, theirs = by_name.get("fusedattn:hopper"), by_name.get("sdpa:cudnn")
             if ours is not None and theirs is not None and case in cases.HOPPER:
-                found[mode, case.D, case.causal, case.Sq] = case, ours, theirs
-    return sorted((place, *rest) for place, rest in found.items())
-
-
-def gpu_speeds() -> str:
-    """Full and causal calls on an H200, beside cuDNN in the same run."""
-    lines = []
-    for (mode, *_), case, ours, theirs in sorted(gpu_pairs(), key=lambda each: each[0][0] != "forward"):
-        size = f"{case.B}, {case.Hq}, {case.Sq}, {case.D}"
-        speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
-        lines.append((_mode(mode), size, _yes(case.causal), *speeds))
+                size = f"{case.B}, {case.Hq}, {case.Sq}, {case.D}"
+                speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
+                place = mode != "forward", mode, case.D, case.causal, case.Sq
+                found[place] = _mode(mode), size, _yes(case.causal), *speeds
     head = "computed", "B, H, S, D", "causal", "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
-    return table(head, lines)
+    return table(head, [found[place] for place in sorted(found)])
 
 
 def gpu_others() -> str:
@@ -235,7 +216,7 @@ def _mode(mode: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(features, cpu_lengths, cpu_options, cpu_tangents, cpu_machine),
+        *(cpu_lengths, cpu_options, cpu_tangents, cpu_machine),
         *(gpu_speeds, gpu_others, gpu_machine, choices, versions),
     )
 }
