@@ -40,7 +40,7 @@ LAUNCH = ["tests/replay/test_launch_path.py", "tests/launch/test_failures.py"]
 COVER = [f"tests/kernels/test_{name}.py" for name in ("options", "kernels", "contract", "cached")]
 # By one Triton: (the name in the table, the command, whether kernels are interpreted).
 BY_TRITON = (
-    ("compile", [sys.executable, "-m", "tests.offline.compile", "--differences"], False),
+    ("compile", [sys.executable, "-m", "tests.offline.compile"], False),
     ("launch", [*TESTS, *LAUNCH], False),
     ("interpreter", [*TESTS, *COVER], True),
 )

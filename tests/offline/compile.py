@@ -3,7 +3,6 @@
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
 python -m tests.offline.compile --few    # one of each kernel for each GPU, and of each option, as `make test` does
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
-python -m tests.offline.compile --differences    # by another Triton: its part of bench/results/kernels-versions.md
 
 Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it, unless it was before and nothing
 that it is compiled from has changed (`kept`). The exit status is 1 if one of them breaks a rule of `faults`. That what
@@ -16,7 +15,6 @@ import itertools
 import pathlib
 import sys
 import time
-from typing import NamedTuple
 
 import triton
 
@@ -27,23 +25,15 @@ from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Ro
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "kernels.md"
-VERSIONS = ROOT / "bench" / "results" / "kernels-versions.md"
-VERSIONS_HEADING = """\
-# What other versions of Triton make of the kernels
-
-Where they differ from what the version of [kernels.md](kernels.md) makes: rows that spill more than their tile may, and
-kernels for Hopper whose loop is over 5% longer or shorter. `spills` are bytes that a thread stores, `loops`
-instructions of one step of each main loop. `make compile TRITON=3.9.0` allows what is said here of that version and no
-more; with `ARGS=--differences` it writes here what it finds. **Nothing here was measured.**
-"""
-
 # What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
 # together it may also wait for each wgmma in turn, and one pass, which has all that the two have, spill more. What is
 # packed has addresses to keep, and a bias over keys a sum for each: dk/dv at D 256 spills 16 bytes more than it may
 # without, and 16 again by Triton 3.6.
 EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
 EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed all": 1320, "bias keys": 256}
-# How far a loop of the kernel for Hopper may be from its line in the committed table, by either version of Triton.
+# Bytes that a row may spill by another Triton than that of the committed table. 3.6, 3.8 and 3.9 spill up to 2260.
+SPILLS_BY_OTHERS = 2304
+# How far a loop of the kernel for Hopper may be from its line in the committed table.
 DRIFT = 0.05
 PRODUCTS = ("wgmma", "mma", "tcgen05")  # what multiplies on tensor cores: from 9.0, on all, from 10.0
 
@@ -52,49 +42,17 @@ HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + 
 )
 
 
-class Noted(NamedTuple):
-    """What another version of Triton is known to make of a row."""
-
-    spills: int
-    loops: tuple[int, ...]
-
-
-def noted(version):
-    """{a Row as text: Noted} of a version of Triton, as VERSIONS has it."""
-    found, of = {}, None
-    for line in VERSIONS.read_text().splitlines() if VERSIONS.exists() else ():
-        if line.startswith("triton "):
-            of = line.removeprefix("triton ").rstrip(":")
-        elif line.startswith("    ") and of == version:
-            row, _, counts = line.strip().partition(" spills ")
-            spills, _, *loops = counts.split()
-            found[row.rstrip()] = Noted(int(spills), tuple(map(int, loops)))
-    return found
-
-
-def write_noted(version, rows, reports):
-    """Put (Row, Report)s that a version is to be noted for into VERSIONS; what it said of other rows stays."""
-    known = {row: x for row, x in noted(version).items() if row not in {str(row).rstrip() for row in rows}}
-    known |= {str(row).rstrip(): Noted(x.spills, tuple(map(len, x.loops))) for row, x in reports}
-    text = VERSIONS.read_text() if VERSIONS.exists() else VERSIONS_HEADING
-    heading, *parts = text.split("\ntriton ")
-    parts = {part.partition(":")[0]: part for part in parts}
-    lines = [f"    {row:80} spills {x.spills} loops {' '.join(map(str, x.loops))}" for row, x in sorted(known.items())]
-    parts[version] = "\n".join([f"{version}:", "", *(line.rstrip() for line in lines), ""])
-    VERSIONS.write_text(heading + "".join(f"\ntriton {parts[name]}" for name in sorted(parts)))
-
-
-def faults(row, report, committed=None, known=None):
-    """What is wrong with a compiled row, in words.
+def faults(row, report, committed=None, other=False):
+    """Yield what is wrong with a compiled row, in words.
 
     Args:
-        committed: `kernels.loops` to compare it with. known: what is `noted` of the version of Triton that compiled it.
+        committed: `kernels.loops` of the table of the same Triton. other: whether another Triton compiled the row.
     """
-    was = (known or {}).get(str(row).rstrip(), Noted(0, ()))
     index, count = row.place
     on_hopper = row.kernel in ON_HOPPER
     extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_SPILLS
-    budget = max(was.spills, 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0))
+    own = 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0)
+    budget = SPILLS_BY_OTHERS if other else own
     if report.spills > budget:
         yield f"spills {report.spills} bytes, of {budget} allowed"
     limit = SHARED[row.capability]
@@ -119,14 +77,10 @@ def faults(row, report, committed=None, known=None):
     if report.disordered:
         yield f"orders operands of mma.sync for narrower loads: {', '.join(report.disordered)}"
     if on_hopper:
-        length = (committed or {}).get(str(row).rstrip())
-        lengths = was.loops or (length,) * len(report.loops)
-        if kernels.differ(row):  # the table has all loops together
-            lengths = (sum(was.loops) or length,)
-        yield from _faults_on_hopper(row, report, lengths)
+        yield from _faults_on_hopper(row, report, (committed or {}).get(str(row).rstrip()))
 
 
-def _faults_on_hopper(row, report, lengths):
+def _faults_on_hopper(row, report, length):
     groups = row.tile.warpgroups
     launched, each, fewer = tile_table.REGISTERS[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
@@ -147,7 +101,7 @@ def _faults_on_hopper(row, report, lengths):
         none = kernels.differ(row) or row.kernel in tile_table.PRODUCTS  # or nothing of the kernel computes any
         if under < exponentials or not (exponentials or none):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
-    for number, (step, length) in enumerate(zip(kernels.steps(row, report), lengths, strict=False)):
+    for number, step in enumerate(kernels.steps(row, report)):
         few = 4 if row.kernel in tile_table.PRODUCTS else 0  # by which warpgroups differ, of loops that are short
         if length is not None and abs(len(step) - length) > max(DRIFT * length, few):
             yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
@@ -313,7 +267,7 @@ def few(rows):
         seen |= found
 
 
-def measure(rows, say=print, read=False, committed=None, known=None, store=None):
+def measure(rows, say=print, read=False, committed=None, other=False, store=None):
     """Compile rows; ({row: faults} of those that have some, the reports, how many were not compiled before)."""
     bad, reports, store = {}, [], store or kept.Kept(read=read)
     before = [store.find(row) for row in rows]
@@ -324,7 +278,7 @@ def measure(rows, say=print, read=False, committed=None, known=None, store=None)
             if report is None:
                 report = next(compiled)._replace(asm={})
                 store.keep(row, report)
-            found = list(faults(row, report, committed, known))
+            found = list(faults(row, report, committed, other))
             if found:
                 bad[row] = found
             reports.append(report)
@@ -338,9 +292,6 @@ def main(arguments=None):
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
     parser.add_argument("--few", action="store_true", help="one of each kernel for each GPU, and of each option")
     parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
-    parser.add_argument(
-        "--differences", action="store_true", help=f"write {VERSIONS.relative_to(ROOT)}, of this Triton"
-    )
     options = parser.parse_args(arguments)
     if options.report and (options.capability or options.filter or options.few):
         parser.error("--report: it writes the whole table, from which no other option can choose")
@@ -353,14 +304,10 @@ def main(arguments=None):
     if options.report:
         rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
-    committed = None if options.report else kernels.loops(TABLE.read_text())
-    known = {} if options.differences else noted(triton.__version__)
-    bad, reports, anew = measure(rows, functools.partial(print, flush=True), options.report, committed, known)
-    if options.differences:
-        measured = list(zip(rows, reports, strict=True))
-        write_noted(triton.__version__, rows, [(row, report) for row, report in measured if row in bad])
-        known = noted(triton.__version__)
-        bad = {row: found for row, report in measured if (found := list(faults(row, report, committed, known)))}
+    text = TABLE.read_text()
+    other = not options.report and f"triton {triton.__version__}:" not in text
+    committed = None if other or options.report else kernels.loops(text)
+    bad, reports, anew = measure(rows, functools.partial(print, flush=True), options.report, committed, other)
     seconds = time.monotonic() - began
     print(
         f"{len(rows)} kernels in {seconds:.0f} s, {len(bad)} over budget; {anew} compiled, {len(rows) - anew} unchanged"

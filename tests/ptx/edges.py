@@ -8,45 +8,16 @@ from unittest import mock
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import hopper, run, tuned
+from fusedattn.launch import run
 
 
-def _dense(
-    rows,
-    keys,
-    window,
-    backend="triton",
-    two_passes=False,
-    spread=1,
-    multiprocessors=132,
-    below=False,
-    back=True,
-    dim=64,
-):
-    """A call, forward and, unless a forward is what is looked at, back.
-
-    Programs share blocks where these differ as well: without a window it is another kernel.
-    """
+def _dense(rows, keys, window, backend="triton", spread=1, multiprocessors=132):
+    """A forward. With few multiprocessors programs of Hopper's kernel compute several blocks each."""
     torch.manual_seed(0)
     sizes = (2, rows), (1, keys), (1, keys)
-    query, key, value = (torch.randn(1, h, n, dim).bfloat16() for h, n in sizes)
-    query *= spread
-    if below:  # every score is far below 0
-        query, key = query.abs(), -key.abs()
-    for x in (query, key, value):
-        x.requires_grad_()
-    torch.use_deterministic_algorithms(two_passes)
-    try:
-        with (
-            mock.patch.object(run, "multiprocessors", lambda device: multiprocessors),
-            mock.patch.object(hopper, "product_programs", lambda call, blocks, count: min(blocks, count)),
-            mock.patch.object(tuned, "prefers_stored", lambda *_: two_passes),
-        ):
-            out, _ = fa.attention(query, key, value, backend=backend, window=window, return_lse=True)
-            if back:
-                torch.autograd.grad(out, (query, key, value), torch.randn_like(out))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    query, key, value = (torch.randn(1, h, n, 64).bfloat16().requires_grad_() for h, n in sizes)
+    with mock.patch.object(run, "multiprocessors", lambda device: multiprocessors):
+        fa.attention(query * spread, key, value, backend=backend, window=window, return_lse=True)
 
 
 def _decoded(lengths, window, rows=2, spread=1):
@@ -110,40 +81,11 @@ _LENGTHS = 0, 1, 2, 3, 64, 65, 127, 129
 _FULL = [(448, 300), (448, 63), (447, 63), (193, 0), (448, 10), (440, 448), (431, 1), (421, 64), (413, 65), (402, 190)]
 _FULL += [(395, 2), (386, 128), (321, 320), (64, 1), (54, 90), (43, 2), (37, 0), (28, 64), (19, 1), (13, 300), (1, 0)]
 CALLS: dict[str, list[Callable]] = {
-    "forward": _attended(back=False),
-    "dkdv": _attended(),
-    "dq": _attended(two_passes=True),
+    "forward": _attended(),
     "decode": _cached(),
     # More blocks of rows than programs, and of keys than stages: each mbarrier has many phases.
     "hopper": [
-        functools.partial(_dense, 700, 600, (700, 600), backend="hopper", multiprocessors=2, back=False),
-        *_attended(backend="hopper", back=False),
-    ],
-    # Keys past the end weigh nothing, though a score of 0 would weigh more there than float32 can hold.
-    "hopper_bwd": [
-        functools.partial(_dense, 700, 300, (700, 600), backend="hopper"),
-        *(
-            functools.partial(_dense, 70, keys, (100, 100), backend="hopper", spread=32, below=True)
-            for keys in (105, 97, 41, 33)
-        ),
+        functools.partial(_dense, 700, 600, (700, 600), backend="hopper", multiprocessors=2),
         *_attended(backend="hopper"),
     ],
-    "hopper_bwd_256": [
-        functools.partial(_dense, 300, 130, (300, 300), backend="hopper", dim=256),
-        functools.partial(_dense, 70, 41, (100, 100), backend="hopper", spread=32, below=True, dim=256),
-        *_attended(backend="hopper", dim=256),
-    ],
-    **dict.fromkeys(
-        ("hopper_stored", "hopper_dk", "hopper_dq"),
-        [
-            functools.partial(_dense, 300, 260, (300, 300), backend="hopper", two_passes=True, dim=256),
-            functools.partial(
-                _dense, 260, 300, (300, 300), backend="hopper", two_passes=True, multiprocessors=1, dim=256
-            ),
-            functools.partial(
-                _dense, 70, 41, (100, 100), backend="hopper", two_passes=True, spread=32, below=True, dim=256
-            ),
-            *_attended(backend="hopper", two_passes=True, dim=256),
-        ],
-    ),
 }

@@ -1,7 +1,7 @@
 """Mistakes that are planted in the sources of kernels: their compiled code shows them.
 
 No kernel has a barrier of its own: Triton places them, and the fence between the output's tile and the copy of it as
-well, so that ours can be left out there. `mutants` leaves out what Triton has placed.
+well, so that ours can be left out there. `test_mutants` leaves out what Triton has placed.
 """
 
 import contextlib
