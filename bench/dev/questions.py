@@ -181,7 +181,6 @@ ASKS = {
     "skipping": "What does skipping blocks save, and how near is it to the ideal?",
     "tangent": "What does a tangent, forward mode, cost beside the output?",
     "cpu": "What does a CPU user get, beside torch's own and the formula?",
-    "launch_path": "What does the host do in one call of the kernels, step by step, without a GPU?",
     "ceilings": "How fast does this machine multiply and copy?",
     "tune": "Which tiles are fastest on this GPU?",
     "sanitize": "Do sanitizers find anything, and has each kernel the same bits a thousand times?",
@@ -371,6 +370,4 @@ def main(arguments=None):
         return ask_cpu(arguments)
     if name == "ceilings":
         return print_ceilings(arguments)
-    # Imported late: some import Triton, and one a stand-in for a GPU, which the tests have.
-    folder = "tests.offline" if name == "launch_path" else "fusedattn.bench.dev"
-    return importlib.import_module(f"{folder}.{name}").main(arguments)
+    return importlib.import_module(f"fusedattn.bench.dev.{name}").main(arguments)  # late: some import Triton

@@ -1,12 +1,11 @@
 """What does skipping blocks save, and how near is it to the ideal?
 
-Half of all tokens padding, a mask of 8 documents, a window of 1024 keys, in 16384 tokens. Without a GPU it counts tiles
-and pairs (tests/offline/skipping.py). On a GPU it times forward and backward, with the masks as they are and with a
-plan of them, beside a call that hides nothing and FlexAttention with the same block mask; and making that plan or mask.
+Half of all tokens padding, a mask of 8 documents, a window of 1024 keys, in 16384 tokens. Times forward and backward,
+with the masks as they are and with a plan of them, beside a call that hides nothing and FlexAttention with the same
+block mask; and making that plan or mask.
 """
 
 import contextlib
-import importlib
 
 import torch
 from fusedattn.bench import cases, engine, peers, report, rows
@@ -58,13 +57,9 @@ def time_all(chosen, writer, machine, options):
 
 
 def main(arguments):
-    words = questions.parser("skipping", "cases", "resume", "budget")
-    words.add_argument("--every-tile", action="store_true", help="count the tiles a GPU may fall back to as well")
-    options = words.parse_args(arguments)
-    chosen = cases.TABLES[options.cases or "skipping"]
-    if torch.device(options.device).type != "cuda":
-        importlib.import_module("tests.offline.skipping").report(chosen, options.every_tile)
-        return 0
+    options = questions.parser("skipping", "cases", "resume", "budget").parse_args(arguments)
+    on_gpu = torch.device(options.device).type == "cuda"
+    chosen = cases.TABLES[options.cases or ("skipping" if on_gpu else "tiny-skipping")]
     writer, machine = questions.opened(options)
     done = time_all(chosen, writer, machine, options)
     print(report.text(writer.rows, more=list(over_dense(writer.rows))))

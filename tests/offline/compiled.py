@@ -98,11 +98,6 @@ class Row(NamedTuple):
         """Warps of a block that walk its loop."""
         return self.tile.warps if isinstance(self.tile, tile_table.Tile) else 4 * self.tile.warpgroups
 
-    @property
-    def warps(self):
-        """Those and the others: one that copies comes with three that sleep."""
-        return self.turning + (0 if isinstance(self.tile, tile_table.Tile) else 4)
-
     def __str__(self):
         tile = f"{self.tile.rows}{'' if self.tile.keys is None else f'x{self.tile.keys}'}"
         words = {"ping_pong": " pp", "tma": " tma"}

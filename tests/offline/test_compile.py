@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.launch import tiles as tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
-from . import bounds, compile as offline, compiled as compiling, hazards, operands, report as kernels, sass
+from . import compile as offline, compiled as compiling, hazards, operands, report as kernels, sass
 
 
 @pytest.mark.matrix  # `make test` compiles a row of each kernel besides
@@ -218,53 +218,6 @@ LOOP = (
 def test_instructions_are_counted_by_kind():
     expected = dict(tensor=8, exp2=2, fma=3, alu=4, load=1, store=1, barrier=3, other=5)
     assert sass.mix(LOOP) == expected and sum(expected.values()) == len(LOOP)
-
-
-def test_the_bound_is_the_busiest_part():
-    found = bounds.bound(LOOP, 90, warps=4)
-    # 64 x 64 x 64 x 2 operations a product; 4096 in a clock
-    assert found.clocks["tensor"] == 2 * 2 * 64**3 / 4096
-    assert found.clocks["issue"] == len(LOOP)  # four warps, four instructions a clock
-    assert found.clocks["exp2"] == 4 * 2 * 2 and found.clocks["fma"] == 4 * (3 + 1) / 4
-    assert found.clocks["alu"] == 4 * 3 / 2  # one of the four multiplies, as fma does
-    operands = 4 * (64 + 64) * 16 * 2 + 4 * 64 * 16 * 2  # the left one of the second product is in registers
-    assert found.clocks["shared"] == (operands + 4 * 2 * 512) / 128
-    assert found.clocks["l2"] == pytest.approx(4 * 512 * 132 / 5120)
-    assert found.limit == "tensor" and found.overlapped == pytest.approx(4096 * 132 * 1.83 / 1e3)
-    assert found.serial == pytest.approx(found.overlapped * 256 / (256 + len(LOOP)))
-    assert bounds.bound(LOOP, 90, 4, useful=0.5).overlapped == pytest.approx(found.overlapped / 2)
-    copied = bounds.bound(LOOP, 90, warps=4, copied=5120).clocks
-    assert copied["l2"] == pytest.approx(found.clocks["l2"] + 132) and copied["shared"] == found.clocks["shared"] + 40
-    slow = bounds.bound((*LOOP, *["MUFU.EX2 R24, R24"] * 128), 90, warps=4)
-    assert slow.limit == "exp2" and slow.clocks["exp2"] == 130 * 4 * 2 > slow.clocks["tensor"]
-
-
-def test_the_bound_knows_the_other_products():
-    tf32 = bounds.bound(("HMMA.1688.F32.TF32 R4, R8, R12, R4",), 80, warps=8).clocks
-    half = bounds.bound(("HMMA.16816.F32 R4, R8, R12, R4",), 80, warps=8).clocks  # fp16 is what has no name
-    assert tf32["tensor"] == 8 * 2 * 2048 / 2048 and half["tensor"] == 8 * 4096 / 2048
-    wide = bounds.bound(("HGMMA.64x128x8.F32.TF32 R4, gdesc[UR4], R4",), 90, warps=4).clocks
-    assert wide["tensor"] == 2 * 2 * 64 * 128 * 8 / 4096 and wide["shared"] == (64 + 128) * 8 * 4 / 128
-    with pytest.raises(ValueError, match="no product"):
-        bounds.bound(("FFMA R2, R2, R3, R4",), 90, warps=4)
-
-
-@pytest.mark.parametrize(
-    "registers, shared, warps, expected",
-    [
-        (255, 163840, 8, 1),
-        (128, 98304, 8, 2),
-        (128, 0, 8, 2),  # 65536 registers are 16 warps of 128
-        (100, 0, 4, 4),  # taken by eights, 104: four warps in each quarter
-        (129, 0, 1, 12),  # three in each
-        (32, 115713, 4, 1),  # two of them and what is reserved are more than 228 KB
-        (32, 115712, 4, 2),
-        (32, 0, 4, 16),
-        (16, 0, 1, 32),
-    ],
-)
-def test_how_many_blocks_a_multiprocessor_holds(registers, shared, warps, expected):
-    assert bounds.blocks(bounds.GPUS[90], registers, shared, warps, compiling.SHARED[90]) == expected
 
 
 def test_another_triton_may_spill_more_and_have_longer_loops():
