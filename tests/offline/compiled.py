@@ -162,7 +162,7 @@ class _Compiler(_Skipped):
 
 
 @contextlib.contextmanager
-def _everything_but_a_gpu(kernels, row, keep):
+def _everything_but_a_gpu(kernels, row):
     """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
     tiles = tile_table.INTERPRETED | {row.kernel: (row.tile,)}
     form, in_gluon = launch.form_on_hopper, row.kernel in ON_HOPPER
@@ -179,8 +179,7 @@ def _everything_but_a_gpu(kernels, row, keep):
             triton.knobs.cache.scope(),
             tempfile.TemporaryDirectory() as folder,
         ):
-            if not keep:
-                triton.knobs.cache.dir = folder
+            triton.knobs.cache.dir = folder
             triton.knobs.compilation.always_compile = True
             triton.knobs.nvidia.dump_ptxas_log = True
             yield
@@ -188,7 +187,7 @@ def _everything_but_a_gpu(kernels, row, keep):
         torch.backends.cuda.matmul.fp32_precision = precision
 
 
-def _call(row, heads):
+def _call(row):
     """Run the operator of a kernel on tensors without data: what launches the kernel is what launches it on a GPU."""
     everything, batch = row.variant in ALL, 1 if "packed" in row.variant else BATCH
     group = 4 if everything else 1
@@ -196,7 +195,7 @@ def _call(row, heads):
     def tensor(heads):
         return torch.empty(batch, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
-    tensors = dict(query=tensor(heads), key=tensor(heads // group), value=tensor(heads // group))
+    tensors = dict(query=tensor(HEADS), key=tensor(HEADS // group), value=tensor(HEADS // group))
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_p")
@@ -253,45 +252,36 @@ def _call_on_cache(row):
         )
 
 
-def compile_row(row, read=False, heads=None):
-    """The Report of a Row.
-
-    Args:
-        read: whether to read the main loop also where that is not a plain row's; it takes half a second.
-        heads: of the calls to come that will find the kernel in Triton's cache. By default it is not kept.
-    """
+def compile_row(row, read=False):
+    """Return the Report of a Row. read: whether to read the loop of any row, not of plain ones alone."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
     compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
-    with _everything_but_a_gpu(kernels, row, heads is not None), contextlib.redirect_stdout(log):
-        _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row, heads or HEADS)
-    seconds, asm = time.monotonic() - began, compiler.compiled.asm
-    found = report(row, asm["ptx"], asm["cubin"], log.getvalue(), compiler.compiled.metadata.shared, seconds, read)
-    return found._replace(disordered=operands.disordered(asm["ttgir"]))
-
-
-def report(row, ptx, cubin, log, shared, seconds, read=False):
-    """The Report of a Row, from its PTX, and what ptxas made and said of it."""
+    with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
+        _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row)
+    seconds, asm, said = time.monotonic() - began, compiler.compiled.asm, log.getvalue()
+    ptx = asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
     read = plain or read or "wgmma.mma_async" in ptx  # to look for what overtakes, in each kernel that has them
-    sass = disassemble(cubin) if read or row.kernel in ON_HOPPER else ""
+    sass = disassemble(asm["cubin"]) if read or row.kernel in ON_HOPPER else ""
     loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
     return Report(
-        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
-        spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
-        shared=shared,
+        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
+        spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)),
+        shared=compiler.compiled.metadata.shared,
         # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
-        serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", log) is not None,
+        serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", said) is not None,
         counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
         loop=min(loops, key=len, default=None),
         seconds=seconds,
-        asm=dict(ptx=ptx, sass=sass, log=log),
+        asm=dict(ptx=ptx, sass=sass, log=said),
         loops=loops,
         asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
         copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
         overtaken=(*hazards.overwritten(sass), *hazards.unfenced(sass), *hazards.given_back(sass)),
         fusible=len(fusing.left(ptx)),
+        disordered=operands.disordered(asm["ttgir"]),
     )
 
 
