@@ -17,7 +17,7 @@ help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## train a small model on real text, check it against the reference, draw what it attends to
-	.venv/bin/fusedattn demo $(ARGS)
+	$(PY) examples/demo.py $(ARGS)
 
 test: FEW := and not matrix and not planted
 test: MATRIX := and not matrix and not planted

@@ -222,9 +222,7 @@ MODULE = [
     _paper(512, 128, False, options="module weights"),
 ]
 
-# Attention inside a model: that of the demo, and one of Hugging Face.
-TINY_DEMO = [Case(12, 4, 4, 64, 64, 32, 32, True, "float32", "model=demo")]
-DEMO = TINY_DEMO + [TINY_DEMO[0]._replace(B=1024, dtype=dtype) for dtype in ("bfloat16", "float32")]
+# Attention inside a model of Hugging Face.
 TINY_MINILM = [Case(4, 12, 12, 64, 64, 32, 32, False, "float32", "model=all-MiniLM-L6-v2")]
 MINILM = [
     TINY_MINILM[0]._replace(B=batch, Sq=length, Sk=length, dtype=dtype)

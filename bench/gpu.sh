@@ -187,7 +187,6 @@ timings small small 25 6
 timings backward_flex backward_forms 50 20 --without sdpa
 timings minilm minilm 30 10
 timings module module 25 8
-timings end_to_end end_to_end 25 8
 fusedattn check 60 2 --dtype bfloat16
 timings peers attention 150 20
 

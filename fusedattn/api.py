@@ -32,6 +32,7 @@ def attention(
 ) -> Tensor | Any:  # fmt: skip
     """softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> fusedattn.attention(query, key, value, causal=True).shape
         torch.Size([2, 8, 128, 64])
@@ -66,14 +67,20 @@ def attention(
         backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. One that is named
             runs or raises.
 
-    Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
-        (output[, lse][, weights]): lse (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk)
-        in query's dtype; both differentiable. A row that sees nothing: 0, -inf (or the sink) and 0.
+    Returns:
+        output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
+        (output, lse, weights) of what is asked for: lse (B, Hq, Sq) float32 (float64 for float64), natural log; weights
+        (B, Hq, Sq, Sk) in query's dtype; both differentiable. A row that sees nothing: 0, -inf (or the sink) and 0.
+
     Derivatives: of query, key, value, bias, slopes and sinks, by autograd, by forward mode and by torch.func, one
-        transform inside the other too. Gradients and tangents are kernels of their own; derivatives of these are the
-        formula's, a block of rows at a time. Under torch.vmap dropout is that of one call with all batches: of n calls
-        each has bits of its own. It is that of each call alone with randomness="same", and where seeds are mapped.
-    Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
+    transform inside the other too. Gradients and tangents are kernels of their own; derivatives of these are the
+    formula's, a block of rows at a time. Under torch.vmap dropout is that of one call with all batches: of n calls each
+    has bits of its own. It is that of each call alone with randomness="same", and where seeds are mapped.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+        NotImplementedError: if the backend named cannot take the call.
+
     Source: FlashAttention-2, arXiv:2307.08691.
     """
     arguments = (
@@ -100,6 +107,7 @@ def attention_varlen(
 ) -> Tensor | Any:  # fmt: skip
     """`attention` within each of n sequences of any lengths, that lie one behind the other: nothing is padded.
 
+    Examples:
         >>> query = key = value = torch.randn(100, 8, 64)
         >>> offsets = torch.tensor([0, 30, 30, 100], dtype=torch.int32)  # 30 rows, none, 70
         >>> fusedattn.attention_varlen(query, key, value, offsets, offsets, causal=True).shape
@@ -125,10 +133,14 @@ def attention_varlen(
         backend: "triton", "cpu" or "naive"; by default the fastest that takes the call. One that is named runs or
             raises.
 
-    Returns: output (Tq, Hq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
-        (output[, lse][, weights]): lse (Hq, Tq) float32 (float64 for float64); weights (Hq, Tq, max_seqlen_k) in
-        query's dtype, 0 past the end of a sequence; both differentiable.
-    Raises: TypeError, ValueError for wrong arguments; NotImplementedError if the backend named cannot take the call.
+    Returns:
+        output (Tq, Hq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple (output,
+        lse, weights) of what is asked for: lse (Hq, Tq) float32 (float64 for float64); weights (Hq, Tq, max_seqlen_k)
+        in query's dtype, 0 past the end of a sequence; both differentiable.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+        NotImplementedError: if the backend named cannot take the call.
     """
     options = (mask, bias, None, None, causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -150,6 +162,7 @@ def attention_decode(
 ) -> Tensor | Any:  # fmt: skip
     """Attention of new queries to caches of keys and values, which may first be extended in place.
 
+    Examples:
         >>> cache, length = torch.zeros(2, 2, 8, 128, 64), torch.zeros(2, dtype=torch.int32)
         >>> query, key, value = torch.randn(2, 8, 1, 64), torch.randn(2, 8, 1, 64), torch.randn(2, 8, 1, 64)
         >>> fusedattn.attention_decode(query, *cache, cache_seqlens=length, new_key=key, new_value=value).shape
@@ -176,7 +189,8 @@ def attention_decode(
             turned key is what the cache keeps. No query may stand before position 0, unless causal or a query_mask
             hides all keys from it.
         rotary_interleaved: whether columns 2n and 2n + 1 are a pair that is turned, or n and n + rotary_dim / 2.
-        mask, bias: broadcast to (B, Hq, Sq, capacity). key_mask: (B, capacity).
+        mask, bias: broadcast to (B, Hq, Sq, capacity).
+        key_mask: (B, capacity).
         causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last
             key, the new ones included, with "top_left" the first with the first.
         return_weights: also return the weights (B, Hq, Sq, capacity). They are computed naively, from a copy of caches
@@ -188,10 +202,14 @@ def attention_decode(
     pool for some that are; a new key past the capacity or in no page is dropped; a position outside of the angles takes
     the nearest. So a CUDA graph of a call replays with other lengths and pages.
 
-    Returns: output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
-        (output[, lse][, weights]), as `attention` has them.
-    Raises: TypeError, ValueError for wrong arguments, also for one that requires a gradient in grad mode;
-        NotImplementedError if the backend named cannot take the call.
+    Returns:
+        output (B, Hq, Sq, Dv) in query's dtype and order of dimensions; with return_lse or return_weights a tuple
+        (output, lse, weights) of what is asked for, as `attention` has them.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments, also for one that requires a gradient in grad mode.
+        NotImplementedError: if the backend named cannot take the call.
+
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
     """
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
@@ -203,6 +221,7 @@ def attention_decode(
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:
     """Find out once which blocks of pairs some masks leave; pass the result as `mask` to call after call.
 
+    Examples:
         >>> layers = [fusedattn.MultiHeadAttention(64, 4) for _ in range(2)]
         >>> x, plan = torch.randn(2, 100, 64), fusedattn.plan(torch.rand(100, 100) < 0.5)
         >>> for layer in layers:
@@ -215,8 +234,12 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
         mask, key_mask, query_mask: as in `attention`, at least one. A call that gets the plan takes all of them from
             it, and neither key_mask nor query_mask beside it. mask may also have rank 3, (B, Sq, Sk), for calls of rank
             3 and for `MultiHeadAttention`.
-    Returns: a Plan. Where no kernel could read it, such as on a CPU, it holds the masks and nothing else.
-    Raises: TypeError, ValueError for masks that do not go together.
+
+    Returns:
+        a Plan. Where no kernel could read it, such as on a CPU, it holds the masks and nothing else.
+
+    Raises:
+        TypeError, ValueError: for masks that do not go together.
     """
     given = mask, key_mask, query_mask
     if any(isinstance(x, Proxy) for x in given):
@@ -231,6 +254,7 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys, from the attention over each.
 
+    Examples:
         >>> query, key, value = torch.randn(1, 8, 10, 64), *torch.randn(2, 1, 8, 100, 64)
         >>> first = fusedattn.attention(query, key[:, :, :60], value[:, :, :60], return_lse=True)
         >>> second = fusedattn.attention(query, key[:, :, 60:], value[:, :, 60:], return_lse=True)
@@ -240,8 +264,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         out_a, out_b: (B, Hq, Sq, Dv), or any (..., Dv), of one floating dtype.
         lse_a, lse_b: (B, Hq, Sq), or (...), float32 (float64 if the outputs are), natural log; -inf where a row saw
             nothing.
-    Returns: (out, lse) of the same shapes and dtypes, differentiable. What saw nothing on either side is 0 and -inf.
-    Raises: ValueError for shapes or devices that differ, TypeError for dtypes.
+
+    Returns:
+        (out, lse) of the same shapes and dtypes, differentiable. What saw nothing on either side is 0 and -inf.
+
+    Raises:
+        ValueError: for shapes or devices that differ.
+        TypeError: for dtypes.
+
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
     _check_merge(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)

@@ -187,13 +187,17 @@ def check_name(name: str | None) -> None:
 def use_backend(name: str | None) -> AbstractContextManager[None]:
     """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> with fusedattn.use_backend("naive"):
         ...     out = fusedattn.attention(query, key, value)
 
     Args:
         name: "hopper", "triton", "cpu" or "naive"; None gives the choice back.
-    Raises: ValueError for another name, at once; calls inside NotImplementedError if the backend cannot take them.
+
+    Raises:
+        ValueError: for another name, at once.
+        NotImplementedError: in a call inside that the backend cannot take.
     What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too. For tensors on a
     GPU autograd does so in a thread of its own, for which this names nothing: name the backend in the call.
     """
@@ -270,6 +274,7 @@ def explain(
 ) -> Explanation:
     """Say which backend `fusedattn.attention` takes for these arguments, and why not the others. Computes nothing.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> fusedattn.explain(query, key, value).backend  # print all of it to see why
         'cpu'
@@ -281,9 +286,11 @@ def explain(
         capability: compute capability of an NVIDIA GPU, (9, 0) for an H100 or H200. The answer is for such a GPU,
             without a tuning file, wherever the tensors are; it needs Triton. By default it is for the device of the
             tensors.
-        Other arguments are those of `fusedattn.attention`.
-    Raises: what `fusedattn.attention` raises for wrong arguments; ValueError for a capability that is no pair of two
-        small numbers.
+        **options: as in `fusedattn.attention`.
+
+    Raises:
+        TypeError: for wrong arguments, as `fusedattn.attention`.
+        ValueError: for wrong arguments, and for a capability that is no pair of two small numbers.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("explain", options, Arguments._fields)

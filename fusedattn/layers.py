@@ -59,6 +59,7 @@ class _Configurable(nn.Module):
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
         """A module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
 
+        Examples:
             >>> from types import SimpleNamespace
             >>> config = SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_dropout_prob=0.1)
             >>> layer = fusedattn.layers.FeedForward.from_config(config)
@@ -90,6 +91,7 @@ def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
 class SinusoidalPositionalEncoding(nn.Module):
     """x (B, S, E) -> x + P[:S], where P[i, 2j] = sin(i / 10000^(2j/E)) and P[i, 2j+1] is the cos of the same.
 
+    Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
         >>> layer(torch.zeros(2, 100, 512)).shape
         torch.Size([2, 100, 512])
@@ -97,7 +99,10 @@ class SinusoidalPositionalEncoding(nn.Module):
     P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; x's dtype is kept. It is not in
     the state dict, so weights load whatever max_len is, and needs `reset_parameters` after `to_empty`.
 
-    Args: embed_dim: E, odd or even. max_len: the most positions x may have.
+    Args:
+        embed_dim: E, odd or even.
+        max_len: the most positions x may have.
+
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
 
@@ -139,14 +144,18 @@ def _positions(input_ids: Tensor, max_length: int) -> Tensor:
 class Embeddings(_Configurable):
     """ids (B, S) -> (B, S, hidden): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
 
+    Examples:
         >>> layer = fusedattn.layers.Embeddings(1000, 64, 128)
         >>> layer(torch.randint(1000, (2, 100))).shape
         torch.Size([2, 100, 64])
 
     Args:
-        vocab_size, max_position_embeddings: the number of ids, and the most positions. hidden_size: the output's width.
-        dropout: the share of the output dropped while training. layer_norm_eps: what the norm adds to the variance.
+        vocab_size, max_position_embeddings: the number of ids, and the most positions.
+        hidden_size: the output's width.
+        dropout: the share of the output dropped while training.
+        layer_norm_eps: what the norm adds to the variance.
         factory: the device and dtype of the parameters.
+
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
 
@@ -186,6 +195,7 @@ class Embeddings(_Configurable):
 class FeedForward(_Configurable):
     """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
 
+    Examples:
         >>> layer = fusedattn.layers.FeedForward(64, 256)
         >>> layer(torch.randn(2, 100, 64)).shape
         torch.Size([2, 100, 64])
@@ -226,6 +236,7 @@ _OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim",
 class TransformerEncoderLayer(_Configurable):
     """Pre-norm: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
 
+    Examples:
         >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
         >>> layer(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
@@ -234,11 +245,15 @@ class TransformerEncoderLayer(_Configurable):
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout: of `feed_forward`. attention_dropout: the share of attention weights dropped while training.
+        dropout: of `feed_forward`.
+        attention_dropout: the share of attention weights dropped while training.
         layer_norm_eps: what the norms add to the variance.
         options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on;
             scale=hidden_size**-0.5 divides scores by sqrt(E).
-    Raises: ValueError, TypeError for sizes and options that do not fit.
+
+    Raises:
+        ValueError, TypeError: for sizes and options that do not fit.
+
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
 
@@ -277,6 +292,7 @@ class TransformerEncoderLayer(_Configurable):
 class TransformerEncoder(_Configurable):
     """`layers`: num_hidden_layers times a `TransformerEncoderLayer`, and no norm after the last.
 
+    Examples:
         >>> encoder = fusedattn.layers.TransformerEncoder(2, 64, 4, 256)
         >>> encoder(torch.randn(2, 100, 64)).shape
         torch.Size([2, 100, 64])
@@ -306,19 +322,26 @@ class AttentionDecoder(nn.Module):
     Each of `attentions` has the hidden state for its query; `fc_attn` maps their outputs to one context. The GRU `rnn`
     takes the embedded token and the context, `fc` maps its output, the context and the embedded token to logits.
 
+    Examples:
         >>> decoder, hidden = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256), torch.zeros(2, 128)
         >>> encoder_outputs, target = torch.randn(2, 30, 256), torch.randint(1000, (2, 5))
         >>> for tokens in target.T:
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 
     Args:
-        vocab_size: the number of tokens. embed_size: the width of their embeddings.
-        hidden_size: the width of the state. encoder_size: that of encoder_outputs and of the context.
+        vocab_size: the number of tokens.
+        embed_size: the width of their embeddings.
+        hidden_size: the width of the state.
+        encoder_size: that of encoder_outputs and of the context.
         num_attentions, num_heads: how many attentions, and heads of each.
-        dropout, scale, backend: as in `fusedattn.MultiHeadAttention`. factory: device and dtype of the parameters.
-    Raises: ValueError, TypeError for sizes and options that do not fit.
+        dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
+        factory: device and dtype of the parameters.
+
+    Raises:
+        ValueError, TypeError: for sizes and options that do not fit.
+
     Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
-        of arXiv:1706.03762 in place of its own.
+    of arXiv:1706.03762 in place of its own.
     """
 
     def __init__(
@@ -353,11 +376,17 @@ class AttentionDecoder(nn.Module):
         """One step.
 
         Args:
-            input: (B,) ids of the tokens before, int32 or int64. hidden: (B, hidden_size), the state.
-            encoder_outputs: (B, S, encoder_size). key_mask: bool (B, S), True = a real token of the source.
+            input: (B,) ids of the tokens before, int32 or int64.
+            hidden: (B, hidden_size), the state.
+            encoder_outputs: (B, S, encoder_size).
+            key_mask: bool (B, S), True = a real token of the source.
             need_weights: also return the weights, after dropout.
-        Returns: (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
-        Raises: ValueError, TypeError for other shapes and dtypes.
+
+        Returns:
+            (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
+
+        Raises:
+            ValueError, TypeError: for other shapes and dtypes.
         """
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)

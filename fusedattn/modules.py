@@ -148,21 +148,30 @@ def _attend_by_heads(
 class MultiHeadAttention(nn.Module):
     """Multi-head attention with input and output projections, one fused call between them.
 
+    Examples:
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True)
         >>> output, _ = layer(torch.randn(2, 100, 512))
 
     Args:
-        embed_dim: E, the width of query and output. kdim, vdim: widths of key and value; embed_dim by default.
-        num_heads: H. num_kv_heads: heads of key and value, a divisor of H; H by default.
-        head_dim: D; embed_dim // num_heads by default. value_head_dim: Dv; head_dim by default.
-        dropout: the share of attention weights dropped while training. bias: whether projections have one.
+        embed_dim: E, the width of query and output.
+        kdim, vdim: widths of key and value; embed_dim by default.
+        num_heads: H.
+        num_kv_heads: heads of key and value, a divisor of H; H by default.
+        head_dim: D; embed_dim // num_heads by default.
+        value_head_dim: Dv; head_dim by default.
+        dropout: the share of attention weights dropped while training.
+        bias: whether projections have one.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
         context_parallel: a `fusedattn.distributed.ContextParallel`, where inputs are shards of a sequence: the output
             is the shard of this rank, and masks and bias are as its method takes them. An attribute of the same name
             may be set later.
+
     Tensor parallelism: `parallelize_module` of torch with ColwiseParallel for q_proj, k_proj and v_proj and
-        RowwiseParallel for out_proj. Each process has num_heads / size heads; so do masks, bias and weights.
-    Raises: ValueError, TypeError for sizes and options that do not fit.
+    RowwiseParallel for out_proj. Each process has num_heads / size heads; so do masks, bias and weights.
+
+    Raises:
+        ValueError, TypeError: for sizes and options that do not fit.
+
     Source: Attention is all you need, arXiv:1706.03762, section 3.2.2.
     """
 
@@ -214,13 +223,17 @@ class MultiHeadAttention(nn.Module):
         """Attend from query to key and value.
 
         Args:
-            query: (B, Sq, E). key: (B, Sk, kdim), query by default. value: (B, Sk, vdim), key by default.
+            query: (B, Sq, E).
+            key: (B, Sk, kdim), query by default.
+            value: (B, Sk, vdim), key by default.
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan` of one.
             bias: floating, added to the scores, of the shapes a mask may have.
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
                 must be finite for the gradients of the projections, which are linear in it.
             need_weights: also return the weights, after dropout; they need memory for all pairs.
-        Returns: (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
+
+        Returns:
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -250,6 +263,7 @@ class MultiHeadAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention with one head and no output projection.
 
+    Examples:
         >>> layer = fusedattn.SelfAttention(64)
         >>> output, weights = layer(torch.randn(2, 100, 64), need_weights=True)
 

@@ -27,19 +27,25 @@ def attention_map(
 ) -> "Figure":  # fmt: skip
     """A figure with a panel for each head, a row for each query, a column for each key, and one scale of colours.
 
+    Examples:
         >>> layer, x = fusedattn.MultiHeadAttention(64, 4), torch.randn(1, 4, 64)
         >>> _, weights = layer(x, need_weights=True)
         >>> fusedattn.plot.attention_map(weights[0], "what it attends to".split()).savefig("heads.png")
 
     Args:
         weights: (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), real, 0 or more. NaN is drawn as hidden.
-        tokens: Sq names of the rows; a string names each by a letter. key_tokens: Sk names of the columns, by default
-            `tokens` where Sk = Sq. Rows and columns without names are numbered; names that do not fit are left out.
+        tokens: Sq names of the rows; a string names each by a letter.
+        key_tokens: Sk names of the columns, by default `tokens` where Sk = Sq. Rows and columns without names are
+            numbered; names that do not fit are left out.
         mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey, which a weight of 0 is not.
-        titles: one for each head; "head 1" and so on by default, none for one head. label: that of the colours.
+        titles: one for each head; "head 1" and so on by default, none for one head.
+        label: that of the colours.
         top: the weight of the darkest colour, by default the largest. A quarter of it is half as dark.
         figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
-    Raises: ImportError without matplotlib; ValueError, TypeError for arguments that do not fit.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError, TypeError: for arguments that do not fit.
     """
     maps = _maps(weights) if mask is None else _masked(_maps(weights), mask)
     heads, rows, columns = maps.shape
@@ -89,13 +95,17 @@ def attention_map(
 def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     """A figure with a row for each position and a column for each dimension.
 
+    Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(64, 100)
         >>> fusedattn.plot.positional_encoding(layer.pe).savefig("positions.png")
 
     Args:
         pe: (S, E) or (1, S, E), real and finite.
         figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
-    Raises: ImportError without matplotlib; ValueError, TypeError for another pe.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError, TypeError: for another pe.
     """
     table = _numbers("pe", pe, 2)
     if table.dim() != 2 or not table.numel():

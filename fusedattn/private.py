@@ -102,8 +102,20 @@ transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_acti
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
+# The TorchDispatchModes of this thread. Without it a counter of operations that is at work does not count ours.
+_dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 # Whether autocast is on for any device. Without it: no replay.
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
+
+
+def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
+    """Return {operator: formula} of torch.utils.flop_counter, if it is imported, and of each counter at work."""
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return []
+    counters = (getattr(mode, "counter", None) for mode in _dispatch_modes())
+    formulas = (getattr(owner, "flop_registry", None) for owner in (module, *counters))
+    return [one for one in formulas if one is not None]
 
 
 def unmapped(tensor: Tensor) -> Tensor:

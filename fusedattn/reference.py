@@ -44,6 +44,7 @@ def eager(
 ) -> Tensor | Any:
     """`attention` with every step in the dtype of the inputs, and for all rows at once: what people write by hand.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.bfloat16)
         >>> fusedattn.reference.eager(query, key, value, causal=True).dtype
         torch.bfloat16

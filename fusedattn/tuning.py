@@ -12,6 +12,7 @@ __all__ = ["forget", "load"]
 def load(file: str | os.PathLike[str]) -> None:
     """Have calls on GPUs that a tuning file is about take the tiles, the backward and the backend that it chooses.
 
+    Examples:
         >>> fusedattn.tuning.load("h100.json")  # doctest: +SKIP
 
     It counts until `forget`, in this process, before any file in the user's cache folder. Without a GPU nothing
@@ -20,8 +21,11 @@ def load(file: str | os.PathLike[str]) -> None:
     Args:
         file: what `fusedattn tune --export` wrote on a machine with the same GPU, driver, torch, Triton and version of
             this package.
-    Raises: OSError if it cannot be read; ValueError if it is damaged, or about none of the GPUs here; TypeError for
-        what is no path.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is damaged, or about none of the GPUs here.
+        TypeError: for what is no path.
     """
     if not isinstance(file, str | os.PathLike):
         raise TypeError(f"file: expected a path, got {type(file).__name__}")
@@ -32,7 +36,8 @@ def load(file: str | os.PathLike[str]) -> None:
 def forget() -> None:
     """Undo every `load`, and have the files in the user's cache folder read again at the next call.
 
-    >>> fusedattn.tuning.forget()
+    Examples:
+        >>> fusedattn.tuning.forget()
     """
     tuned.unload()
     cache.forget()

@@ -23,7 +23,7 @@ def _environment(monkeypatch):
 CHECK = ["check", "--device", "cpu", "--backend", "naive", "--dtype", "float32", "--case", "causal"]
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "demo"])
+@pytest.mark.parametrize("command", ["info", "check", "bench"])
 def test_it_says_how_it_is_used(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
@@ -63,9 +63,3 @@ def test_bench(capsys):
     assert "right" in capsys.readouterr().out
     assert cli.main(["bench", "--shape", "1,2"]) == 2
     assert "shape: expected six" in capsys.readouterr().err
-
-
-def test_a_demo_without_its_text(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert cli.main(["demo", "--text", str(tmp_path / "none.txt")]) == 2
-    assert "cannot read" in capsys.readouterr().err

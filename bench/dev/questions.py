@@ -176,7 +176,6 @@ ASKS = {
     "forward_forms": "Which tile of the forward is the fastest, and how near the best peer?",
     "backward_forms": "Which backward is the fastest, in one pass or two, and how near the best peer?",
     "module": "Is our module faster than torch.nn.MultiheadAttention?",
-    "end_to_end": "How many tokens a second does the demo's model take?",
     "minilm": "Does a real model of Hugging Face get faster by one line?",
     "skipping": "What does skipping blocks save, and how near is it to the ideal?",
     "tangent": "What does a tangent, forward mode, cost beside the output?",
@@ -203,7 +202,6 @@ QUESTIONS = {
     "forward_forms": _forms("forward", "backward", leaderboard.FORWARD),
     "backward_forms": _forms("backward", "backward", leaderboard.BACKWARD),
     "module": _whole(module.MODES, "module", module.PROVIDERS),
-    "end_to_end": _whole(models.MODES, "demo", models.ATTENDS, more=models.speeds, prepare=models.Demo),
     "minilm": _whole(("forward",), "minilm", models.IMPLEMENTATIONS, more=models.speeds, prepare=models.Bert),
 }
 

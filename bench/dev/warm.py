@@ -28,7 +28,7 @@ def forms():
 
 # {part: its tasks}. FlexAttention, which compiles for long, is in none where calls are small, or in a model.
 _RICH = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
-_INNER = cases.SMALL + cases.MODULE + cases.DEMO
+_INNER = cases.SMALL + cases.MODULE
 PARTS = {
     "first": lambda: tasks(cases.BACKWARD, NAMES[:1]) + forms(),
     "caches": lambda: tasks(cases.DECODE, CACHES) + tasks(cases.VARLEN, PACKED),

@@ -117,20 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     warmup.add_argument("--inference", action="store_true", help="only forwards of which no gradient is asked")
     warmup.add_argument("--jobs", type=_positive, metavar="N", help="processes (as many as there are cores)")
-    demo = command(
-        "demo",
-        "train a small language model on a text, check it, time it, draw it",
-        "Train a byte-level causal language model on a text file, on the GPU or else on the CPU; check outputs "
-        "and gradients, and the fused kernels on its activations, against float64; time fused, naive and torch's "
-        "attention; let it go on from a prompt with a cache and without, which must say the same; draw the losses and "
-        "what it attends to. Exit status 1 if a check fails.",
-    )
-    demo.add_argument("--text", metavar="FILE", help="what to learn (the README of fusedattn)")
-    demo.add_argument("--steps", type=_positive, metavar="N", default=300, help="steps of training (%(default)s)")
-    demo.add_argument(
-        "--out", metavar="PNG", default="demo.png", help="save the picture here, over an older one (%(default)s)"
-    )
-    demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of everything random (%(default)s)")
     return parser
 
 
@@ -151,7 +137,6 @@ def _number(kind: Callable[[str], Any], expected: str, right: Callable[[Any], bo
 
 _positive = _number(int, "1 or more", lambda number: 1 <= number < 2**31)
 _minutes = _number(float, "a finite number above 0", lambda number: 0 < number < float("inf"))
-_seed = _number(int, "an int of 64 bits", lambda number: -(2**63) <= number < 2**63)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

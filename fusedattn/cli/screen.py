@@ -127,7 +127,7 @@ class Screen:
         return len(wrong)
 
     @contextlib.contextmanager
-    def progress(self, title: str, total: int, keep: bool = False):
+    def progress(self, title: str, total: int):
         """A bar on stderr; yields advance(note). Nothing where there is no terminal or, with JSON, no rich."""
         if importlib.util.find_spec("rich") is None:
             yield lambda note="": None
@@ -138,7 +138,7 @@ class Screen:
         first, last = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
         columns = first, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), last
         console = Console(stderr=True)
-        shown = Progress(*columns, console=console, transient=not keep)
+        shown = Progress(*columns, console=console, transient=True)
         with shown if console.is_terminal else contextlib.nullcontext():
             task = shown.add_task(title, total=total, note="")
             yield lambda note="": shown.update(task, advance=1, note=note)

@@ -23,6 +23,7 @@ from ._override import Override
 def register() -> None:
     """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()`, and activate nothing.
 
+    Examples:
         >>> fusedattn.compat.torch.register()
         >>> "fusedattn" in torch.nn.attention.list_flash_attention_impls()
         True
@@ -37,6 +38,7 @@ def register() -> None:
 def sdpa_provider() -> Iterator[None]:
     """In the `with`, F.scaled_dot_product_attention runs our kernels wherever it would run flash attention.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
         >>> with fusedattn.compat.torch.sdpa_provider():  # doctest: +SKIP
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
@@ -45,7 +47,9 @@ def sdpa_provider() -> Iterator[None]:
     torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose the latter by
     `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set TORCH_CUDNN_SDPA_DEPRIORITIZED=1.
     It calls `register`, and on exit activates again what was active before. Run the backward inside, too.
-    Raises: RuntimeError without CUDA, on a machine that cannot run the kernels, and with torch 2.10.
+
+    Raises:
+        RuntimeError: without CUDA, on a machine that cannot run the kernels, and with torch 2.10.
     """
     _check_machine()
     if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):

@@ -24,6 +24,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True).shape
         torch.Size([2, 8, 128, 64])
@@ -32,17 +33,22 @@ def scaled_dot_product_attention(
     different lengths, where torch's answer depends on its kernel.
 
     Args:
-        query (..., Hq, L, D), key (..., H, S, D), value (..., H, S, Dv): any number of leading dimensions, or none,
+        query, key, value: (..., Hq, L, D), (..., H, S, D), (..., H, S, Dv), any number of leading dimensions, or none,
             that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. Or all three nested
             tensors of torch.jagged, (B, H, ragged, D), without attn_mask; the output is nested, too.
         attn_mask: of rank 2 up, broadcasts to (..., Hq, L, S): bool, True = may attend; or float, added to the scores,
             in query's dtype or float32. Or one of `torch.nn.attention.bias`.
         dropout_p: the share of weights dropped, always: there is no training mode here.
-        is_causal: row i sees keys up to i, whatever the lengths. scale: 1 / sqrt(D) by default.
+        is_causal: row i sees keys up to i, whatever the lengths.
+        scale: 1 / sqrt(D) by default.
         enable_gqa: heads of key and value, dimension -3, may be fewer: head h reads head h // group.
-    Returns: (..., Hq, L, Dv) in query's dtype: in the order of a query of rank 4 where torch's fused kernels keep it,
+
+    Returns:
+        (..., Hq, L, Dv) in query's dtype: in the order of a query of rank 4 where torch's fused kernels keep it,
         otherwise contiguous.
-    Raises: ValueError, TypeError for arguments that do not fit.
+
+    Raises:
+        ValueError, TypeError: for arguments that do not fit.
     """
     inputs = {"query": query, "key": key, "value": value}
     check_tensors(**inputs)

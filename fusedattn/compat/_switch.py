@@ -25,6 +25,7 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 def sdpa() -> AbstractContextManager[Any]:
     """In the `with`, F.scaled_dot_product_attention is `scaled_dot_product_attention` of this module, on any device.
 
+    Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, requires_grad=True)
         >>> with fusedattn.compat.torch.sdpa():
         ...     torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
@@ -45,6 +46,7 @@ def sdpa() -> AbstractContextManager[Any]:
 def enable_sdpa() -> None:
     """Make F.scaled_dot_product_attention ours for the whole program, all threads, until `disable_sdpa`.
 
+    Examples:
         >>> fusedattn.compat.torch.enable_sdpa()
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
@@ -66,7 +68,8 @@ def enable_sdpa() -> None:
 def disable_sdpa() -> None:
     """Undo `enable_sdpa`, in all threads. Without one it changes nothing; a `with sdpa()` stays what it is.
 
-    >>> fusedattn.compat.torch.disable_sdpa()
+    Examples:
+        >>> fusedattn.compat.torch.disable_sdpa()
     """
     global _everywhere
     modes = [mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)]

@@ -1,5 +1,6 @@
 """flash-attn 2.8's functions, by the functions of this package: the same names, arguments, defaults and layouts.
 
+Examples:
     >>> from fusedattn.compat.flash_attn import flash_attn_func
     >>> query = key = value = torch.randn(2, 128, 8, 64)
     >>> flash_attn_func(query, key, value, causal=True).shape
@@ -48,10 +49,12 @@ def flash_attn_func(
 ) -> Tensor | Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) to k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); head h reads kv head h // (H // Hkv).
 
+    Examples:
         >>> q = k = v = torch.randn(2, 128, 8, 64)
         >>> out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
 
-    Returns: output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
+    Returns:
+        output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(("q", "k", "v"), (q, k, v), options)
@@ -65,8 +68,9 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_func` of the three in one tensor (B, S, 3, H, D).
 
-    >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
-    torch.Size([2, 128, 8, 64])
+    Examples:
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
+        torch.Size([2, 128, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
@@ -80,8 +84,9 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D).
 
-    >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
-    torch.Size([2, 128, 8, 64])
+    Examples:
+        >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
+        torch.Size([2, 128, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
@@ -98,6 +103,7 @@ def flash_attn_varlen_func(
 ) -> Tensor | Any:  # fmt: skip
     """Attention within each of B sequences, packed one behind the other: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
 
+    Examples:
         >>> q = k = v = torch.randn(100, 8, 64)
         >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)  # 30 tokens, and 70
         >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 70, 70, causal=True).shape
@@ -105,10 +111,13 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
-            keys; none is fine. max_seqlen_q, max_seqlen_k: the longest lengths, or more.
+            keys; none is fine.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or more.
         block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
             and a copy of the keys is packed. Pages get gradients; in flash-attn they get none.
-    Returns: output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
+
+    Returns:
+        output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
     """
     if block_table is not None:
         k, v = _flash.out_of_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
@@ -126,9 +135,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D).
 
-    >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
-    >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
-    torch.Size([100, 8, 64])
+    Examples:
+        >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
+        torch.Size([100, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict.fromkeys(("query", "key", "value"), "qkv")
@@ -147,9 +157,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor | Any:  # fmt: skip
     """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D).
 
-    >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
-    >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
-    torch.Size([100, 8, 64])
+    Examples:
+        >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
+        >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
+        torch.Size([100, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict(query="q", key="kv", value="kv")
@@ -169,6 +180,7 @@ def flash_attn_with_kvcache(
 ) -> Tensor | Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) to caches, which k and v are first written to, in place. There are no gradients.
 
+    Examples:
         >>> k_cache, v_cache = torch.zeros(2, 2, 128, 8, 64)
         >>> q = k = v = torch.randn(2, 1, 8, 64)
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
@@ -180,14 +192,21 @@ def flash_attn_with_kvcache(
         k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of k are rotated by
             their slots, those of query i by cache_seqlens + i if causal or in a window, otherwise by cache_seqlens.
-            Only with k. rotary_interleaved: whether columns 2n and 2n + 1 are a pair, or n and n + rotary_dim / 2.
+            Only with k.
+        rotary_interleaved: whether columns 2n and 2n + 1 are a pair, or n and n + rotary_dim / 2.
         cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
             the whole cache, to which nothing can be added. Causality aligns the last query with the last (new) key.
-        cache_batch_idx: int32 (B,), the cache of each sequence. num_splits: is not used.
+        cache_batch_idx: int32 (B,), the cache of each sequence.
+        num_splits: is not used.
         cache_leftpad: int32 (B,), how many slots at the start of each cache are hidden.
         block_table: int32 (B, n), the pages of each sequence, in order. Without the two above.
-    Returns: output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
-    Raises: before anything is written; values on a GPU are not checked (see `fusedattn.attention_decode`).
+
+    Returns:
+        output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
+
+    Raises:
+        TypeError, ValueError: for wrong arguments, before anything is written. Values on a GPU are not checked (see
+            `fusedattn.attention_decode`).
     """
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v).items():
@@ -243,6 +262,7 @@ _PADDING = [function for name, function in vars(_bert_padding).items() if name.s
 def install() -> None:
     """Make `import flash_attn` find these functions, in this process: for code that imports it and cannot be changed.
 
+    Examples:
         >>> fusedattn.compat.flash_attn.install()
         >>> from flash_attn import flash_attn_func
         >>> from flash_attn.bert_padding import pad_input, unpad_input
@@ -252,7 +272,8 @@ def install() -> None:
     losses or private functions. Call it before importing what looks for flash_attn; a second call does nothing.
     importlib.metadata lists no flash_attn, so transformers (5.23) does not use it: see `fusedattn.compat.transformers`.
 
-    Raises: RuntimeError where flash_attn is installed, or imported.
+    Raises:
+        RuntimeError: where flash_attn is installed, or imported.
     """
     known = sys.modules.get("flash_attn")
     if known is not None and known is not _MODULES["flash_attn"]:

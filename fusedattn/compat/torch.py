@@ -84,6 +84,7 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, fused: same constructor, parameters, initial values, state dict and forward.
 
+    Examples:
         >>> layer, x = fusedattn.compat.torch.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 100, 64)
         >>> output, weights = layer(x, x, x)
 
@@ -135,15 +136,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend from query to key and value.
 
         Args:
-            query: (L, N, E), with batch_first (N, L, E), or (L, E). key, value: (S, N, kdim), (S, N, vdim), likewise.
-                Or all three one nested tensor, as torch has it: with batch_first and without masks.
+            query: (L, N, E), with batch_first (N, L, E), or (L, E).
+            key, value: (S, N, kdim), (S, N, vdim), likewise. Or all three one nested tensor, as torch has it: with
+                batch_first and without masks.
             key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
             attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
             need_weights, average_attn_weights: also return the weights, after dropout, or their mean over the heads.
             is_causal: says that attn_mask, which must be there, is causal; nothing depends on it.
-        Returns: (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S
-            grows by one for each of add_bias_kv and add_zero_attn, whose key every query sees.
-        Raises: ValueError, TypeError for arguments that do not fit.
+
+        Returns:
+            (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S grows
+            by one for each of add_bias_kv and add_zero_attn, whose key every query sees.
+
+        Raises:
+            ValueError, TypeError: for arguments that do not fit.
         """
         _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         need_weights = bool(need_weights)
@@ -221,6 +227,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 def convert(model: nn.Module) -> nn.Module:
     """`model` itself, with a fused MultiheadAttention in place of each torch.nn.MultiheadAttention in it.
 
+    Examples:
         >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(64, 4))
 
     New modules share what the old ones hold: parameters, buffers, hooks, flags and mode. Names and order of modules,

@@ -16,6 +16,7 @@ RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefi
 def register(name: str = "fusedattn") -> None:
     """Make `name` an attn_implementation of every model that calls transformers' AttentionInterface.
 
+    Examples:
         >>> from transformers import AutoModel, BertConfig
         >>> fusedattn.compat.transformers.register()
         >>> config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=256)
@@ -34,8 +35,11 @@ def register(name: str = "fusedattn") -> None:
     in models that hand the keyword to attention; set it in the config for those that do not, such as GPT-2.
 
     Registering twice, or under two names, does no harm.
-    Raises: ImportError without transformers 4.54 or newer. TypeError, ValueError for a name that is no string, is
-        empty, holds what transformers reads as something else ("flash", "/" or "|"), or is taken.
+
+    Raises:
+        ImportError: without transformers 4.54 or newer.
+        TypeError, ValueError: for a name that is no string, is empty, holds what transformers reads as something else
+            ("flash", "/" or "|"), or is taken.
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
@@ -71,16 +75,24 @@ def fusedattn_forward(
         module: has `is_causal`, for where the keyword is None; without either it is True.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; B may be 1 for some of them.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
-            Columns after the last key are left out. position_bias: floating, of such a shape, added to the scores.
-        dropout: the share of weights dropped, in training or not. scaling: 1 / sqrt(D) by default.
-        softcap: as in `fusedattn.attention`. s_aux: floating (Hq,), a sink for each head.
+            Columns after the last key are left out.
+        position_bias: floating, of such a shape, added to the scores.
+        dropout: the share of weights dropped, in training or not.
+        scaling: 1 / sqrt(D) by default.
+        softcap: as in `fusedattn.attention`.
+        s_aux: floating (Hq,), a sink for each head.
         cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), where packed sequences begin, in a batch of 1. No query sees a key
             of another sequence, whether there is a mask or not. max_length_q, max_length_k: the longest lengths.
         output_attentions: whether weights are wanted; by default as the module's config says.
         others: ignored, such as `sliding_window`, but for those in REFUSED.
-    Returns: (output (B, Lq, Hq, Dv) in query's dtype, contiguous; weights (B, Hq, Lq, Lk), after dropout, or None). A
-        row that sees nothing is 0.
-    Raises: as `fusedattn.attention`; NotImplementedError for a keyword in REFUSED that is not None.
+
+    Returns:
+        (output (B, Lq, Hq, Dv) in query's dtype, contiguous; weights (B, Hq, Lq, Lk), after dropout, or None). A row
+        that sees nothing is 0.
+
+    Raises:
+        TypeError, ValueError: as `fusedattn.attention`.
+        NotImplementedError: for a keyword in REFUSED that is not None.
     """
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:

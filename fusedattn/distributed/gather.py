@@ -53,6 +53,7 @@ def gather_attention(
 ) -> Tensor | Any:  # fmt: skip
     """`ring_attention` with every option of `fusedattn.attention` but returned weights: each rank gets all keys.
 
+    Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
         >>> fusedattn.distributed.gather_attention(*shards, causal=True).shape
         torch.Size([1, 8, 1000, 64])
@@ -60,10 +61,15 @@ def gather_attention(
     Args:
         mask, bias: of the rank's own rows and all keys, in the order of the whole; they broadcast to
             (B, Hq, rows, Sk). The gradient of a bias is that of the rank's own rows.
-        key_mask: (B, rows) of the rank's own keys. query_mask: of its own rows.
+        key_mask: (B, rows) of the rank's own keys.
+        query_mask: of its own rows.
         All others: as in `ring_attention`, or as in `fusedattn.attention` and the same on all ranks.
-    Returns: the rank's rows of what `attention` returns.
-    Raises: as `ring_attention`.
+
+    Returns:
+        the rank's rows of what `attention` returns.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
     arguments = Arguments(
         query, key, value, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks,
@@ -215,21 +221,27 @@ def gather_attention_varlen(
 ) -> Tensor | Any:  # fmt: skip
     """`fusedattn.attention_varlen` of documents that lie one behind the other, and are cut wherever a shard ends.
 
+    Examples:
         >>> shards = (torch.randn(100, 8, 64) for _ in range(3))  # of this rank
         >>> offsets = torch.tensor([0, 30, 30, 100], dtype=torch.int32)  # of the whole
         >>> fusedattn.distributed.gather_attention_varlen(*shards, offsets, causal=True).shape
         torch.Size([100, 8, 64])
 
     Args:
-        query: (rows, Hq, D). key, value: (rows, Hkv, D or Dv). The rows that `shard` gives this rank of all T.
+        query: (rows, Hq, D).
+        key, value: (rows, Hkv, D or Dv). The rows that `shard` gives this rank of all T.
         cu_seqlens: int32 (n + 1,), of the whole: document b is rows cu_seqlens[b] to cu_seqlens[b + 1] of T.
         key_mask, query_mask: bool (rows,).
         mask, bias: of the whole, broadcasting to (n, Hq, longest, longest). The gradient of a bias is that of the
             rank's own rows.
         alibi_slopes: floating (Hq,) or (n, Hq).
         All others: as in `gather_attention`.
-    Returns: the rank's rows of what `attention_varlen` returns: (rows, Hq, Dv); lse (Hq, rows).
-    Raises: as `ring_attention`.
+
+    Returns:
+        the rank's rows of what `attention_varlen` returns: (rows, Hq, Dv); lse (Hq, rows).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
     options: dict[str, Any] = dict(causal=causal, window=window, align=align, scale=scale, softcap=softcap, sinks=sinks)
     options |= dict(dropout_p=dropout_p, seed=seed)

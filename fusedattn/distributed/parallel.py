@@ -20,6 +20,7 @@ LACKS = dict(ring=("mask", "bias", "query_mask", "need_weights"), gather=("need_
 class ContextParallel(NamedTuple):
     """What `fusedattn.MultiHeadAttention` takes as context_parallel, when each rank has some rows of its inputs.
 
+    Examples:
         >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True, context_parallel=parallel)
 

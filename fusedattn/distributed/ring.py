@@ -33,6 +33,7 @@ def ring_attention(
 ) -> Tensor | Any:  # fmt: skip
     """`fusedattn.attention` of a sequence that is cut over the ranks of a group: each has some rows, and gets theirs.
 
+    Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
         >>> fusedattn.distributed.ring_attention(*shards, causal=True).shape
         torch.Size([1, 8, 1000, 64])
@@ -41,17 +42,23 @@ def ring_attention(
     window, alibi_slopes and dropout give what one process would. What no row sees is neither sent nor computed.
 
     Args:
-        query: (B, Hq, rows, D). key, value: (B, Hkv, rows, D or Dv). As many rows as `shard` gives this rank; those of
-            query may be of another sequence than those of key and value.
+        query: (B, Hq, rows, D).
+        key, value: (B, Hkv, rows, D or Dv). As many rows as `shard` gives this rank; those of query may be of another
+            sequence than those of key and value.
         group: a process group, or a DeviceMesh of one dimension; None is the default group. Without one: `attention`.
         balance: as in `shard`.
         key_mask: (B, rows) of the rank's own keys.
         alibi_slopes, sinks: the same on all ranks. Each gets the sum of all ranks' gradients.
         seed: the same on all ranks. Without it that of rank 0 is everyone's.
         causal, window, scale, softcap, dropout_p, return_lse, backend: as in `attention`, and the same on all ranks.
-    Returns: the rank's rows of what `attention` returns.
-    Raises: as `attention` does, on all ranks; ValueError for what differs between two; RuntimeError for a rank that did
-        not come within the time limit of the group, or has ended.
+
+    Returns:
+        the rank's rows of what `attention` returns.
+
+    Raises:
+        TypeError, NotImplementedError: as `attention` does, on all ranks.
+        ValueError: as `attention` does, and for what differs between two ranks.
+        RuntimeError: for a rank that did not come within the time limit of the group, or has ended.
     """
     arguments = Arguments(
         query, key, value, None, None, key_mask, None, causal, window, "bottom_right", scale, softcap,

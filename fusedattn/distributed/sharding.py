@@ -18,6 +18,7 @@ _registered: list[bool] = []
 def register_sharding() -> None:
     """Have torch.ops.fusedattn.forward and backward take DTensors: sharded on batch or heads alike, or replicated.
 
+    Examples:
         >>> fusedattn.distributed.register_sharding()
 
     Other placements DTensor redistributes to one of these. It imports torch.distributed.tensor, and so nobody calls it

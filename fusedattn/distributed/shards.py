@@ -61,18 +61,22 @@ def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
 def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """The rows of a tensor that this rank has, of one that is whole on every rank; nothing is sent.
 
+    Examples:
         >>> x = torch.arange(8)[None]
         >>> fusedattn.distributed.shard(x, 1).shape  # without a process group all of it
         torch.Size([1, 8])
 
     Args:
-        x: any strided tensor. dim: along which it is cut.
+        x: any strided tensor.
+        dim: along which it is cut.
         group: a process group or a DeviceMesh of one dimension; None is the default group, or, where there is none,
             this process alone.
         balance: None gives rank r of n the r-th of n spans. "zigzag" gives it spans r and 2 * n - 1 - r of 2 * n, one
             behind the other, so that causal attention is as much work for each. The first spans have one row more,
             where the length is not divisible.
-    Raises: TypeError, ValueError for wrong arguments.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
     """
     check_strided(x=x)
     dim = _checked_dim(x, dim)
@@ -85,11 +89,16 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
 def positions(length: int, *, group: Any = None, balance: str | None = None, device: Device = None) -> Tensor:
     """Which rows of a sequence of so many this rank has, int64: what rotary embeddings and labels are taken by.
 
+    Examples:
         >>> fusedattn.distributed.positions(4)
         tensor([0, 1, 2, 3])
 
-    Args: group, balance: as in `shard`. device: where the result is.
-    Raises: TypeError, ValueError for wrong arguments.
+    Args:
+        group, balance: as in `shard`.
+        device: where the result is.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
     """
     if not is_int(length):
         fail(TypeError, "length", "an int", type_name(length))
@@ -114,14 +123,19 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """The whole tensor, on every rank, from what `shard` gave each.
 
+    Examples:
         >>> x = torch.arange(8)[None]
         >>> fusedattn.distributed.unshard(fusedattn.distributed.shard(x, 1), 1).shape
         torch.Size([1, 8])
 
     Its gradient is the sum of those of all ranks, as if what is minimised were the sum of all their losses.
 
-    Args: those of `shard`; x may have other rows on each rank, and nothing else that differs.
-    Raises: TypeError, ValueError on all ranks where one of them is wrong.
+    Args:
+        x: the rank's rows, of which there may be others on each rank; nothing else may differ.
+        dim, group, balance: as in `shard`.
+
+    Raises:
+        TypeError, ValueError: on all ranks where one of them is wrong.
     """
     ranks = ranks_of.of(group)
     if ranks is None:

@@ -63,19 +63,25 @@ def ulysses_attention(
 ) -> Tensor | Any:  # fmt: skip
     """`ring_attention` with every option of `fusedattn.attention`: each rank computes some heads of the whole sequence.
 
+    Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
         >>> fusedattn.distributed.ulysses_attention(*shards, causal=True).shape
         torch.Size([1, 8, 1000, 64])
 
     Args:
-        query: (B, Hq, rows, D); Hq is a multiple of the number of ranks. key, value: (B, Hkv, rows, D or Dv), any Hkv.
-            Rows as `shard` cuts them without balance.
+        query: (B, Hq, rows, D); Hq is a multiple of the number of ranks.
+        key, value: (B, Hkv, rows, D or Dv), any Hkv. Rows as `shard` cuts them without balance.
         mask, bias: of the rank's own rows and all keys; they broadcast to (B, Hq, rows, Sk). The gradient of a bias is
             that of the rank's own rows.
         return_weights: also return the weights (B, Hq, rows, Sk) of the rank's own rows.
         All others: as in `gather_attention`.
-    Returns: the rank's rows of what `attention` returns.
-    Raises: as `ring_attention`; ValueError on all ranks, before anything is sent, where they do not divide Hq.
+
+    Returns:
+        the rank's rows of what `attention` returns.
+
+    Raises:
+        TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
+        ValueError: as `ring_attention`, and where the ranks do not divide Hq, before anything is sent.
     """
     arguments = Arguments(
         query, key, value, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks,

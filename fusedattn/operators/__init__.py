@@ -1,7 +1,5 @@
 """The operators of torch.ops.fusedattn: schemas, checks, derivatives and implementations."""
 
-from . import attention, cached, flops
+from . import attention, cached
 
-__all__ = ["attention", "cached", "flops"]
-
-flops.register_when_imported()  # of the operators that the first two have made
+__all__ = ["attention", "cached"]

@@ -16,7 +16,7 @@ from ..launch import failures
 from ..launch.failures import Unusable
 from ..naive import cached, formula
 from ..private import argument_names, below_autograd, unmapped
-from . import fallback, rules
+from . import fallback, flops, rules
 from .namespace import OPERATORS, register, register_derivative
 
 
@@ -140,6 +140,7 @@ def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor
     turning = decode.cos, decode.sin, decode.interleaved
     options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
     numbers = call.left, call.right, call.top_left, call.scale, call.softcap, call.named
+    flops.offer(OPERATORS.decode)
     # No derivative is wanted: the call has been checked for that.
     with contextlib.nullcontext() if torch.compiler.is_compiling() else below_autograd():
         if decode.new_key is not None:

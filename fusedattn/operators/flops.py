@@ -5,21 +5,17 @@ more. Packed sequences and those in a cache count with their own lengths, where 
 of fake tensors, with the longest that they may have.
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+import torch
 
 from ..call.cached import CacheArguments, capacity
 from ..call.form import in_memory
-from ..private import argument_names
-from .namespace import OPERATORS
+from ..private import argument_names, flop_formulas
 
 # Products that each pair of a query and a key has a part in: so many as wide as a query, and as a value.
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
-COUNTER = "torch.utils.flop_counter"
 
 
 def _packed_pairs(cu_seqlens: Sequence[Any], longest: Sequence[Any], totals: Sequence[Any]) -> Any:
@@ -52,9 +48,9 @@ def _pairs(given: dict[str, Any]) -> Any:
     return batch * rows * keys if cu_seqlens[0] is None else _packed_pairs(cu_seqlens, longest, (rows, keys))
 
 
-def formula(name: str) -> Callable[..., Any]:
+def _formula(operator: Any) -> Callable[..., Any]:
     """(arguments of an operator) -> how many floating point operations it takes, as torch asks for them."""
-    named, (like_query, like_value) = argument_names(getattr(OPERATORS, name).default), PRODUCTS[name]
+    named, (like_query, like_value) = argument_names(operator.default), PRODUCTS[operator.__name__]
 
     def flops(*arguments: Any, out_val: Any = None, **more: Any) -> Any:
         given = dict(zip(named, arguments, strict=False)) | more
@@ -65,37 +61,14 @@ def formula(name: str) -> Callable[..., Any]:
     return flops
 
 
-def _register(counter: ModuleType) -> None:
-    for name in PRODUCTS:
-        counter.register_flop_formula(getattr(OPERATORS, name), get_raw=True)(formula(name))
+def offer(operator: Any) -> None:
+    """Give torch's counters the formula of an operator. Call it before an operator that a counter may see.
 
-
-class _Finder(MetaPathFinder):
-    """Finds torch's counter by the finders behind this one, and has the formulas registered once it is imported."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != COUNTER:
-            return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            _then_register(spec.loader)
-        return spec
-
-
-def _then_register(loader: Any) -> None:
-    execute = loader.exec_module
-
-    def execute_and_register(module: ModuleType) -> None:
-        execute(module)
-        _register(module)
-
-    loader.exec_module = execute_and_register
-
-
-def register_when_imported() -> None:
-    """Register the formulas with torch's counter; not before somebody imports it, which imports Triton."""
-    sys.meta_path.insert(0, _Finder())
-    if COUNTER in sys.modules:
-        _register(sys.modules[COUNTER])
+    A counter copies the formulas when it is made. At import it is too early: torch's module may not be there, and
+    importing it imports Triton.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for formulas in flop_formulas() if operator.__name__ in PRODUCTS else ():
+        if operator not in formulas:
+            formulas[operator] = _formula(operator)

@@ -11,6 +11,7 @@ import torch
 from ..call.form import differentiated
 from ..call.rules import fail
 from ..private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
+from . import flops
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
@@ -89,9 +90,10 @@ def register_derivative(name: str, differentiate: Callable) -> None:
 
     torch's own register_autograd drops tangents in silence.
     """
-    operator, decompose = getattr(OPERATORS, name).default, _decompositions.get(name)
+    operator, decompose = getattr(OPERATORS, name), _decompositions.get(name)
 
     def run(keyset, *arguments):
+        flops.offer(operator)
         # Not in torch's table of decompositions: where the environment sets CI, Inductor raises for what is in there.
         if decompose is not None and in_onnx_export():
             return decompose(*arguments)
@@ -101,6 +103,6 @@ def register_derivative(name: str, differentiate: Callable) -> None:
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
             _checks[name](*arguments)  # before Functions, which compute at once, and keep what they are given
             return differentiate(*arguments)
-        return redispatch(operator, keyset, arguments)
+        return redispatch(operator.default, keyset, arguments)
 
     LIBRARY.impl(name, run, "Autograd", with_keyset=True)

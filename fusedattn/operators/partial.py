@@ -16,6 +16,7 @@ from ..cpu import few, flash as cpu
 from ..cpu.run import has_gradients, is_narrow
 from ..naive import partial as naive
 from ..naive.partial import LN2
+from . import flops
 from .attention import OPERATORS
 
 INFINITE = float("inf")
@@ -34,6 +35,7 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
     A largest score is worth `unit`.
     """
+    flops.offer(OPERATORS.forward)
     if backend in KERNELS:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
         return out, stats

@@ -6,6 +6,7 @@ from ..call.form import DIFFERENTIABLE, Call, plain
 from ..call.rules import fail
 from ..cpu import run as cpu
 from ..private import below_autograd
+from . import flops
 
 CALL = (  # the fields of a Call, in their order
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
@@ -25,6 +26,7 @@ def run_operator(operator, implementation, arguments):
     """
     if plain(arguments):
         return implementation(*arguments)
+    flops.offer(operator)
     with below_autograd():
         return operator(*arguments)
 

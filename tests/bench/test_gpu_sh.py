@@ -24,7 +24,7 @@ FIRST = (
     "core-tests",
 )
 THEN = ("decode", "varlen", "tuned", "other-tests", "options", "skipping", "small", "backward_flex", "minilm", "module")
-STEPS = (*FIRST, *THEN, "end_to_end", "check", "peers")
+STEPS = (*FIRST, *THEN, "check", "peers")
 TESTS = tuple(name for name in STEPS if name.endswith("-tests") or name == "first-contact")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
@@ -206,7 +206,7 @@ def test_a_first_slot_is_in_time_and_tests_and_questions_are_there():
 def test_what_timings_need_is_compiled_ahead():
     every = warm.everything(True)
     ahead = {case._replace(B=0, Sq=0, Sk=0) for case, name in every if name == "fusedattn"}
-    needed = cases.SMALL + cases.MODULE + cases.DEMO + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
+    needed = cases.SMALL + cases.MODULE + cases.OPTIONS + cases.TABLES["all"] + cases.HOPPER
     assert {case._replace(B=0, Sq=0, Sk=0) for case in needed + cases.BACKWARD} <= ahead
     named = {name: {case for case, each in every if each == name} for name in (*warm.PACKED[1:], *warm.CACHES)}
     assert {case.words.get("lengths") for case in named["fusedattn+packed"]} == {None, "zipf", "uniform", "one-long"}

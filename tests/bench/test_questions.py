@@ -141,32 +141,6 @@ def test_a_module_without_weights_returned_is_no_answer_to_a_case_that_wants_the
     assert "weights" in workload.judge("forward", layer, (out, weights.flip(-1)))[2]
 
 
-def test_the_demos_model_is_timed_with_each_attention(tmp_path, at_once, monkeypatch, capsys):
-    monkeypatch.setitem(cases.TABLES, "tiny-demo", [cases.TINY_DEMO[0]._replace(B=2)])
-    rows_of = ask("end_to_end", tmp_path / "a.csv")
-    assert {(row.provider, row.mode): row.status for row in rows_of} == {
-        (name, mode): "ok" for name in ("fusedattn:cpu", "sdpa", "naive") for mode in models.MODES
-    }
-    assert {row.options for row in rows_of} == {"model=demo"}
-    assert "forward, tokens a second: fusedattn:cpu 64,000," in capsys.readouterr().out  # 128 in 2 ms
-    monkeypatch.setitem(models.ATTENDS, "sdpa", torch.nn.functional.scaled_dot_product_attention)  # it looks ahead
-    rows_of = ask("end_to_end", tmp_path / "b.csv")
-    assert {row.status for row in rows_of if row.provider == "sdpa"} == {"wrong"}
-    assert {row.status for row in rows_of if row.provider != "sdpa"} == {"ok"}
-
-
-def test_training_the_demos_model_is_training():
-    workload = models.Demo(cases.TINY_DEMO[0], "cpu")
-    provider = model, _ = workload.setup("fusedattn")
-    before = model.loss(workload.windows).item()
-    with workload.step("train", provider) as step:
-        for _ in range(3):
-            step()
-    assert model.training and model.loss(workload.windows).item() < before - 0.3
-    with workload.step("forward", provider) as step:
-        assert step().shape == (workload.case.B, workload.case.Sq, 256) and not model.training
-
-
 def test_a_real_model_is_timed_with_each_attention_and_a_wrong_one_is_found(tmp_path, at_once, monkeypatch, capsys):
     pytest.importorskip("transformers", minversion="5.0")
     monkeypatch.setitem(cases.TABLES, "tiny-minilm", [cases.TINY_MINILM[0]._replace(B=2, Sq=16, Sk=16)])

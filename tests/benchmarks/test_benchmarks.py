@@ -24,7 +24,7 @@ FEW = [case for case in cases.LONG if case.dtype == "bfloat16" and (case.Sq, cas
 CACHES = [case for case in cases.DECODE if case.Hq == 4 * case.Hkv]
 CACHES = [case for case in CACHES if (case.B, case.Sk) in ((1, 1024), (16, 8192), (1, 131072))]
 ASKED = dict.fromkeys(("forward", "backward", "training"), FEW) | {"decode": CACHES}
-ASKED |= dict.fromkeys(("options", "varlen", "small", "module", "end_to_end", "minilm"))
+ASKED |= dict.fromkeys(("options", "varlen", "small", "module", "minilm"))
 
 
 def synchronised():

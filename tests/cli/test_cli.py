@@ -11,12 +11,10 @@ import torch
 
 from fusedattn import backends, cli
 from fusedattn.cli import screen
-from fusedattn.cli.demo import text as texts, verify
 from fusedattn.naive import formula
 from fusedattn.testing import cases as grid
 
 QUICK = ["--json", "--device", "cpu", "--backend", "naive", "--dtype", "float32", "--case", "causal"]
-PROSE = b"A short text, written many times over, is what this model learns by heart.\nNothing in it is new.\n" * 15
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +44,11 @@ def slightly_wrong(call, need_lse, need_weights):
     return out if out.dtype == torch.float64 else out * 1.001, *rest  # what it is held to is right
 
 
-def doubled(decode, need_lse, need_weights):
-    out, *rest = formula.run_decode(decode, need_lse, need_weights)
-    return 2 * out, *rest
-
-
 def raising(call, need_lse, need_weights):
     raise RuntimeError("out of registers")
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["info"], ["check"], ["demo"]], ids=lambda command: " ".join(command) or "none"
-)
+@pytest.mark.parametrize("command", [[], ["info"], ["check"]], ids=lambda command: " ".join(command) or "none")
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -198,55 +189,9 @@ def test_without_rich_a_table_is_aligned(monkeypatch, capsys):
 
 def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None)
-    for command in (["demo"], ["demo", "--json"], ["bench", "--plot"]):
-        assert cli.main(command) == 2
-        shown = capsys.readouterr().err
-        assert shown.endswith("matplotlib not installed: pip install 'fusedattn[bench]'\n") and shown.count("\n") == 1
-
-
-@pytest.fixture
-def demo(tmp_path, monkeypatch):
-    """The arguments of a demo that takes seconds."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(verify, "DTYPES", (torch.float32,))
-    (tmp_path / "prose.txt").write_bytes(PROSE)
-    return ["demo", "--json", "--text", str(tmp_path / "prose.txt"), "--steps", "8", "--out", str(tmp_path / "out.png")]
-
-
-def test_demo_learns_checks_times_and_draws(demo, tmp_path, capsys):
-    status, found = answer(capsys, *demo)
-    assert status == 0 and found["ok"] and len(found["checks"]) >= 23
-    first, last = found["losses"][0], found["losses"][-1]
-    assert last["step"] == 8 and last["train"] < first["train"] and last["held_out"] < first["held_out"]
-    assert {one["provider"] for one in found["times"]} == {"fused", "naive", "torch SDPA"}
-    assert [one["what"] for one in found["converted"]] == ["inference", "training"]
-    assert all(one["before"] > 0 and one["after"] > 0 for one in found["converted"])
-    assert len(found["continuation"]) > 28 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    generated = {one["result"]: one["ok"] for one in found["checks"] if one["what"] == "generated with a cache"}
-    assert generated == dict(logits=True, bytes=True)
-    assert list(found["tokens_a_second"]) == ["without a cache", "with a cache"]
-    assert all(speed > 1 for speed in found["tokens_a_second"].values())
-    converted = [(one["what"].rpartition(", ")[2], one["result"]) for one in found["checks"][-3:]]
-    assert converted == [("eval", "outputs"), ("training", "outputs"), ("training", "gradients")]
-    assert found["left_out"] or any(one["what"] == "layer 2, float32" for one in found["checks"])
-
-
-def test_demo_fails_if_the_kernels_or_a_cache_are_wrong(demo, at_once, monkeypatch, capsys):
-    plant(monkeypatch, "triton", slightly_wrong)
-    caches = backends.DECODERS["cpu"]._replace(run=doubled)
-    monkeypatch.setitem(backends.DECODERS, "cpu", caches)
-    status, found = answer(capsys, *demo)
-    wrong = {one["what"] for one in found["checks"] if not one["ok"]}
-    assert status == 1
-    assert wrong >= {"by triton", "layer 1, float32", "layer 2, float32", "generated with a cache"}
-    assert "as trained" not in wrong
-
-
-def test_demo_fails_if_what_was_converted_is_wrong(demo, at_once, monkeypatch, capsys):
-    plant(monkeypatch, "cpu", slightly_wrong)
-    status, found = answer(capsys, *demo)
-    wrong = {one["what"] for one in found["checks"] if not one["ok"]}
-    assert status == 1 and {f"an nn.TransformerEncoder, converted, {mode}" for mode in ("eval", "training")} <= wrong
+    assert cli.main(["bench", "--plot"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.endswith("matplotlib not installed: pip install 'fusedattn[bench]'\n") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
@@ -264,54 +209,9 @@ def test_a_text_is_shown_as_it_is(capsys):
     assert capsys.readouterr().out.count(text) == 4
 
 
-@pytest.mark.parametrize("content, why", [(None, "cannot read"), (b"short", "expected at least")], ids=["no", "short"])
-def test_demo_needs_a_text(content, why, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "given.txt"
-    if content is not None:
-        path.write_bytes(content)
-    assert cli.main(["demo", "--json", "--text", str(path)]) == 2
-    shown = capsys.readouterr().err
-    assert why in shown and str(path) in shown and shown.count("\n") == 1
-
-
-def test_the_readme_of_somebody_else_is_not_learnt(tmp_path, monkeypatch):
-    """Without --text it is ours, whatever the folder is."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text("# another project\n" * 100)
-    assert texts.load(None).name == "the description of fusedattn"
-    (tmp_path / "README.md").write_text("# fusedattn\n" + "what it does " * 100)
-    assert texts.load(None).name == "README.md"
-
-
-def test_a_text_that_a_terminal_cannot_write_or_would_obey(monkeypatch):
+def test_a_text_that_a_terminal_cannot_write(monkeypatch):
     ascii_alone = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", ascii_alone)
-    screen.Screen(only_json=False).say("\u00dcber: " + texts.readable(b"one\x1b[31m\x07\ntwo \xff"))
+    screen.Screen(only_json=False).say("\u00dcber: one\ntwo")
     ascii_alone.flush()
-    assert ascii_alone.buffer.getvalue() == b"?ber: one?[31m?\ntwo ?\n"
-
-
-def test_what_is_held_out_is_in_no_window_to_learn_from(tmp_path):
-    numbers = torch.randperm(2000).to(torch.int16).view(torch.uint8)  # pairs of bytes that occur once
-    (tmp_path / "pairs").write_bytes(bytes(numbers.tolist()))
-    text = texts.load(str(tmp_path / "pairs"))
-    windows = text.starts[:, None] + torch.arange(texts.CONTEXT + 1)
-    held = {text.content.index(bytes(one.tolist())) for one in text.held_out}
-    covered = {start + offset for start in held for offset in range(texts.CONTEXT + 1)}
-    assert len(held) == len(text.held_out) >= 2 and not covered & set(windows.flatten().tolist())
-
-
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        (b"# Title\n\nThis is one sentence. And `code`", "This is one sentence."),
-        (b"Here is one that is much too long to be drawn in full.", "Here is one that is much too"),
-        ("Ärger über Übermut. ".encode() * 3, "Ärger über Übermut. Ärge"),
-        (b"\xff" * 60, "?"),
-    ],
-    ids=["whole", "cut", "not ASCII", "no text"],
-)
-def test_a_sentence_to_draw(content, expected):
-    empty = torch.empty(0)
-    assert texts.sentence(texts.Text("", content, empty, empty, empty)) == expected
+    assert ascii_alone.buffer.getvalue() == b"?ber: one\ntwo\n"

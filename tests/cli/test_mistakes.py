@@ -13,17 +13,15 @@ from fusedattn.bench import rows
 from fusedattn import cli
 
 ONE = ["--shape", "1,1,1,8,8,8", "--providers", "fusedattn", "--mode", "forward"]
-TEXT = "What is written here is learnt by heart, and nothing in it is new.\n" * 30
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where there are a folder, a file of no use, and a text."""
+    """Where there are a folder and files of no use."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("no table\n")
-    (tmp_path / "text").write_text(TEXT)
     (tmp_path / "mine.png").write_text("no picture\n")
 
 
@@ -53,33 +51,23 @@ MISTAKES = [
     (["bench", *ONE, "--plot", "folder"], "plot: folder is a folder"),
     (["bench", *ONE, "--plot", ""], "plot: expected the name of a file, got an empty one"),
     (["bench", *ONE, "--csv", ""], "csv: cannot append to it: an empty name is no file"),
-    (["demo", "--text", ""], "text: expected the name of a file, got an empty one"),
     (["bench", *ONE, "--plot", "nowhere/bench.png"], "plot: there is no folder "),
     (["bench", *ONE, "--plot", "/dev/full"], "plot: expected a name that ends in .png, got /dev/full"),
     (["bench", *ONE, "--csv", "a.csv", "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
     (["bench", *ONE, "--csv", "a.png", "--plot", "a.png"], "plot: a.png is where the rows go"),
     (["bench", *ONE, "--csv", "nowhere/a.csv"], "csv: cannot append to nowhere/a.csv: there is no folder nowhere"),
     (["bench", *ONE, "--plot", "mine.png"], "plot: mine.png is there, and is no PNG that may be drawn over"),
-    (["demo", "--text", "text", "--out", "mine.png"], "out: mine.png is there, and is no PNG"),
     (["tune", "--minutes", "nan"], "argument --minutes: expected a finite number above 0, got nan"),
     (["tune", "--minutes", "soon"], "argument --minutes: expected a finite number above 0, got soon"),
     (["warmup"], "the following arguments are required: --shape"),
     (["warmup", "--shape", "1,1,1,8,8,8", "--jobs", "0"], "argument --jobs: expected 1 or more, got 0"),
-    (["demo", "--steps", "x"], "argument --steps: expected 1 or more, got x"),
-    (["demo", "--steps", "1.5"], "argument --steps: expected 1 or more, got 1.5"),
-    (["demo", "--seed", "9" * 30], "argument --seed: expected an int of 64 bits, got 999"),
-    (["demo", "--text", "folder"], "text: cannot read folder"),
-    (["demo", "--text", "nowhere"], "text: cannot read nowhere"),
-    (["demo", "--text", "file"], "text: expected at least 1000 bytes, got 9 in file"),
-    (["demo", "--text", "text", "--out", "folder"], "out: folder is a folder"),
-    (["demo", "--text", "text", "--out", "nowhere/demo.png"], "out: there is no folder "),
 ]
 
 
 @pytest.mark.parametrize("command, said", MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 @pytest.mark.usefixtures("at_once", "one_thread")
 def test_a_mistake_is_one_line(command, said, capsys):
-    if "demo" in command or "--plot" in command:
+    if "--plot" in command:
         pytest.importorskip("matplotlib")
     if "/dev/full" in command and not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
@@ -121,14 +109,12 @@ def test_files_that_exist_are_appended_to_and_drawn_over(capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("command", [["bench", *ONE, "--plot", "a.png"], ["demo", "--text", "text", "--out", "a.png"]])
-def test_a_disk_that_is_full_is_told_of_before_the_work(command, monkeypatch, capsys):
+def test_a_disk_that_is_full_is_told_of_before_the_work(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **where: open("/dev/full", "wb"))
-    assert cli.main(command) == 2
+    assert cli.main(["bench", *ONE, "--plot", "a.png"]) == 2
     shown = capsys.readouterr()
-    option = command[-2].removeprefix("--")
-    assert shown.err == f"fusedattn {command[0]}: {option}: cannot write a.png: No space left on device\n"
+    assert shown.err == "fusedattn bench: plot: cannot write a.png: No space left on device\n"
     assert not shown.out and not os.path.exists("a.png")
 
 

@@ -1,13 +1,14 @@
-"""The examples of the docstrings run, each public function and class has one, and the reference prints them well."""
+"""The examples of the docstrings run, each public function and class has one, and the reference can read them."""
 
 import doctest
 import inspect
+import itertools
+import re
 
 import pytest
 import torch
 
 import fusedattn as fa
-from docs import docstrings
 
 from .test_pages import alone, public  # noqa: F401 - a fixture
 
@@ -43,62 +44,18 @@ def test_it_has_a_sentence_first(name):
     assert first.endswith((".", "`.")), first
 
 
-STYLE = """Do a thing, of x < y.
-
-    >>> do([1], 2)  # doctest: +SKIP
-    [3]
-
-- An item,
-  of two lines.
-- Another.
-
-Args:
-    x, y: tensors (B, S), as in `shard`. z: a number, 2 * x[0]
-        or None.
-    All others: as in `fusedattn.attention`.
-Returns: output; with z
-    a tuple (output[, z]).
-After it.
-"""
-
-MARKDOWN = r"""Do a thing, of x &lt; y.
-
-```pycon
->>> do([1], 2)
-[3]
-```
-
-- An item, of two lines.
-- Another.
-
-**Arguments:**
-
-- `x`, `y`: tensors (B, S), as in [`shard`][fusedattn.distributed.shard].
-- `z`: a number, 2 \* x\[0\] or None.
-- All others: as in [`fusedattn.attention`][fusedattn.attention].
-
-**Returns:** output; with z a tuple (output\[, z\]).
-
-After it.
-"""
+METHODS = {f"{name}.forward": x.forward for name, x in PUBLIC.items() if hasattr(x, "forward")}
 
 
-def test_the_style_of_the_house_becomes_markdown():
-    known = {"shard": "fusedattn.distributed.shard", "fusedattn.attention": "fusedattn.attention"}
-    assert docstrings.markdown(STYLE, ("x", "y", "z"), known.get) == MARKDOWN
-
-
-def test_an_example_that_is_all_there_is_stays_one():
-    assert docstrings.markdown("Do it.\n\n>>> do()\n3", ()) == "Do it.\n\n```pycon\n>>> do()\n3\n```\n"
-
-
-def test_no_part_of_a_docstring_is_lost():
-    """Every word of each docstring is in what the reference prints."""
-    for name, documented in PUBLIC.items():
-        source = inspect.getdoc(documented)
-        printed = docstrings.markdown(source, ())
-        for sign, written in (("\\", ""), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&"), ("Arguments:", "Args:")):
-            printed = printed.replace(sign, written)
-        assert source.count(">>>") == printed.count("\n>>>"), name
-        for word in source.split():
-            assert word in printed or word in ("doctest:", "+SKIP", "#"), f"{name}: {word}"
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_the_reference_reads_its_sections(name):
+    """In Google style a section has a blank line above, a head that stands alone, and an indented body of items."""
+    lines = ["", *inspect.getdoc((PUBLIC | METHODS)[name]).splitlines(), ""]
+    sections = {n: line for n, line in enumerate(lines) if re.match("(Args|Returns|Raises|Examples):", line)}
+    for n, head in sections.items():
+        assert head.endswith(":") and not lines[n - 1] and lines[n + 1].startswith("    "), head
+        body = itertools.takewhile(lambda line: not line or line.startswith("    "), lines[n + 1 :])
+        items = [line for line in body if re.match(r"    \S", line)]
+        if head in ("Args:", "Raises:"):
+            assert all(re.match(r"    [*\w., ()]+: ", item) for item in items), items
+    assert all(n - 1 in sections or line.startswith("    ") for n, line in enumerate(lines) if ">>>" in line)

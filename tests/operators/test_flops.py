@@ -1,6 +1,7 @@
 """What torch's counter of floating point operations counts of the operators: as much as of torch's own attention."""
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -9,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 
 import fusedattn as fa
-from fusedattn.operators import flops
 from fusedattn.operators.namespace import OPERATORS
 
 from ..sequences import offsets
@@ -115,10 +115,60 @@ def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, de
     assert got == {OPERATORS.decode: 2 * (1 + 1 + 4 + 1 if known else 2 * 6) * 4 * 16}
 
 
-def test_the_formulas_come_with_torchs_counter_whenever_it_is_imported(monkeypatch):
-    monkeypatch.delitem(sys.modules, flops.COUNTER)
+@pytest.fixture
+def late_counter(monkeypatch):
+    """torch's counter, imported after the package and after all other calls."""
+    monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
     monkeypatch.setattr(torch.utils, "flop_counter", None)
-    again = importlib.import_module(flops.COUNTER)
-    assert again is not flop_counter
-    for counter in (again, flop_counter):
-        assert {getattr(OPERATORS, name) for name in flops.PRODUCTS} <= set(counter.flop_registry)
+    module = importlib.import_module("torch.utils.flop_counter")
+    assert module is not flop_counter
+    return module.FlopCounterMode(display=False)
+
+
+def test_a_counter_that_is_imported_later_counts_a_forward_and_a_backward(late_counter, backend, device):
+    inputs = [torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3)]
+    with late_counter:
+        fa.attention(*inputs, backend=backend).sum().backward()
+    assert late_counter.get_flop_counts()["Global"] == both(2 * 2 * 2 * 4 * 4 * 8, 5 * 2 * 2 * 4 * 4 * 8)
+
+
+def test_a_counter_that_is_imported_later_counts_a_backward_alone(late_counter, backend, device):
+    inputs = [torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3)]
+    out = fa.attention(*inputs, backend=backend)
+    with late_counter:
+        out.sum().backward()
+    assert late_counter.get_flop_counts()["Global"] == {OPERATORS.backward: 5 * 2 * 2 * 4 * 4 * 8}
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_a_counter_that_is_imported_later_counts_a_decode(grad, late_counter, backend, device):
+    query, *caches = (torch.randn(1, 2, length, 8, device=device) for length in (1, 6, 6))
+    with grad(), late_counter:
+        fa.attention_decode(query, *caches, cache_seqlens=torch.tensor([3], device=device).int(), backend=backend)
+    assert late_counter.get_flop_counts()["Global"] == {OPERATORS.decode: 2 * 2 * 2 * 3 * 8}
+
+
+def test_a_counter_that_is_imported_later_counts_an_exported_program(late_counter):
+    class Model(torch.nn.Module):
+        def forward(self, query):
+            return fa.attention(query, query, query, backend="cpu")
+
+    query = torch.randn(1, 2, 4, 8)
+    program = torch.export.export(Model(), (query,)).module()
+    with torch.no_grad(), late_counter:
+        program(query)
+    assert late_counter.get_flop_counts()["Global"] == {OPERATORS.forward: 2 * 2 * 2 * 4 * 4 * 8}
+
+
+def test_a_formula_of_the_users_own_is_kept(device):
+    inputs = [torch.randn(1, 2, 4, 8, device=device) for _ in range(3)]
+    mine = {OPERATORS.forward: lambda *shapes, **others: 7}
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=mine) as counter:
+        fa.attention(*inputs, backend="triton")
+    assert counter.get_total_flops() == 7
+
+
+def test_importing_the_package_imports_neither_the_counter_nor_a_finder():
+    program = "import sys; before = [*sys.meta_path]; import fusedattn; assert sys.meta_path == before"
+    program += "; assert not {'torch.utils.flop_counter', 'triton'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], check=True)
