@@ -10,7 +10,7 @@ KNOWING := $(addprefix tests/,replay/test_launch_path.py launch/test_failures.py
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 
-.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions older-cpu check docs gpu bench tune clean
+.PHONY: help demo test test-all interpreter compile ptx on-gpu benchmarks versions older-cpu check docs gpu bench clean
 .NOTPARALLEL:
 
 help: ## what there is to make
@@ -79,9 +79,6 @@ gpu: ## all that wants a GPU machine, from a bare clone and without a network (O
 
 bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
 	$(PY) -m fusedattn.bench $(ARGS)
-
-tune: $(READY) ## time tiles for fusedattn/launch/tiles.py on a GPU (ARGS=--help)
-	$(PY) -m fusedattn.bench tune $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf .venv .triton-* .torch-* .kernels build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache

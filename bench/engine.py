@@ -6,7 +6,7 @@ import operator
 
 import torch
 
-from . import attention, calls, module, providers, rows, timing
+from . import attention, calls, module, rows, timing
 
 MODES = ("forward", "backward", "forward_backward")
 # {mode: (the mode whose step it times, the clock)}
@@ -31,7 +31,7 @@ def units(chosen, names, modes):
         for case in chosen
         for name in names
         for mode in modes
-        if providers.concerns(name, case) and ("module" not in case.words or module.concerns(name, mode))
+        if "module" not in case.words or module.concerns(name, mode)
     ]
 
 

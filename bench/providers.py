@@ -1,8 +1,6 @@
-"""Providers of attention, by name: ours, forms of one of our kernels, the eager formula, and the peers."""
+"""Providers of attention, by name: ours, the eager formula, and the peers."""
 
-import contextlib
 import functools
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -10,7 +8,6 @@ from torch.nn.attention import SDPBackend
 import fusedattn as fa
 from fusedattn import backends
 from fusedattn.call.packed import Packed, checked_packed
-from fusedattn.launch import tiles as tile_table
 
 from . import calls, cases, peers
 from .calls import Call, Unsupported, offsets_of, packing_of
@@ -149,11 +146,9 @@ def unchecked(case, name):
 
 
 def find(name):
-    """The provider of a name: one of PROVIDERS or ASIDE, fusedattn:BACKEND, or a form of one of our kernels."""
-    if (known := PROVIDERS | ASIDE | forms()).get(name) is None and ("/" in name or not name.startswith("fusedattn:")):
+    """The provider of a name: one of PROVIDERS or ASIDE, or fusedattn:BACKEND."""
+    if (known := PROVIDERS | ASIDE).get(name) is None and not name.startswith("fusedattn:"):
         raise ValueError(f"provider: expected one of {', '.join(known)} or fusedattn:BACKEND, got {name}")
-    if "/" in name:
-        return functools.partial(by_form, name)
     return known.get(name) or functools.partial(fusedattn, backend=name.removeprefix("fusedattn:"))
 
 
@@ -163,112 +158,3 @@ def label(name, case, tensors):
         return name
     backend = _packed_backend(case, tensors) if name == "fusedattn+packed" else _explain(case, tensors).backend
     return f"{name}:{backend}"
-
-
-# Forms of our kernels: the forward for Hopper by one pipeline, or that of every GPU by one tile; the backward in two
-# passes, or in one by one tile, or by a kernel for Hopper.
-PIPELINE, FORWARD, BACKWARD = "fusedattn:hopper/", "fusedattn:forward/", "fusedattn:backward/"
-
-
-def pipeline_name(pipeline):
-    """A Pipeline, as 128x64s4+pingpong: rows x keys of a block, stages; +grid is one block of rows a program."""
-    words = ("" if pipeline.persistent else "+grid") + ("+pingpong" if pipeline.ping_pong else "")
-    return f"{pipeline.rows}x{pipeline.keys}s{pipeline.stages}{words}"
-
-
-def tile_name(tile):
-    """A Tile, as 64x128w8s2+bulk: rows x keys, warps, stages; +bulk is dq, +tma are loads by the copy engine."""
-    return f"{tile.rows}x{tile.keys}w{tile.warps}s{tile.stages}" + "+bulk" * tile.bulk + "+tma" * tile.tma
-
-
-def way_back_name(kernel, form):
-    """A backward for Hopper, as hopper-bwd-64x128s2: its kernel, rows x keys of a block, stages."""
-    return f"{kernel.replace('_', '-')}-{form.rows}x{form.keys}s{form.stages}"
-
-
-def forms(case=None, prefix=""):
-    """{provider: (backend, the context in which the form is the one taken)} at the width of a case, or at all.
-
-    Tiles are those of Hopper and its candidates, and of one pass those of the table once more with dq added by threads.
-    """
-
-    def fitting(widths):
-        return [width for width in widths if case is None or max(case.D, case.Dv) <= width][
-            : None if case is None else 1
-        ]
-
-    every = {}
-    for pipeline in (pipeline for width in fitting((64, 128, 256)) for pipeline in tile_table.HOPPER[width]):
-        every[PIPELINE + pipeline_name(pipeline)] = "hopper", functools.partial(by_pipeline, pipeline)
-    for tile in (tile for width in fitting((64, 128, 256)) for tile in tile_table.candidates("forward", 90, 2, width)):
-        every[FORWARD + tile_name(tile)] = "triton", functools.partial(only, "forward", tile_table.same(tile))
-    every[BACKWARD + "two-passes"] = "triton", _same_bits
-    for width in fitting((64, 128)):
-        by_threads = (tile._replace(bulk=False) for tile in tile_table.tiles("one_pass", 90, 2, width))
-        for tile in (*tile_table.candidates("one_pass", 90, 2, width), *by_threads):
-            every[BACKWARD + tile_name(tile)] = "triton", functools.partial(only, "one_pass", tile_table.same(tile))
-    for kernel in tile_table.BACKWARDS:
-        rows = tile_table.ON_HOPPER[kernel]
-        for form in (form for width in fitting((64, 128, 256)) for form in rows.get(width, ())):
-            every[BACKWARD + way_back_name(kernel, form)] = "hopper", functools.partial(by_way_back, kernel, form)
-    return {name: form for name, form in every.items() if name.startswith(prefix)}
-
-
-def concerns(name, case):
-    """Whether a provider is measured on a case: a form is not, if it is for another width."""
-    return "/" not in name or name in forms(case)
-
-
-def by_form(name, case, tensors):
-    """Ours, by one form of one of its kernels."""
-    from fusedattn.launch.hopper import stored_limits  # imports Triton
-
-    if not concerns(name, case):
-        raise Unsupported("it is for another width")
-    if name.startswith(f"{BACKWARD}hopper-stored") and (lacks := stored_limits(tensors)):
-        raise Unsupported(*lacks)
-    backend, inside = forms()[name]
-    return Call(fusedattn(case, tensors, backend=backend), inside=inside)
-
-
-@contextlib.contextmanager
-def _patched(module, name, value):
-    """Inside, a name of a module has another value, and no call replays launches of before."""
-    from fusedattn.replay import cache  # imports Triton
-
-    cache.forget()
-    try:
-        with mock.patch.object(module, name, value):
-            yield
-    finally:
-        cache.forget()
-
-
-def _same_bits():
-    """The context in which ours gives the same bits each time; the rest of torch need not."""
-    return _patched(torch, "are_deterministic_algorithms_enabled", lambda: True)
-
-
-def by_pipeline(pipeline, kernel="hopper"):
-    """The context in which a kernel for Hopper works in this way."""
-    from fusedattn.launch import run
-
-    form = run.form_on_hopper
-    return _patched(run, "form_on_hopper", lambda name, call: pipeline if name == kernel else form(name, call))
-
-
-@contextlib.contextmanager
-def by_way_back(kernel, form):
-    """The context in which this is the backward for Hopper, and works in this way."""
-    from fusedattn.launch import run
-
-    with by_pipeline(form, kernel), _patched(run, "backward_on_hopper", lambda call, ordered: kernel):
-        yield
-
-
-def only(kernel, tile):
-    """The context in which a kernel has this tile alone, and the others have theirs."""
-    from fusedattn.launch import run
-
-    every = run.candidates
-    return _patched(run, "candidates", lambda name, call: (tile,) if name == kernel else every(name, call))

@@ -1,7 +1,9 @@
-"""Tuning files, in which a machine keeps what it found out about its GPU, for other machines just like it."""
+"""Tuning files, in which `fusedattn tune` keeps what it found out about a GPU, for other machines just like it."""
 
 import os
 from pathlib import Path
+
+import torch
 
 from .launch import tuned
 from .replay import cache
@@ -19,8 +21,7 @@ def load(file: str | os.PathLike[str]) -> None:
     changes.
 
     Args:
-        file: what `fusedattn tune --export` wrote on a machine with the same GPU, driver, torch, Triton and version of
-            this package.
+        file: what `fusedattn tune` wrote for the same GPU, driver, torch, Triton and version of this package.
 
     Raises:
         OSError: if it cannot be read.
@@ -29,7 +30,10 @@ def load(file: str | os.PathLike[str]) -> None:
     """
     if not isinstance(file, str | os.PathLike):
         raise TypeError(f"file: expected a path, got {type(file).__name__}")
-    tuned.load(Path(file))
+    here = [tuned.about(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    gpu, choices = tuned.read(Path(file), here)
+    tuned.loaded[gpu] = choices
+    tuned.ask(None)
     cache.forget()
 
 
@@ -39,5 +43,6 @@ def forget() -> None:
     Examples:
         >>> fusedattn.tuning.forget()
     """
-    tuned.unload()
+    tuned.loaded.clear()
+    tuned.ask(None)
     cache.forget()

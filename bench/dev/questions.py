@@ -4,7 +4,6 @@ The engine measures cases x providers x modes, the most important first; a row i
 """
 
 import argparse
-import functools
 import importlib
 import itertools
 import sys
@@ -19,7 +18,7 @@ from fusedattn.bench.report import LONG, Goal, over
 from fusedattn.backends import BACKENDS
 from fusedattn.launch import tiles as tile_table
 
-from . import leaderboard, models
+from . import models
 
 BEGAN = time.monotonic()
 BROKEN = 3  # exit status: the GPU takes no more work from this process; start again with --resume
@@ -153,11 +152,6 @@ def _speed(*modes):
     return Question(modes, goals=[goal for goal in SPEED if goal.mode in modes])
 
 
-def _forms(mode, table, prefix):
-    lines = functools.partial(leaderboard.lines, prefix)
-    return Question((mode,), table, lambda device: leaderboard.names(prefix), flex_last, more=lines)
-
-
 def _whole(modes, table, names, **more):
     return Question(modes, table, lambda device: [*names], flex_last, **more)
 
@@ -172,16 +166,12 @@ ASKS = {
     "small": "Is a tiny call as quick as torch's own, with all that the host does (wall) and without (graph)?",
     "decode": "Is one more token, after a cache or pages, bound by the bytes of the cache alone?",
     "varlen": "Is packing sequences of unequal lengths faster than padding them, and as fast as equal ones?",
-    "hopper": "Which pipeline of the Hopper kernel is the fastest, and how near the best peer?",
-    "forward_forms": "Which tile of the forward is the fastest, and how near the best peer?",
-    "backward_forms": "Which backward is the fastest, in one pass or two, and how near the best peer?",
     "module": "Is our module faster than torch.nn.MultiheadAttention?",
     "minilm": "Does a real model of Hugging Face get faster by one line?",
     "skipping": "What does skipping blocks save, and how near is it to the ideal?",
     "tangent": "What does a tangent, forward mode, cost beside the output?",
     "cpu": "What does a CPU user get, beside torch's own and the formula?",
     "ceilings": "How fast does this machine multiply and copy?",
-    "tune": "Which tiles are fastest on this GPU?",
     "sanitize": "Do sanitizers find anything, and has each kernel the same bits a thousand times?",
     "warm": "Compiles, many at a time, what the questions on a GPU will need.",
     "table": "How did the last run in a CSV compare with the peers?",
@@ -198,9 +188,6 @@ QUESTIONS = {
     "small": Question(tuple(engine.CLOCKS), "small", _small, goals=SMALL),
     "decode": Question(("forward", "graph"), "decode", decode_providers, decode_tier, DECODE),
     "varlen": Question(engine.MODES[:2], "varlen", providers.usual_packed, flex_last, VARLEN, padding),
-    "hopper": _forms("forward", "hopper", leaderboard.HOPPER),
-    "forward_forms": _forms("forward", "backward", leaderboard.FORWARD),
-    "backward_forms": _forms("backward", "backward", leaderboard.BACKWARD),
     "module": _whole(module.MODES, "module", module.PROVIDERS),
     "minilm": _whole(("forward",), "minilm", models.IMPLEMENTATIONS, more=models.speeds, prepare=models.Bert),
 }
@@ -280,11 +267,10 @@ def ask(name, arguments):
     """Answer a question of the table."""
     question, every = QUESTIONS[name], list(dict.fromkeys([*engine.MODES, *engine.CLOCKS, *QUESTIONS[name].modes]))
     words = parser(name, "cases", "resume", "budget")
-    known = f"{','.join([*providers.PROVIDERS, *providers.ASIDE])},fusedattn:BACKEND and forms of kernels"
+    known = f"{','.join([*providers.PROVIDERS, *providers.ASIDE])},fusedattn:BACKEND"
     words.add_argument("--providers", type=lambda text: text.split(","), help=f"some of {known}")
     words.add_argument("--modes", type=lambda text: text.split(","), default=question.modes, help=",".join(every))
     words.add_argument("--without", metavar="PREFIX", help="leave out the providers whose names begin so")
-    words.add_argument("--tests", help="what pytest -v printed: time only the forms that passed every test there")
     options = words.parse_args(arguments)
     usual = question.providers(options.device)
     names = options.providers or usual
@@ -297,8 +283,6 @@ def ask(name, arguments):
         words.error(f"--modes: expected some of {','.join(every)}")
     if options.without:
         names = [name for name in names if not name.startswith(options.without)]
-    if options.tests is not None:
-        names = leaderboard.proven(names, options.tests)
     writer, machine = opened(options)
     say(", ".join(f"{name} {value}" for name, value in machine.items() if value))
     chosen = cases.TABLES[options.cases or question.cases(options.device)]

@@ -5,7 +5,7 @@ import multiprocessing
 import time
 
 import torch
-from fusedattn.bench import cases, engine, providers
+from fusedattn.bench import cases, engine
 
 from . import questions
 
@@ -20,17 +20,11 @@ def tasks(chosen, names=NAMES):
     return [(case, name) for name in names for case in (chosen if name.startswith("flex") else [*kinds.values()][::-1])]
 
 
-def forms():
-    """The `tasks` of the tiles that are compared, of the backward and of the forward."""
-    every = [*providers.forms(prefix=providers.BACKWARD), *providers.forms(prefix=providers.FORWARD)]
-    return [(case, name) for case, name in tasks(cases.BACKWARD, every) if providers.concerns(name, case)]
-
-
 # {part: its tasks}. FlexAttention, which compiles for long, is in none where calls are small, or in a model.
 _RICH = cases.OPTIONS + cases.SKIPPING + cases.LONG + cases.MORE + cases.HOPPER + cases.BACKWARD
 _INNER = cases.SMALL + cases.MODULE
 PARTS = {
-    "first": lambda: tasks(cases.BACKWARD, NAMES[:1]) + forms(),
+    "first": lambda: tasks(cases.BACKWARD, NAMES[:1]),
     "caches": lambda: tasks(cases.DECODE, CACHES) + tasks(cases.VARLEN, PACKED),
     "rest": lambda: tasks(_RICH + _INNER, NAMES[:1]) + tasks(_RICH, NAMES[1:]),
 }
@@ -50,8 +44,7 @@ def compile_one(case, name, device):
     try:
         workload = engine.prepare(case, device)
         provider = workload.setup(name)
-        forward_alone = name in CACHES or name.startswith(providers.FORWARD)
-        for mode in ("forward",) if forward_alone else ("forward", "forward_backward"):
+        for mode in ("forward",) if name in CACHES else ("forward", "forward_backward"):
             with workload.step(mode, provider) as step:
                 step()
         if torch.device(device).type == "cuda":

@@ -86,20 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune = command(
         "tune",
-        "prove the kernels on this GPU, time those that are right, and have calls take the fastest",
-        "Hold each tile and pipeline to float64 on this GPU, by named cases of some 200 to 500 rows and keys, in "
-        "processes that may hang or die; time those that are right beside PyTorch's own; keep what was found for this "
-        "GPU, driver, torch, Triton and version in the user's cache folder, where calls find it. A second run goes on "
-        "where the first ended.",
+        "measure the kernels on this GPU, and have calls take the fastest",
+        "Hold each tile and pipeline of the kernels to float64 on this GPU, time those that are right, print a table, "
+        "and write a file to the user's cache folder, over an earlier one. Calls on the same GPU, driver, torch, "
+        "Triton and version of fusedattn take the fastest by it, and none that was wrong.",
     )
-    tune.add_argument("--minutes", type=_minutes, metavar="N", help="after which nothing is begun (5; with --quick 1)")
-    tune.add_argument("--quick", action="store_true", help="bfloat16, calls without masks and options, one length")
-    tune.add_argument("--dtype", action="append", choices=DTYPES[:3], help="in this dtype (may be repeated)")
-    tune.add_argument("--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="time this size (may be repeated)")
-    does = tune.add_mutually_exclusive_group()
-    does.add_argument("--show", action="store_true", help="show what was found, and try nothing")
-    does.add_argument("--forget", action="store_true", help="remove what was found")
-    does.add_argument("--export", metavar="FILE", help="copy what was found, for fusedattn.tuning.load elsewhere")
+    tune.add_argument("--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="this size (may be repeated)")
+    tune.add_argument("--dtype", action="append", choices=DTYPES[:3], help="bfloat16, or these (may be repeated)")
     warmup = command(
         "warmup",
         "compile the kernels of given shapes ahead, several at a time",
@@ -136,7 +129,6 @@ def _number(kind: Callable[[str], Any], expected: str, right: Callable[[Any], bo
 
 
 _positive = _number(int, "1 or more", lambda number: 1 <= number < 2**31)
-_minutes = _number(float, "a finite number above 0", lambda number: 0 < number < float("inf"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -246,14 +246,14 @@ def form_of(name, call):
 
 
 def none_is_right(name, device):
-    """What to raise where a tuning file says of every form of a kernel that it is wrong."""
+    """Return what to raise where a tuning file says of every form of a kernel that it is wrong."""
     return failures.Unusable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
 
 
 def prefers_two_passes(call):
-    """Whether a backward in two passes was found faster on this GPU, or right where the other is not."""
-    _, *where = tuned.place("two_passes", call.query.dtype, widest(call), load_of(call))
-    return (*where,) in tuned.of(device_of(call.query)).two_passes
+    """Return whether a backward in two passes was faster on this GPU, or the one in one pass is wrong."""
+    device = device_of(call.query)
+    return not candidates("one_pass", call) or tuned.is_faster("two_passes", "one_pass", call, device, load_of(call))
 
 
 def surroundings(device):

@@ -1,7 +1,7 @@
 """The table of tile sizes by kernel and GPU, and the functions that look them up.
 
 Rows were chosen offline, by registers and spills in compiled code (`make compile`). One that has been timed says so,
-with its GPU and number (`make tune`).
+with its GPU and number (`fusedattn tune`).
 """
 
 import functools
@@ -123,6 +123,9 @@ REPEATABLE = "hopper_ordered", "hopper_stored"  # of BACKWARDS: with the same bi
 PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that go on from what "hopper_stored" has stored
 SCORES_BYTES = 2**29  # of gradients of scores that are stored at a time; of two heads it may be twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
+
+# Kernels of which `fusedattn tune` measures each form, in that order. two_passes is dq and dkdv, each by its best form.
+MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
 
 # The widest heads whose universal backward may be one pass: with wider ones there is no room for a tile of dq.
 ONE_PASS = 128
@@ -295,7 +298,7 @@ RICH = {
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=440, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
-# What plain calls take only where a machine has found it faster (`tuned`): fewer stages in less shared memory; two
+# What plain calls take only where `fusedattn tune` found it faster: fewer stages in less shared memory; two
 # programs of four warps that share a multiprocessor, so that one multiplies under the other's softmax; and loads by the
 # copy engine, which take fewer instructions and registers in the forward and in dq, and more spills in dk/dv at D 128.
 CANDIDATES = {
@@ -395,11 +398,17 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
 
 
 def candidates(kernel, capability, itemsize, width, load="plain"):
-    """Tiles that a machine should prove and time: those of `tiles`, and what it may find faster."""
+    """Return the forms that `fusedattn tune` measures: tiles without `spills`, pipelines, (None,) for two_passes."""
+    if kernel == "two_passes":
+        return (None,)
+    if kernel in ON_HOPPER:
+        return ON_HOPPER[kernel].get(width, ()) if (capability, itemsize, load) == (90, 2, "plain") else ()
+    if kernel == "one_pass" and width > ONE_PASS:
+        return ()
     known = tiles(kernel, capability, itemsize, width, load)
-    if capability is None or load != "plain":
-        return known
-    return (*known, *CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ()))
+    if capability is not None and load == "plain":
+        known += CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ())
+    return tuple(map(same, known))
 
 
 def forms_on_hopper(kernel, width, length, band, ranked=()):
@@ -408,8 +417,8 @@ def forms_on_hopper(kernel, width, length, band, ranked=()):
     Args:
         width: the wider of D and Dv, as `row_width` has it. length: the fewer of rows and keys.
         band: what a call is, "full", "causal" (one side is bounded) or "window".
-        ranked: those of a tuning file, the fastest first. Their times are of several lengths together, so the form of
-            long calls comes last in others.
+        ranked: those of a tuning file, the fastest first. `fusedattn tune` times long calls, so the form of long calls
+            comes last in others.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))

@@ -32,7 +32,7 @@ CALLS = {
 def made(monkeypatch, device):
     """All tiles of the interpreter load by descriptor; the rows of the blocks of each descriptor that was made."""
     if device == "cuda":
-        pytest.skip("fusedattn tune proves these tiles on GPUs that have a copy engine")
+        pytest.skip("fusedattn tune checks these tiles on GPUs that have a copy engine")
     for name in KERNELS:
         changed = tuple(tile._replace(tma=True) for tile in tiles.INTERPRETED[name])
         monkeypatch.setitem(tiles.INTERPRETED, name, changed)

@@ -12,12 +12,14 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 import triton
 import triton.language as tl
+from fusedattn.bench import cases as timed, timing
 from fusedattn.kernels.hopper import schedule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedattn as fa
 from fusedattn import backends
-from fusedattn.launch import hopper, run, tiles
+from fusedattn.cli import tune
+from fusedattn.launch import hopper, run, tiles, tuned
 from fusedattn.launch.tiles import Backward, Pipeline
 from fusedattn.replay import cache
 from fusedattn.testing.compare import with_gradients
@@ -146,6 +148,21 @@ def test_each_way_to_work(window, taken, device, monkeypatch, poison):
         emulate(monkeypatch, taken=taken, multiprocessors=multiprocessors)
         attend = lambda name: by(name)(query, key, value, window=window, return_lse=True)  # noqa: E731
         assert_like(attend("hopper"), attend, "eager")
+
+
+@pytest.mark.parametrize("kernel", tiles.ON_HOPPER)
+def test_tune_takes_it_alone(kernel, monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(timing, "measure", lambda *_: timing.quantiles([1.0]))
+    monkeypatch.setattr(tune, "REPEATS", 2)
+    width = max(tiles.ON_HOPPER[kernel])
+    monkeypatch.setattr(tiles, "candidates", lambda name, *_: tiles.ON_HOPPER.get(name, {}).get(width, ()))
+    row = tuned.Row(kernel, "bfloat16", width, "plain", *tiles.ON_HOPPER[kernel][width])
+    case = timed.Case(1, 1, 1, 40, 40, width, width, False, "bfloat16")
+    with tune.taking(row, (), None):
+        assert tune.measured(row, case, "cpu") == row._replace(ms={case.name: 1.0})
+        monkeypatch.setattr(torch, "equal", lambda *_: False)
+        assert ("same bits" in tune.measured(row, case, "cpu").why) == (kernel in tiles.REPEATABLE)
 
 
 def test_it_compiles_whole(on):

@@ -8,11 +8,9 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from bench import providers
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.cli.tune import child
-from fusedattn.launch import failures, hopper, run, tuned
+from fusedattn.launch import failures, hopper, run
 from fusedattn.launch.backward import passes
 from fusedattn.launch.tiles import Backward
 from fusedattn.operators import attention
@@ -465,27 +463,6 @@ def test_it_is_taken_where_hopper_is_named(monkeypatch):
     assert "one_pass" in fa.explain(*inputs, backend="triton").tiles
 
 
-@pytest.mark.parametrize("name", ["hopper_bwd", "hopper_ordered"])
-def test_a_benchmark_and_tune_take_it_alone(name, monkeypatch):
-    """As `bench/providers.py` and the process of `fusedattn tune` have it: by its form, and right."""
-    emulate(monkeypatch)
-    launched = launches(monkeypatch)
-    inputs = [x.requires_grad_() for x in draw("cpu", dtype=torch.bfloat16)]
-    with providers.by_way_back(name, Backward(32, 3)):
-        out = fa.attention(*inputs, backend="hopper")
-        torch.autograd.grad(out, inputs, torch.randn_like(out))
-        assert run.form_on_hopper(name, out) == Backward(32, 3)
-    assert name in launched
-    form = Backward(32, 2)
-    candidate = tuned.Candidate(name, "bfloat16", 64, "plain", form)
-    for constant in ("TIMES", "BATCHES", "REPEATS"):
-        monkeypatch.setattr(child, constant, 2)
-    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
-        assert backend == "hopper"
-        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
-    assert found.status == tuned.PASSED, found.why
-
-
 def _fails(monkeypatch, kernel):
     """A kernel fails wherever it is launched; returns the names of those that ran."""
     launched, run_kernel = [], run.run_kernel
@@ -499,27 +476,6 @@ def _fails(monkeypatch, kernel):
     failures.forget()
     monkeypatch.setattr(run, "run_kernel", failing)
     return launched
-
-
-def test_tune_says_of_a_kernel_that_fails_that_it_does(monkeypatch):
-    emulate(monkeypatch)
-    monkeypatch.setattr(child, "TIMES", 2)
-    candidate = tuned.Candidate("hopper_bwd", "bfloat16", 64, "plain", Backward(32, 2))
-    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
-        _fails(monkeypatch, "hopper_bwd")
-        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
-    failures.forget()
-    assert found.status == "fails" and "ptxas error" in found.why
-
-
-def test_tune_finds_a_backward_wrong_whose_bits_change(monkeypatch):
-    emulate(monkeypatch)
-    monkeypatch.setattr(child, "TIMES", 2)
-    monkeypatch.setattr(child, "repeats", lambda *_: False)
-    candidate = tuned.Candidate("hopper_ordered", "bfloat16", 64, "plain", Backward(32, 2))
-    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
-        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
-    assert found.status == "wrong" and "same bits" in found.why
 
 
 def test_a_preferred_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monkeypatch):

@@ -9,11 +9,9 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from bench import providers
 from fusedattn.call.form import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.cli.tune import child
-from fusedattn.launch import hopper, run, tiles, tuned
+from fusedattn.launch import hopper, run, tiles
 from fusedattn.launch.backward import passes, reasons_not_on_hopper
 from fusedattn.launch.tiles import Backward
 
@@ -626,22 +624,3 @@ def test_explain_lists_it(monkeypatch):
     assert "hopper_stored" in fa.explain(*inputs, backend="hopper").tiles
     monkeypatch.setattr(tiles, "SCORES_BYTES", 100)
     assert "hopper_bwd_256" in fa.explain(*inputs, backend="hopper").tiles
-
-
-def test_a_benchmark_and_tune_take_it_alone(monkeypatch, launched):
-    """As `bench/providers.py` and the process of `fusedattn tune` have it: by its form, and right."""
-    emulate(monkeypatch)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    inputs = [torch.randn(1, 2, 20, 136, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    with providers.by_way_back("hopper_stored", Backward(16, 3)):
-        out = fa.attention(*inputs, backend="hopper")
-        torch.autograd.grad(out, inputs, torch.randn_like(out))
-        assert run.form_on_hopper("hopper_stored", out) == Backward(16, 3)
-    assert launched[-3:] == EACH
-    candidate = tuned.Candidate("hopper_stored", "bfloat16", 256, "plain", Backward(16, 2))
-    for constant, value in dict(TIMES=1, BATCHES=2, REPEATS=2, FEW=("plain",)).items():
-        monkeypatch.setattr(child, constant, value)
-    with child.asked(candidate, tuned.NOTHING, "cpu") as (backend, taken):
-        assert backend == "hopper"
-        found = child.prove(candidate, backend, "cpu", lambda what: None, taken, few=True)
-    assert found.status == tuned.PASSED, found.why

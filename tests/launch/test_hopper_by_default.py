@@ -1,5 +1,7 @@
 """Calls on compute capability 9.0 take the kernels for Hopper by default, forward and backward."""
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo.config
@@ -9,11 +11,12 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn import backends
 from fusedattn.call import rules
-from fusedattn.call.form import Arguments
-from fusedattn.launch import hopper, tiles
+from fusedattn.call.form import Arguments, Call, asking
+from fusedattn.launch import failures, hopper, run, tiles, tuned
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from ..offline import absent
+from .test_tuned import FORWARD, GRID, PLACE, ROWS, chosen  # noqa: F401
 
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
@@ -192,3 +195,72 @@ def test_programs_share_blocks_of_rows(dim, length, planes, options, programs):
     inputs = draw(dim, length, heads=(planes, planes), batch=1)
     call = rules.checked(Arguments(*inputs, **options), True)
     assert hopper.programs(call, tiles.HOPPER[dim][0], 132) == programs
+
+
+def test_of_wide_heads_the_other_backward_is_taken_where_one_is_slower_or_fails_or_fills_no_gpu(monkeypatch):
+    def taken(causal=True):
+        return {*explain(*draw(256), causal=causal).tiles} & {"hopper_bwd_256", "hopper_stored"}
+
+    adds, stores = (
+        tuned.Row(name, "bfloat16", 256, "plain", *tiles.BACKWARDS[name][256], ms={"causal": ms})
+        for name, ms in (("hopper_bwd_256", 1.0), ("hopper_stored", 2.0))
+    )
+    for rows, name in (((adds, stores), "hopper_bwd_256"), ((adds._replace(why="NaN"), stores), "hopper_stored")):
+        tuned.ask(tuned.choose(rows))
+        try:
+            assert taken() == {name} and taken(causal=False) == {"hopper_stored"}
+            with asking(deterministic=True):
+                assert taken() == {"hopper_stored"}
+        finally:
+            tuned.ask(None)
+    for failing, other in (("hopper_stored", "hopper_bwd_256"), ("hopper_bwd_256", "hopper_stored")):
+        with monkeypatch.context() as m:
+            m.setattr(failures, "known", lambda kind, failing=failing: "why" if kind[0] == failing else None)
+            assert taken() == {other}
+    monkeypatch.setattr(tiles, "SCORES_BYTES", 2**18)
+    assert taken() == {"hopper_bwd_256"}, "two heads at a time have too few programs"
+
+
+@pytest.mark.parametrize("batch, heads, keys, causal, fills", [
+    (4, 8, 4096, False, True), (4, 8, 4096, True, True), (1, 8, 16384, True, True), (2, 8, 8192, True, True),
+    (4, 2, 1024, False, True), (1, 8, 4096, True, True), (1, 4, 4096, True, True), (1, 5, 4096, False, True),
+    (4, 3, 8192, True, True), (4, 3, 8192, False, True), (8, 1, 12288, True, False), (8, 1, 12288, False, True),
+])  # fmt: skip
+def test_whether_heads_at_a_time_fill_a_gpu(batch, heads, keys, causal, fills):
+    """Heads that are stored in turns need programs for 95 of 100 multiprocessors, for twice that under a band."""
+    given = [torch.empty(batch, n, keys, 256, dtype=torch.bfloat16, device="meta") for n in (heads, heads, heads)]
+    call = Call(**dict.fromkeys(Call._fields) | dict(zip(("query", "key", "value"), given, strict=True)))
+    at_a_time = hopper.heads_at_a_time(call)
+    assert min(2, batch * heads) <= at_a_time <= batch * heads
+    assert at_a_time * 2 * keys * keys <= 2**30
+    assert hopper.stored_fill(call._replace(right=0 if causal else None), 132) == fills
+    grouped = call._replace(query=torch.empty(batch, 8 * heads, keys, 256, dtype=torch.bfloat16, device="meta"))
+    if not hopper.stored_limits(grouped):
+        assert hopper.heads_at_a_time(grouped) <= at_a_time
+
+
+@compiled
+def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    chosen(ROWS)
+    inputs = [torch.randn(1, 2, 70, 128, dtype=torch.bfloat16) for _ in range(3)]
+    with absent.gpu(90):
+        found = fa.explain(*inputs)
+        assert found.backend == "triton" and tuned.SLOWER in found.reasons["hopper"] and "hopper_bwd" in found.tiles
+        assert fa.explain(*inputs, backend="hopper").backend == "hopper"
+        for repeatable, options in itertools.product((False, True), (dict(causal=True), dict(window=(4, 0)))):
+            with asking(deterministic=repeatable):
+                found = fa.explain(*inputs, **options)
+                assert found.backend == "hopper" and found.tiles["hopper"] == GRID and found.backward == [tuned.SLOWER]
+                assert not {"hopper_bwd", "hopper_ordered"} & {*found.tiles}
+        chosen([tuned.Row("hopper", *PLACE, x, why="NaN") for x in tiles.HOPPER[128]] + [ROWS[-1]._replace(why="NaN")])
+        with pytest.raises(NotImplementedError, match="found no 'hopper' that gives right numbers"):
+            fa.attention(*inputs, backend="hopper")
+        assert fa.explain(*inputs).backward == [f"{run.none_is_right('hopper_bwd', inputs[0].device)}"]
+        chosen([tuned.Row("forward", *PLACE, tile, why="NaN") for tile in FORWARD])
+        graph = torch.compile(fa.attention, backend="aot_eager", fullgraph=True)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with pytest.warns(UserWarning, match="takes a slower path: .* found no 'forward' that gives right numbers"):
+            got = torch.autograd.grad(graph(*leaves).sum(), leaves)
+    want = torch.autograd.grad(fa.attention(*leaves, backend="naive").sum(), leaves)
+    assert all(map(torch.equal, got, want)), "the gradients are of the path that computed the forward"

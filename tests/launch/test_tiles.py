@@ -74,8 +74,23 @@ def test_a_row_is_of_the_load_the_dtype_and_the_width_or_of_the_nearest():
 def test_candidates_are_no_tiles_that_calls_take_anyway():
     for place, tiles in table.CANDIDATES.items():
         assert place in table.TABLE and not {*map(table.same, tiles)} & {*map(table.same, table.TABLE[place])}
-        assert table.candidates(*place) == (*table.TABLE[place], *tiles)
-        assert table.candidates(*place, "rich") == table.tiles(*place, "rich")
+        assert table.candidates(*place) == (*map(table.same, (*table.TABLE[place], *tiles)),)
+        assert table.candidates(*place, "rich") == (*map(table.same, table.tiles(*place, "rich")),)
+    for capability, pipelines in {80: 0, 86: 0, 90: 17, 120: 0}.items():
+        every = itertools.product(table.ON_HOPPER, (capability,), (2, 4), (64, 128, 256), ("plain", "rich"))
+        assert sum(len(table.candidates(*place)) for place in every) == pipelines
+    assert table.candidates("two_passes", 90, 2, 64) == (None,) and not table.candidates("one_pass", 90, 2, 256)
+
+
+def test_the_form_of_long_calls_is_not_that_of_short_ones_though_it_is_the_fastest_of_a_file():
+    long, (short, *_) = table.HOPPER_LONG[64][1], table.HOPPER[64]
+    for length, ranked, first in (
+        (2047, (long, short), short),
+        (2048, (long, short), long),
+        (2048, (short, long), short),
+    ):
+        forms = table.forms_on_hopper("hopper", 64, length, "full", ranked)
+        assert forms[0] == first and {*forms} == {*table.HOPPER[64]}, "a file comes before the table"
 
 
 def test_bulk_sums_are_of_gpus_with_a_copy_engine():

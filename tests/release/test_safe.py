@@ -21,9 +21,7 @@ METHODS |= {f"os.{kind}{how}" for kind in ("exec", "spawn") for how in ("l", "le
 # What is right in one place: other programs and libraries, by file, with what for.
 NAMED = {
     ("fusedattn/cli/machine.py", "subprocess"): "asks nvidia-smi for the driver's version",
-    ("fusedattn/launch/tuned.py", "subprocess"): "asks nvidia-smi for the driver's version",
     ("fusedattn/launch/failures.py", "subprocess"): "knows the error of a C compiler that Triton calls",
-    ("fusedattn/cli/tune/children.py", "subprocess"): "tries tiles in processes of its own, which may hang or die",
     ("bench/rows.py", "subprocess"): "asks git for the commit that a row is of",
     ("bench/dev/sanitize.py", "subprocess"): "runs compute-sanitizer over the kernels",
     ("bench/cpu.py", "ctypes"): "tells malloc to give memory back, so that peaks can be measured",

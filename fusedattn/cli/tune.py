@@ -1,0 +1,132 @@
+"""fusedattn tune: holds the forms of the kernels to float64 on this GPU, times them, and writes its tuning file."""
+
+import contextlib
+import functools
+import itertools
+import json
+
+import torch
+
+from .. import attention, explain
+from ..bench import accuracy, engine, timing
+from ..bench.cases import TOKENS, WIDTH, Case
+from ..call.form import asking
+from ..launch import failures, tiles, tuned
+from ..launch.tuned import Row
+from ..replay import cache
+from . import machine
+from .bench import presets
+from .screen import Problem, Screen
+
+OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {load: options of its cases}
+# What a kernel is judged by and timed on; a backward by all three gradients.
+RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
+GRADIENTS = "query", "key", "value"
+REPEATABLE = ("dq", "dkdv", "two_passes", *tiles.REPEATABLE)  # kernels with the same bits each time
+LENGTH, CHECKED = 4096, 611  # of usual calls, and of those that are held to float64: no multiple of a tile
+BUDGET_MS, REPEATS = 60.0, 5
+truth = functools.lru_cache(maxsize=2)(lambda case, device: accuracy.truth(case, case.draw(device)))
+
+
+def run(arguments) -> int:
+    screen = Screen(arguments.json)
+    machine.need_gpu("checks and times kernels on")
+    device = torch.device("cuda", torch.cuda.current_device())
+    about, rows = tuned.about(device), dict[tuple, Row]()
+    usual = [f"{TOKENS // LENGTH},{WIDTH // d},{WIDTH // d},{LENGTH},{LENGTH},{d}" for d in (128, 64, 256)]
+    texts = itertools.product(arguments.dtype or ["bfloat16"], arguments.shape or usual)
+    cases = [presets.shape(text, False, dtype) for dtype, text in texts]
+    sizes = [(case, load) for load in OPTIONS for case in cases if case.Sq == case.Sk or load != "masked"]
+    try:
+        with screen.progress("sizes", len(sizes)) as advance:
+            for case, load in sizes:
+                measure(rows, case._replace(options=OPTIONS[load]), load, device, int(about["capability"]))
+                advance(case.name)
+    except KeyboardInterrupt:
+        screen.say("Stopped: what follows was measured until now.")
+    found = sorted(rows.values(), key=lambda row: (row[1:4], tiles.MEASURED.index(row.kernel), sum(row.ms.values())))
+    file = tuned.path(about["gpu"])
+    content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
+    if found:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")  # who reads meanwhile sees a whole file
+        part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        part.replace(file)
+    cells = [[*row[:4], named(row.form), " ".join(f"{x:.3f}" for x in row.ms.values()), row.why] for row in found]
+    screen.table("Each form", ["kernel", "dtype", "width", "calls", "form", "full, causal: ms", "wrong"], cells)
+    screen.say(f"{file}: calls on this GPU take the fastest right forms." if found else "No form was measured.")
+    screen.finish(dict(file=str(file)) | content)
+    return 0 if found else 1
+
+
+def named(form) -> str:
+    return "dq and dkdv" if form is None else " ".join(f"{k}={v:d}" for k, v in form._asdict().items() if v)
+
+
+def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
+    """Check and time the forms of each kernel on full and causal calls of a size; rows: {(place, form): Row} so far."""
+    width = tiles.row_width(max(case.D, case.Dv))
+    for kernel in tiles.MEASURED:
+        for form in tiles.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
+            key = kernel, case.dtype, width, load, form
+            row = rows.get(key, Row(*key))
+            try:
+                with taking(row, rows.values(), capability):
+                    for causal in (False, True):
+                        row = row if row.why else measured(row, case._replace(causal=causal), device)
+            except Exception as error:  # whatever a form raises on somebody's GPU is what is wrong with it
+                why = engine.status(error)
+                if engine.broke(why):
+                    raise Problem(f"{kernel} {named(form)} broke the GPU: {why}") from error
+                if not engine.out_of_memory(error) and "OutOfResources" not in why:
+                    row = row._replace(why=why)
+            if row.ms or row.why:
+                rows[key] = row
+
+
+@contextlib.contextmanager
+def taking(row: Row, rows, capability: int | None):
+    """Inside, calls of the row's kind take its form, and other kernels their best form so far."""
+    kernels = ("hopper_bwd_256", "hopper_stored") if row.kernel == "hopper_bwd_256" else (row.kernel,)
+    itemsize = getattr(torch, row.dtype).itemsize
+    keys = [(x, *row[1:4], y) for x in kernels for y in tiles.candidates(x, capability, itemsize, row.width, row.load)]
+    others = [Row(*key, why="another is measured") for key in keys if key != row[:5]]
+    failures.forget()  # of the form before
+    cache.forget()
+    tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel not in kernels)]))
+    try:
+        with asking(deterministic=row.kernel in REPEATABLE):
+            yield
+    finally:
+        tuned.ask(None)
+        cache.forget()
+
+
+def measured(row: Row, case: Case, device) -> Row:
+    """Return a row with its time for a case, or with what is wrong; unchanged if the call does not take the form."""
+    small = case._replace(Sq=min(case.Sq, CHECKED), Sk=min(case.Sk, CHECKED))
+    check, step = step_of(row, small, device), step_of(row, case, device)
+    if check is None or step is None:
+        return row
+    first, *others = (check() for _ in range(REPEATS if row.kernel in REPEATABLE else 1))
+    got = zip(RESULTS.get(row.kernel, GRADIENTS), first, strict=True)
+    *_, why = accuracy.compare({name: accuracy.of_head(small, x) for name, x in got}, truth(small, device))
+    if not all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True)):
+        why = "it has not the same bits each time"
+    if why:
+        return row._replace(why=f"{small.name}, {why}")
+    return row._replace(ms={**row.ms, case.name: timing.measure(step, device, BUDGET_MS).p50})
+
+
+def step_of(row: Row, case: Case, device):
+    """Return the function that computes RESULTS of a case; None if the call does not take the form of a row."""
+    names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
+    inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
+    call = case.arguments(tensors.masks) | inputs
+    call["backend"] = "hopper" if row.kernel in tiles.ON_HOPPER else "triton"
+    if tiles.same(explain(**call).tiles.get(row.kernel)) != row.form:
+        return None
+    if names[0] == "out":
+        return lambda: attention(**call, return_lse=True)
+    out, wanted = attention(**call), [inputs[name] for name in names]
+    return lambda: torch.autograd.grad(out, wanted, tensors.grad_out, retain_graph=True)
