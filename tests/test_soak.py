@@ -34,6 +34,7 @@ def _grows(job, seconds=0.6):
     return str(raised.value)
 
 
+@pytest.mark.matrix
 def test_what_grows_is_seen():
     kept = []
 
