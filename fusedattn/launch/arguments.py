@@ -145,6 +145,14 @@ def hides(call):
     return not (call.mask is call.key_mask is call.query_mask is call.bias is call.block_mask is None)
 
 
+def bounded(call):
+    """Return a call without the bounds of its window that hide nothing."""
+    rows, keys, level = call.query.shape[2], call.key.shape[2], diagonal(call)
+    left = None if call.left is None or call.left >= level + rows - 1 else call.left
+    right = None if call.right is None or call.right + level >= keys - 1 else call.right
+    return call._replace(left=left, right=right)
+
+
 def band(call):
     """The arguments that say which pairs there are, and which of them the band hides."""
     rows, keys = call.query.shape[2], call.key.shape[2]
@@ -178,7 +186,7 @@ def _merges(tensor):
 
 def can_pack_gqa(call, out):
     """Whether the query heads of a kv head can be rows of one head: few rows, that differ in nothing but the query."""
-    (_, heads, rows, keys), kv_heads = sizes(call), call.key.shape[1]
+    (_, heads, rows, _), kv_heads, within = sizes(call), call.key.shape[1], bounded(call)
     each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
@@ -186,8 +194,7 @@ def can_pack_gqa(call, out):
         and rows * (heads // kv_heads) <= tiles.FEW_ROWS
         and all(x is None for x in each_head)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
-        and (call.left is None or call.left >= diagonal(call) + rows)
-        and (call.right is None or diagonal(call) + call.right >= keys - 1)
+        and within.left is within.right is None
         and _merges(call.query)
         and _merges(out)
     )

@@ -56,7 +56,7 @@ def _is_deterministic(call):
 
 
 def _lacks_on_hopper(call, need, kernel):
-    """What keeps a kernel of `run.backward_on_hopper` from a call, wherever gradients lie."""
+    """Say what keeps a kernel of `run.backward_on_hopper` from a call, wherever gradients lie."""
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not all(need[:3]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
@@ -267,11 +267,11 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
     """
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
-    there = [call.query, call.key, call.value, grad_out, *(x for x in grads[:3] if x is not None)]
-    reachable = grad_weights is None and hopper.reachable(*there)
+    gradients = [grad_out, *(x for x in grads[:3] if x is not None)]
+    reachable = grad_weights is None and hopper.reachable(*gradients)
     names = passes(call, [x is not None for x in grads], backend, reachable)
     special = next((name for name in names if name in tiles.ON_HOPPER), None)
-    call = call if special is None else hopper.bounded(call)
+    call = call if special is None else arguments.bounded(call)
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape

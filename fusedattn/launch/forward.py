@@ -8,7 +8,7 @@ from . import arguments, blocks, hopper, run, tiles
 
 def _forward_on_hopper(out, lse, stats, call):
     """`forward` without weights, by the kernel for Hopper; it copies what the compiler passed on without asking."""
-    call = hopper.bounded(call)
+    call = arguments.bounded(call)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
     target = out if call.partial else hopper.readable(out)

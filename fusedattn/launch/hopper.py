@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.form import Call, diagonal
+from ..call.form import Call
 from ..kernels.vocabulary.tiles import width
 from ..private import holds
 from . import arguments as kernel_arguments, tiles
@@ -104,17 +104,9 @@ def is_descriptor(value) -> bool:
     return isinstance(value, _DESCRIPTORS)
 
 
-def bounded(call: Call) -> Call:
-    """Return a call without the bounds of its window that hide nothing, so that its blocks are dealt as they are."""
-    rows, keys, level = call.query.shape[2], call.key.shape[2], diagonal(call)
-    left = None if call.left is None or call.left >= level + rows - 1 else call.left
-    right = None if call.right is None or call.right + level >= keys - 1 else call.right
-    return call._replace(left=left, right=right)
-
-
 def band_of(call: Call) -> str:
     """Name what a call is to these kernels: "full", "causal" if one side is bounded, or "window"."""
-    call = bounded(call)
+    call = kernel_arguments.bounded(call)
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
 

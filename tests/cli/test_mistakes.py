@@ -17,7 +17,7 @@ ONE = ["--shape", "1,1,1,8,8,8", "--providers", "fusedattn", "--mode", "forward"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where there are a folder and files of no use."""
+    """Make a folder and files of no use, and work beside them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
     (tmp_path / "folder").mkdir()

@@ -96,6 +96,13 @@ def test_float32_and_other_gpus_take_the_universal_kernels():
     assert explain(*draw(64, dtype=torch.float64)).backend == "naive"
 
 
+def test_strides_that_the_copy_engine_cannot_read_are_said_of_the_backward_too():
+    query, *others = draw(64, heads=(8, 1))
+    found = explain(query, *(x.expand(-1, 8, -1, -1) for x in others))
+    assert found.backend == "triton" and "strides of key" in "; ".join(found.backward)
+    assert not {"hopper_bwd", "hopper"} & {*found.tiles}
+
+
 def test_a_named_backend_is_the_one_that_runs_or_raises():
     found = explain(*draw(64), backend="triton")
     assert found.backend == "triton" and found.backward == ["'triton' is named"]
@@ -219,6 +226,8 @@ def test_of_wide_heads_the_other_backward_is_taken_where_one_is_slower_or_fails_
             assert taken() == {other}
     monkeypatch.setattr(tiles, "SCORES_BYTES", 2**18)
     assert taken() == {"hopper_bwd_256"}, "two heads at a time have too few programs"
+    with asking(deterministic=True):
+        assert taken() == {"hopper_stored"}, "the memory bound allows it"
 
 
 @pytest.mark.parametrize("batch, heads, keys, causal, fills", [

@@ -153,7 +153,7 @@ def test_only_onnx_decomposes(monkeypatch):
 
 
 def test_inductor_keeps_what_onnx_decomposes(monkeypatch):
-    """Where CI is set, Inductor raises for operators in torch's table of decompositions."""
+    """Inductor raises for operators in torch's table of decompositions if the environment sets CI."""
     monkeypatch.setenv("CI", "1")
     tensors = torch.randn(3, 2, 4, 37, 16).unbind()
     exported(Call(fa.attention, ("query", "key", "value")), tensors)

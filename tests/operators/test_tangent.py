@@ -110,7 +110,7 @@ def test_tangents_of_packed_sequences_on_a_cpu(number, case):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("backend", ["triton", None])
 def test_tangents_of_a_module(dropout, backend, device):
-    """Of its inputs and of its parameters: those of the formula."""
+    """A module's tangents, of its inputs and parameters, are as good as the formula's."""
     options = dict(num_kv_heads=2, causal=True, window=(6, None), softcap=3.0, dropout=dropout)
     layer = fa.MultiHeadAttention(D, 4, backend=backend, device=device, **options)
     x, bias = torch.randn(2, SQ, D, device=device), torch.randn(SQ, SQ, device=device)
