@@ -8,15 +8,16 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from . import backends
-from .call import jagged
+from .call import cached, jagged
 from .call.cached import CacheArguments
-from .call.form import Arguments, Plan, rank4, rows
+from .call.form import Arguments, Plan, packed_results, rank4, results, rows
 from .call.overrides import overridable
-from .call.packed import Packed
+from .call.packed import Packed, checked_packed
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_strided, fail
+from .call.rules import FLOATING, check_flags, check_strided, fail
+from .operators import dtensors
 from .operators.attention import block_mask_or_none
-from .replay import cache, checked
+from .replay import cache
 
 
 @overridable
@@ -142,10 +143,17 @@ def attention_varlen(
         TypeError, ValueError: for wrong arguments.
         NotImplementedError: if the backend named cannot take the call.
     """
-    options = (mask, bias, None, None, causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed)
+    options = dict(
+        mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed,
+    )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packed = Packed(query, key, value, *offsets, key_mask, query_mask)
-    return checked.attend_packed(packed, Arguments(None, None, None, *options), return_lse, return_weights, backend)
+    check_flags(return_lse=return_lse, return_weights=return_weights)
+    dtensors.refuse("attention_varlen", options | packed._asdict())
+    call = checked_packed(packed, options, return_weights, backends.named(backend) is not None)
+    out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
+    return packed_results(out, lse if return_lse else None, weights)
 
 
 @overridable
@@ -214,8 +222,14 @@ def attention_decode(
     """
     caches = key_cache, value_cache, cache_seqlens, block_table, new_key, new_value
     arguments = CacheArguments(query, *caches, rotary_cos, rotary_sin, rotary_interleaved)
-    options = (mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks)
-    return checked.attend_cached(arguments, Arguments(None, None, None, *options), return_lse, return_weights, backend)
+    options = Arguments(
+        None, None, None, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks
+    )
+    check_flags(return_lse=return_lse, return_weights=return_weights)
+    dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
+    decode = cached.checked(arguments, options, backends.named(backend) is not None)
+    out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
+    return results(4, out, lse if return_lse else None, weights)
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:

@@ -272,17 +272,6 @@ def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
     return made
 
 
-# The node whose backward runs in this thread; the hooks that take what is saved for one, or None. Without them our own
-# nodes, in Python, take the place of PyTorch's: 50 us more.
-current_node: Callable[[], Any] | None = _find("_C._current_autograd_node")
-saved_tensors_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tensors_default_hooks", lambda _: True)
-
-
-def saved_by(node: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(query, key, value, output, lse) of the node of `flash_attention_for_cpu`."""
-    return node._saved_query, node._saved_key, node._saved_value, node._saved_output, node._saved_logsumexp
-
-
 # How long the operations of a process group may take. Without it: torch's default, which a message then says.
 def group_timeout(group: Any) -> timedelta:
     """The time limit of a process group."""

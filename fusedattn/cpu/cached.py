@@ -26,22 +26,6 @@ def append(decode: Decode) -> None:
             cache[first:last, :, length : length + decode.added] = new[first:last]
 
 
-def is_one_call(decode: Decode) -> bool:
-    """Whether a call like this one is one call of the kernel, where its sequences have one length, which is not 0."""
-    more = decode.table, decode.new_key, decode.cos
-    one_row = decode.call.query.shape[2] == 1
-    return one_row and all(x is None for x in more) and flash.at_once(decode.call) is False
-
-
-def attend_at_once(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, length: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`attend` by one call of the kernel."""
-    key, value = key_cache.narrow(2, 0, length), value_cache.narrow(2, 0, length)
-    out, lse = kernel.attend(query, key, value, False, None, scale)
-    return arrange(out, query), lse
-
-
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:
     """(output, lse) of a call to caches that what is new has been appended to."""
     return _attend(decode.call, decode)

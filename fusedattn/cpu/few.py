@@ -83,15 +83,6 @@ def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
     return torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
 
 
-def differentiate_few(
-    tensors: Sequence[Tensor], scale: float, added: Tensor | None, grad_out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of query, key and value by the formula; every row sees something."""
-    query, key, _ = tensors
-    weights = weights_of(scores_of(query, key, scale, added), False)
-    return by_weights(weights, scale, tensors, grad_out, None)
-
-
 def by_weights(
     weights: Tensor,
     scale: float,

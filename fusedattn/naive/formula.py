@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..call.cached import Decode
-from ..call.form import Call, autocasting
+from ..call.form import Call, autocasting, wide_dtype
 from ..call.layout import arrange
 from ..private import dispatch_modes, holds, transforms_active
 from . import cached, pairs
@@ -226,7 +225,7 @@ def _is_one(call: Call) -> bool:
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
         return True
-    if scores * wide(call).itemsize > most(call):
+    if scores * wide_dtype(call).itemsize > most(call):
         return False
     # Of few rows each sees nearly all keys that one of them sees.
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
@@ -258,17 +257,6 @@ def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
     return _joined(done, 2)
 
 
-def at_once(call: Call) -> dict[str, Any] | None:
-    """What `formula` takes besides query, key and value in the dtype of `wide`, where it is all of `run`; or None."""
-    more = call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask, call.seed
-    if any(x is not None for x in (*more, call.cu_seqlens_q)):
-        return None
-    if not (sized(call) and readable(call) and _is_one(call)):
-        return None
-    hidden = hiding(call, uncut(call).blocks[0])
-    return None if "visible" in hidden else dict(scale=call.scale, need_lse=False, softcap=call.softcap, **hidden)
-
-
 def _joined(results: list[tuple], dim: int) -> tuple:
     """(output, lse or None) from those of its pieces along a dimension."""
     if len(results) == 1:
@@ -291,11 +279,6 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     if again:
         all_parts = parts(call, max(most(call), AGAIN))
     return _joined([_joined([_of_part(part, need_lse, again) for part in row], 1) for row in all_parts], 0)
-
-
-def wide(call: Call) -> torch.dtype:
-    """The dtype that a call is computed in."""
-    return torch.promote_types(call.query.dtype, torch.float32)
 
 
 def without_autocast(function):
@@ -326,7 +309,7 @@ def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """`run` of a call that is not packed; it may be padded."""
-    made = prepared(call, wide(call))
+    made = prepared(call, wide_dtype(call))
     if need_weights and sized(made) and _is_one(made):
         out, lse, weights = of_all(made, need_lse, True)
     else:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call
+from ..call.form import DIFFERENTIABLE, Call, wide_dtype
 from . import formula
 from .blocks import sized, spans, uncut
-from .formula import of_all, of_block, wide, without_autocast
+from .formula import of_all, of_block, without_autocast
 from .inputs import prepared
 from .packed import packed, padded
 
@@ -17,10 +17,10 @@ from .packed import packed, padded
 def _whole(call: Call, first: int, last: int) -> tuple:
     """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
     if call.cu_seqlens_q is None:
-        part = uncut(prepared(call, wide(call)))
+        part = uncut(prepared(call, wide_dtype(call)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
     made, rows = padded(call)
-    return packed(rows, *of_all(prepared(made, wide(call)), True, True))
+    return packed(rows, *of_all(prepared(made, wide_dtype(call)), True, True))
 
 
 def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
@@ -111,7 +111,7 @@ def second_tangent(call: Call, given: Sequence, moved: Sequence, need_weights: b
     """
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    dtypes, widths = (call.query.dtype, wide(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
+    dtypes, widths = (call.query.dtype, wide_dtype(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
     number = [i for i, x in enumerate(moved) if x is not None]
     for first, last in _rows_again(call):
         rows = *call.query.shape[:2], last - first

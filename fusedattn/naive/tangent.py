@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call
+from ..call.form import DIFFERENTIABLE, Call, wide_dtype
 from ..call.layout import arrange, dense
 from . import formula, pairs
 from .blocks import CACHE, ROWS, Block, Part, parts, uncut
-from .formula import LARGEST_CAP, SMALLEST_CAP, grouped, wide, without_autocast
+from .formula import LARGEST_CAP, SMALLEST_CAP, grouped, without_autocast
 from .inputs import prepared
 from .packed import joined, packed, padded, sequences
 
@@ -273,7 +273,7 @@ def _placed(rows: list[list[Part]]) -> Iterator[tuple[Part, tuple[slice, slice]]
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool, known: Known) -> tuple:
     """`tangent` of a call that is not packed; it may be padded."""
-    made, moved = (prepared(x, wide(call)) for x in (call, moved))
+    made, moved = (prepared(x, wide_dtype(call)) for x in (call, moved))
     known = known.summed()
     t_out = dense(made.query, (*made.query.shape[:3], made.value.shape[3]))
     t_lse = made.query.new_empty(made.query.shape[:3])
@@ -308,7 +308,7 @@ def tangent(
     assert len(given) == DIFFERENTIABLE
     has, moved = [x is not None for x in given[:3]], _moved(call, given)
     if call.cu_seqlens_q is None:
-        exact = known.out is not None and known.out.dtype == wide(call)  # a rounded one does not cancel
+        exact = known.out is not None and known.out.dtype == wide_dtype(call)  # a rounded one does not cancel
         return _tangent(call, moved, has, need_weights, known if exact else known._replace(out=None))
     results = []
     for some, other in zip(sequences(call), sequences(moved), strict=True):

@@ -20,7 +20,7 @@ from . import fallback, rules
 from .backward import any_failed, gradients, kept_stats, like_dense
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
-from .schema import CALL, check_saved, facts, run_operator, stats_columns
+from .schema import CALL, apply, check_saved, facts, run_operator, stats_columns
 from .tangent import Tangent
 
 _RESULTS = "out", "lse", "weights", "stats"
@@ -118,7 +118,8 @@ def _keep(ctx, inputs, output):
     # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
     saved = *fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats
     ctx.save_for_backward(*saved)
-    ctx.save_for_forward(*saved)
+    if forward_level() >= 0:
+        ctx.save_for_forward(*saved)
     ctx.facts = facts(saved)
     ctx.numbers, ctx.backend = fields[TENSORS:], inputs[-1]
     ctx.of_results = lse.dim() > 1, weights.dim() > 1
@@ -201,7 +202,7 @@ def _attend(
         masked = not call.mask is call.key_mask is call.query_mask is call.bias is None
         if masked and backend in ("hopper", "triton") and not transformed:
             call = _with_block_mask(call)
-        out, lse, weights, _ = _Attention.apply(*call, need_lse, need_weights, True, backend)
+        out, lse, weights, _ = apply(_Attention, (*call, need_lse, need_weights, True, backend))
     else:
         arguments = *call, need_lse, need_weights, False, backend
         out, lse, weights, _ = run_operator(OPERATORS.forward, _forward, arguments)

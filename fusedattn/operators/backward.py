@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, Call, device_of, wide_dtype
+from ..call.form import DIFFERENTIABLE, TENSORS, Call, device_of, plain, wide_dtype
 from ..call.layout import arrange, dense, is_contiguous
 from ..cpu import run as cpu
 from ..launch import failures, tuned
@@ -177,7 +177,9 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """`Backward.apply`; it raises for a second derivative that nothing would come of."""
+    """Compute the operator, recorded for second derivatives; it raises for one that nothing would come of."""
+    if not torch.is_grad_enabled() and plain(arguments):
+        return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])
     if batched and torch.is_grad_enabled() and not transforms_active():
         raise NotImplementedError("fusedattn: is_grads_batched with create_graph needs backend='naive', or torch.func")

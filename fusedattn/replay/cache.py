@@ -21,7 +21,9 @@ from ..call.form import (
     Plan,
     asked,
     in_memory,
+    rank4,
     results,
+    rows,
     seed_tensor,
     watched,
 )
@@ -30,7 +32,6 @@ from ..launch import tiles
 from ..launch.failures import Unusable
 from ..operators import attention, backward, dtensors, schema
 from ..private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
-from .on_cpu import OnCpu, call_of
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
 RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
@@ -38,12 +39,10 @@ RECENT = 8  # signatures that differ in their facts alone: compared in C++ befor
 
 RECORDED = attention.run, attention.run_on_hopper
 _QUERY_KEY_VALUE = 3
-_USUAL = 10  # numbers of a Signature
 _SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask")
 TENSORS = _BLOCK_MASK + 1  # a packed call has no signature
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float))
-_KERNELS = frozenset(("triton", "hopper"))
 
 
 class Signature(NamedTuple):
@@ -60,7 +59,7 @@ class Signature(NamedTuple):
     facts: tuple
 
 
-_known: dict[Signature, "Replay | OnCpu"] = {}
+_known: dict[Signature, "Replay"] = {}
 _met: dict[Signature, int] = {}  # how often signatures were met that are not recorded yet
 _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuards of the tensors, Replay)]}
 
@@ -151,8 +150,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | No
             return None
     if not _usual(numbers) or type(query) not in _CLASSES:
         return None
-    precision = None if numbers[-2] not in _KERNELS and query.is_cpu else _precision(query)  # of kernels alone
-    return present, (numbers, precision, asked.deterministic, there)
+    return present, (numbers, _precision(query), asked.deterministic, there)
 
 
 def _is_seen() -> bool:
@@ -163,13 +161,10 @@ def _is_seen() -> bool:
     return is_compiling() or dispatch_modes() != 0 or forward_level() >= 0
 
 
-def _may_repeat(present: tuple) -> bool:
-    """Whether what is computed with tensors depends on their facts, and on what guards know of, alone."""
-    return _ordinary(present) and not any_autocast() and all(has_storage(x) and not x.is_neg() for x in present)
-
-
 def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
-    if not _may_repeat(present) or not _aligned(present):
+    if not _ordinary(present) or any_autocast() or not all(has_storage(x) and not x.is_neg() for x in present):
+        return None
+    if not _aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return Signature(*most, tuple(facts))
@@ -184,7 +179,7 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
     _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
-def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
+def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     """The Replay of a call that is like an earlier one.
 
     Args:
@@ -198,7 +193,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     present, most = split
     for guards, replay in _recent.get(most, ()) if can_guard(present) else ():
         if guards.check(*present):
-            return replay if replay.backend == "cpu" or _aligned(present) else None
+            return replay if _aligned(present) else None
     signature = None if watched() else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
     if replay is not None:
@@ -206,15 +201,12 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | OnCpu | None":
     return replay
 
 
-def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | OnCpu | None":
+def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
     """The Replay of a call that a backend would run, from its checked form.
 
     None if it has no signature, or one that was met less than RECORD_AFTER times; and where there is nothing to repeat.
     """
-    # By the naive path no seed: it may have been drawn for this call alone.
-    by_formula = chosen.name == "naive" and call.query.device.type == "cpu" and call.seed is None
-    on_cpu = by_formula or chosen.run is attention.run_on_cpu
-    if not (on_cpu or chosen.run in RECORDED):
+    if chosen.run not in RECORDED:
         return None
     split = _split(tensors, numbers) if can_replay and not watched() else None
     if split is None or call.query is not tensors[0]:
@@ -226,13 +218,11 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     if max(len(_known), len(_met)) >= MAX_KEPT:
         forget()
     _met[signature] = _met.get(signature, 0) + 1
-    # On a CPU at once: it costs nothing, and a checkpoint's second call saves what the first has saved.
-    if _met[signature] < RECORD_AFTER and not on_cpu:
+    if _met[signature] < RECORD_AFTER:
         return None
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
-        on_hopper = chosen.run is attention.run_on_hopper
-        replay = OnCpu(call, numbers, chosen.run) if on_cpu else Replay(tensors, call, numbers, on_hopper)
+        replay = Replay(tensors, call, numbers, chosen.run is attention.run_on_hopper)
     except Unusable:
         return None  # the long way says so, and takes another
     _known[signature] = replay
@@ -245,39 +235,6 @@ def _without_data(tensors) -> list:
     return [
         None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors
     ]
-
-
-def _facts_of_any(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """(the tensors that are there, all else that calls which are alike share) of any call; None if it has no such.
-
-    The first of numbers are those of a Signature.
-    """
-    present = {id(x): x for x in tensors if x is not None}  # guards want each tensor to be another
-    if not _usual(numbers[:_USUAL]):
-        return None
-    number_of = dict(zip(present, range(len(present)), strict=True))
-    return tuple(present.values()), (numbers, asked.deterministic, tuple([number_of.get(id(x)) for x in tensors]))
-
-
-def recall(tensors: tuple, numbers: tuple) -> Any:
-    """What was remembered of a call that is like this one, or None."""
-    if _is_seen() or not _recent:
-        return None
-    facts = _facts_of_any(tensors, numbers)
-    if facts is not None:
-        for guards, known in _recent.get(facts[1], ()) if can_guard(facts[0]) else ():
-            if guards.check(*facts[0]):
-                return known
-    return None
-
-
-def remember(tensors: tuple, numbers: tuple, known: Any) -> None:
-    """Have `recall` find something of calls like this one."""
-    facts = None if watched() else _facts_of_any(tensors, numbers)
-    if facts is not None and _may_repeat(facts[0]):
-        if len(_recent) >= MAX_KEPT:
-            forget()
-        _remember(*facts, known)
 
 
 class Replay:
@@ -328,7 +285,10 @@ class Replay:
 
     def fields(self, tensors) -> Call:
         """The Call of tensors as the caller gave them."""
-        return call_of(tensors, self.numbers)
+        query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
+        # A seed may be an int where nothing is dropped.
+        masks = rank4(mask), rows(key_mask), rows(query_mask), seed if self.drops else None, block_mask
+        return Call(query, key, value, rank4(bias), rows(slopes), rows(sinks), *masks, *self.numbers)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
         """Gradients of the first fields of a Call, None where there is no need.
