@@ -84,13 +84,13 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    arguments = (
+    arguments = Arguments(
         query, key, value, mask, bias, key_mask, query_mask,
         causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
     )  # fmt: skip
     if isinstance(query, Tensor) and query.is_nested:
         more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
-        return jagged.attend(attention_varlen, Arguments(*arguments), **more)
+        return jagged.attend(attention_varlen, arguments, **more)
     return cache.attend(arguments, return_lse, return_weights, backend)
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from torch.nn import Parameter
 from ..private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
 from .numbers import as_python
 
-DIFFERENTIABLE = 6  # how many fields of a Call may have gradients: they come first
-TENSORS = 13  # how many are tensors, or None
 UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; larger ones would overflow
 
 
@@ -82,13 +80,25 @@ class Origin(NamedTuple):
     heads: int = 0
 
 
-class Call(NamedTuple):
-    """The same call, checked and in one form: first the tensors, of which the first DIFFERENTIABLE have gradients.
+class Dims(NamedTuple):
+    """Dimensions of a tensor of a Call, one letter each, and whether it may have a gradient.
 
-    query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). bias and mask, of rank 4, broadcast to
-    (B, Hq, Sq, Sk); alibi_slopes and sinks are (1 or B, Hq), key_mask (1 or B, Sk), query_mask (1 or B, Sq). seed is a
-    tensor of one int64 where dropout_p is not 0, otherwise None. block_mask is that of a Plan. Row i sees keys
-    diagonal + i - left .. diagonal + i + right; None is unbounded; diagonal is 0 if top_left, otherwise Sk - Sq.
+    B batches, H query heads, G key heads, Q rows, K keys, D columns. All tensors but query, key and value may have a
+    size of 1 instead, which is broadcast.
+    """
+
+    letters: str
+    differentiable: bool = False
+
+
+class Call(NamedTuple):
+    """A checked call, in the one form that backends and operators take: the table of all options.
+
+    An option is declared here, once: its name, its type, its default, and for a tensor its Dims. The schemas of
+    operators, what they save, how a call is cut, and what a backend lacks follow from that.
+
+    seed is a tensor of one int64 where dropout_p is not 0, otherwise None. block_mask is that of a Plan. Row i sees
+    keys diagonal + i - left .. diagonal + i + right; None is unbounded; diagonal is 0 if top_left, otherwise Sk - Sq.
 
     With cu_seqlens, int32 (n + 1,), it is n calls at once: B is 1, and sequence b has rows cu_seqlens_q[b] up to
     cu_seqlens_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
@@ -103,19 +113,19 @@ class Call(NamedTuple):
     the stats that a backward takes may be those of all keys.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    mask: Tensor | None = None
-    key_mask: Tensor | None = None
-    query_mask: Tensor | None = None
-    seed: Tensor | None = None
-    block_mask: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    query: Annotated[Tensor, Dims("BHQD", True)]
+    key: Annotated[Tensor, Dims("BGKD", True)]
+    value: Annotated[Tensor, Dims("BGKD", True)]
+    bias: Annotated[Tensor | None, Dims("BHQK", True)] = None
+    alibi_slopes: Annotated[Tensor | None, Dims("BH", True)] = None
+    sinks: Annotated[Tensor | None, Dims("BH", True)] = None
+    mask: Annotated[Tensor | None, Dims("BHQK")] = None
+    key_mask: Annotated[Tensor | None, Dims("BK")] = None
+    query_mask: Annotated[Tensor | None, Dims("BQ")] = None
+    seed: Annotated[Tensor | None, Dims("")] = None
+    block_mask: Annotated[Tensor | None, Dims("")] = None
+    cu_seqlens_q: Annotated[Tensor | None, Dims("")] = None
+    cu_seqlens_k: Annotated[Tensor | None, Dims("")] = None
     left: int | None = None
     right: int | None = None
     top_left: bool = False
@@ -128,6 +138,46 @@ class Call(NamedTuple):
     named: bool = False
     origin: Sequence[int] | None = None
     partial: bool = False
+
+
+TYPES: dict[str, Any] = get_type_hints(Call)
+_DIMS = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Call, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+TENSORS = tuple(_DIMS)
+INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
+DIMS = {name: dims.letters for name, dims in _DIMS.items()}
+# Tensors that callers may write with fewer dimensions than a Call has.
+_SHORT = tuple(name for name, letters in DIMS.items() if letters == "BHQK" or len(letters) == 2)
+
+
+def inputs(call: Call) -> list[Tensor | None]:
+    """Return the fields that may have gradients, in the order of INPUTS."""
+    return [getattr(call, name) for name in INPUTS]
+
+
+def tensors(call: Call) -> list[Tensor | None]:
+    """Return the fields that are tensors, in the order of TENSORS."""
+    return [getattr(call, name) for name in TENSORS]
+
+
+def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
+    """Return a call with other tensors, in the order of TENSORS."""
+    fields: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    return call._replace(**fields)
+
+
+def in_full(name: str, x: Any) -> Any:
+    """Return a tensor option as a Call has it, with the dimensions that the caller may leave out."""
+    letters = DIMS[name]
+    return rank4(x) if letters == "BHQK" else rows(x) if len(letters) == 2 else x
+
+
+def with_dims(letters: str) -> list[str]:
+    """Return the names of the fields that have all of these dimensions."""
+    return [name for name, own in DIMS.items() if set(letters) <= set(own)]
 
 
 # Functions, not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
@@ -317,16 +367,11 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     elif query.dim() == 2:
         query, key, value = query[None, None], key[None, None], value[None, None]
-    fields = dict(
+    fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}
+    fields |= dict(
         query=query,
         key=key,
         value=value,
-        bias=rank4(a.bias),
-        alibi_slopes=rows(a.alibi_slopes),
-        sinks=rows(a.sinks),
-        mask=rank4(a.mask),
-        key_mask=rows(a.key_mask),
-        query_mask=rows(a.query_mask),
         seed=seed_tensor(a.seed, query.device) if a.dropout_p else None,
         left=None if left is None else min(left, UNBOUNDED),
         right=0 if a.causal else None if right is None else min(right, UNBOUNDED),

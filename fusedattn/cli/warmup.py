@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..bench.cases import Case
-from ..call.form import DIFFERENTIABLE, Arguments
+from ..call.form import Arguments, inputs
 from ..call.rules import checked
 from . import machine
 from .bench import presets
@@ -66,7 +66,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
         with run.surroundings(device), run.recording(counting):
             out, _, weights, stats = attention.new_forward(*call, False, False, what != "inference", "triton")
             if what == "backward":
-                need = [x is not None for x in call[:DIFFERENTIABLE]]
+                need = [x is not None for x in inputs(call)]
                 grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
                 fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton")
             else:

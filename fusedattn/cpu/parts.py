@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import Call, diagonal
+from ..call.form import Call, diagonal, with_dims
 from ..naive import pairs
 from ..naive.blocks import Block
 from ..naive.cached import alike
@@ -120,11 +120,10 @@ def _of_batches(call: Call) -> list[Part]:
 
 def _batches(call: Call, start: int, stop: int) -> Call:
     """Batches start .. stop - 1 of a dense call."""
-    fields = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask")
-    some: dict[str, Any] = {name: getattr(call, name) for name in fields}
-    shared = call.query.shape[0] == stop - start
-    own: dict[str, Any] = {name: of_batches(x, start, stop) for name, x in some.items()}
-    return call if shared else call._replace(**own)
+    if call.query.shape[0] == stop - start:
+        return call
+    own: dict[str, Any] = {name: of_batches(getattr(call, name), start, stop) for name in with_dims("B")}
+    return call._replace(**own)
 
 
 def _of_sequences(call: Call) -> list[Part]:

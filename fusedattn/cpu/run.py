@@ -65,7 +65,7 @@ def _kept(out: Tensor, stats: Tensor) -> Tensor:
     """What `stats` was made of."""
     if out.dtype.itemsize != 2:
         return out
-    kept = stats[..., 1:]
+    kept = stats.contiguous()[..., 1:]  # hooks may have given it back with other strides
     return kept if is_widened(out.dtype) else kept.view(torch.bfloat16)[..., : out.shape[-1]]
 
 

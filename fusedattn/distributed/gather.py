@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention_varlen
-from ..call.form import TENSORS, Arguments, Call, Origin, rank4, rows as one_row, wide_dtype
+from ..call.form import TENSORS, Arguments, Call, Origin, rank4, rows as one_row, tensors as tensors_of, wide_dtype
 from ..call.layout import arrange
 from ..call.overrides import overridable
 from ..call.packed import OFFSETS, VALUES, Packed
@@ -110,7 +110,7 @@ def attend(whole: Whole, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
     if not whole.differentiated:
         out, rows = _forward(whole, pieces)
         return out, rows.lse
-    return _Gather.apply(*whole.call[:TENSORS], ranks_of.anchor(whole.call.query), whole, pieces)
+    return _Gather.apply(*tensors_of(whole.call), ranks_of.anchor(whole.call.query), whole, pieces)
 
 
 def _all_keys(whole: Whole) -> Call:
@@ -205,7 +205,7 @@ class _Gather(torch.autograd.Function):
         rows = partial.Rows(out, largest, log2_sum, ctx.unit)
         incoming = grad_of_out(out_grad, out, tensors[0]), lse_grad
         grads = _backward(ctx.whole.with_tensors(tensors), ctx.pieces, rows, *incoming)
-        return *grads, *(None,) * (TENSORS - NEEDS + 3)
+        return *grads, *(None,) * (len(TENSORS) - NEEDS + 3)
 
 
 @overridable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import TENSORS, Arguments, Call, wide_dtype
+from ..call.form import TENSORS, Arguments, Call, tensors as tensors_of, wide_dtype
 from ..call.layout import arrange
 from ..call.overrides import overridable
 from ..operators import partial
@@ -68,7 +68,7 @@ def ring_attention(
     if whole is None:
         return alone(arguments, return_lse=return_lse, backend=backend)
     if whole.differentiated:
-        out, lse = _Ring.apply(*whole.call[:TENSORS], ranks_of.anchor(query), whole)
+        out, lse = _Ring.apply(*tensors_of(whole.call), ranks_of.anchor(query), whole)
     else:
         out, rows = _forward(whole)
         lse = rows.lse
@@ -240,4 +240,4 @@ class _Ring(torch.autograd.Function):
         rows = partial.Rows(out, largest, log2_sum, ctx.unit)
         whole = ctx.whole.with_tensors(tensors)
         query, key, value, slopes, sinks = _backward(whole, rows, grad_of_out(out_grad, out, tensors[0]), lse_grad)
-        return query, key, value, None, slopes, sinks, *(None,) * (TENSORS - NEEDS + 2)
+        return query, key, value, None, slopes, sinks, *(None,) * (len(TENSORS) - NEEDS + 2)

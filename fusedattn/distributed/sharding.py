@@ -6,12 +6,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..call.form import DIFFERENTIABLE, TENSORS, Call
+from ..call.form import INPUTS, TENSORS, Call, tensors as tensors_of
 from ..operators.dtensors import BATCH, DIMS, HEADS
 from ..operators.namespace import OPERATORS
 
 _INCOMING = 6  # tensors of backward that come before the fields of the Call, which has them as the query
-_AFTER = len(Call._fields) - TENSORS  # fields of the Call that are no tensors
+_AFTER = len(Call._fields) - len(TENSORS)  # fields of the Call that are no tensors
 _registered: list[bool] = []
 
 
@@ -54,7 +54,7 @@ def _backward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         before = [
             None if x is None else _replicate() if dim is None or len(x.shape) == 1 else _shard(dim) for x in incoming
         ]
-        pairs = zip(tensors[:DIFFERENTIABLE], need, strict=True)
+        pairs = zip(tensors[: len(INPUTS)], need, strict=True)
         grads = [_replicate() if dim is None or not needed else _gradient(x) for x, needed in pairs]
         made.append((grads, [*before, *tensors, *[None] * (_AFTER + 2)]))
     return made
@@ -62,7 +62,7 @@ def _backward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
 
 def _placed(call: Call) -> Iterator[tuple[int | None, list[Any]]]:
     """(dimension of the query that is cut, placements of the tensors of a call), for each way that is right."""
-    tensors: dict[str, Any] = dict(zip(Call._fields[:TENSORS], call, strict=False))
+    tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
     yield None, [None if x is None else _replicate() for x in tensors.values()]
     # Sequences lie in one batch; what dropout drops depends on the batch and the head of the whole.
     if call.cu_seqlens_q is not None or call.seed is not None or call.origin is not None or call.block_mask is not None:

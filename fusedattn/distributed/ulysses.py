@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of
+from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of, tensors as tensors_of, with_tensors
 from ..call.layout import arrange
 from ..call.overrides import overridable
 from ..call.rules import check_flags, fail
@@ -104,7 +104,7 @@ def ulysses_attention(
     else:
         whole, weights = whole._replace(call=_masks(whole, heads)), None
         if whole.differentiated:
-            out, lse = _Ulysses.apply(*whole.call[:TENSORS], ranks_of.anchor(query), whole, heads, return_lse)
+            out, lse = _Ulysses.apply(*tensors_of(whole.call), ranks_of.anchor(query), whole, heads, return_lse)
         else:
             out, lse, *_ = _forward(whole, heads)
     return results_of(4, out, lse if return_lse else None, weights)
@@ -250,9 +250,9 @@ class _Ulysses(torch.autograd.Function):
             heads,
             need_lse,
             rows.unit,
-            call[TENSORS:],
+            with_tensors(call, (None,) * len(TENSORS)),
         )
-        ctx.save_for_backward(*tensors, *call[:TENSORS], *rows[:3])
+        ctx.save_for_backward(*tensors, *tensors_of(call), *rows[:3])
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -260,13 +260,13 @@ class _Ulysses(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, out_grad, lse_grad):
         saved = ctx.saved_tensors
-        tensors, local, kept = saved[:TENSORS], saved[TENSORS : 2 * TENSORS], saved[2 * TENSORS :]
-        rows, call, query = partial.Rows(*kept, ctx.unit), Call(*local, *ctx.call), tensors[0]
+        tensors, local, kept = saved[: len(TENSORS)], saved[len(TENSORS) : 2 * len(TENSORS)], saved[2 * len(TENSORS) :]
+        rows, call, query = partial.Rows(*kept, ctx.unit), with_tensors(ctx.call, local), tensors[0]
         out_grad = grad_of_out(out_grad, query[..., :1].expand(*query.shape[:3], call.value.shape[3]), query)
         if ctx.need_lse and lse_grad is None:  # another rank may have one, and all take part in the exchange
             lse_grad = rows.out.new_zeros(query.shape[:3])
         grads = _backward(ctx.whole.with_tensors(tensors), ctx.heads, call, rows, out_grad, lse_grad)
-        return *grads, *(None,) * (TENSORS - NEEDS + 4)
+        return *grads, *(None,) * (len(TENSORS) - NEEDS + 4)
 
 
 class _Exchange(torch.autograd.Function):

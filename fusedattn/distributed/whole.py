@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..api import attention
-from ..call.form import TENSORS, Arguments, Call, Origin, Plan, rank4
+from ..call.form import INPUTS, TENSORS, Arguments, Call, Origin, Plan, inputs as inputs_of, rank4, with_tensors
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..operators import dtensors, partial
 from ..private import forward_level, transforms_active
@@ -19,7 +19,7 @@ from .ranks import Ranks
 from .shards import Chunk, check_balance, chunks, rows_of
 
 ABSENT = -1  # the size of what is not there
-NEEDS = 6  # how many inputs may want a gradient: those of a Call that come first
+NEEDS = len(INPUTS)  # how many inputs may want a gradient
 
 
 class Pair(NamedTuple):
@@ -50,9 +50,9 @@ class Whole(NamedTuple):
         """Whether any rank wants the gradient of an input."""
         return any(need[number] for need in self.needs)
 
-    def with_tensors(self, tensors: Sequence[Tensor | None] = (None,) * TENSORS) -> "Whole":
+    def with_tensors(self, tensors: Sequence[Tensor | None] = (None,) * len(TENSORS)) -> "Whole":
         """The same of a call with these tensors, which autograd keeps for a backward; by default without any."""
-        return self._replace(call=Call(*tensors, *self.call[TENSORS:]))  # type: ignore[arg-type]
+        return self._replace(call=with_tensors(self.call, tensors))
 
     @property
     def total(self) -> int:
@@ -194,7 +194,7 @@ def _own(call: Call) -> dict[str, int]:
     """What a rank says that may differ from rank to rank."""
     own = _nothing() | dict(rows=call.query.shape[2], keys=call.key.shape[2])
     if torch.is_grad_enabled():
-        own["needs"] = sum(1 << n for n, x in enumerate(call[:NEEDS]) if isinstance(x, Tensor) and x.requires_grad)
+        own["needs"] = sum(1 << n for n, x in enumerate(inputs_of(call)) if isinstance(x, Tensor) and x.requires_grad)
     if call.seed is not None and call.seed.device.type == "cpu":
         own["seed"] = int(call.seed)
     if call.cu_seqlens_q is None:
@@ -277,9 +277,9 @@ def _backend(call: Call, needs: Sequence[bool], backend: Any) -> str:
     """The name of the backend that computes the parts of a call, of which any rank needs these gradients."""
     call, named = call._replace(partial=True, sinks=None), backends.named(backend)
     if any(needs):
-        pairs: Any = zip(call[:NEEDS], needs, strict=True)
+        pairs: Any = zip(inputs_of(call), needs, strict=True)
         wanted: Any = (None if x is None else x.detach().requires_grad_(asked) for x, asked in pairs)
-        call = Call(*wanted, *call[NEEDS:])
+        call = call._replace(**dict(zip(INPUTS, wanted, strict=True)))
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
         call = partial.widened(call)
     return backends.choose(call, False, named).name

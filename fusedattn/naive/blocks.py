@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import Call, diagonal, plain
+from ..call.form import Call, diagonal, plain, with_dims
 from ..private import tracing
 
 # Bytes of scores that a core works on at a time. On an EPYC of 1 MiB L2 and 32 MiB L3, torch 2.13, blocks of 2**28 took
@@ -125,7 +125,7 @@ def _split(x: Tensor | None, size: int, dim: int, of: int) -> list | tuple:
 
 def _of_batches(call: Call, planes: Tensor | None, size: int) -> Iterator[tuple[Call, Tensor | None]]:
     batch = call.query.shape[0]
-    names = "query", "key", "value", "bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask"
+    names = with_dims("B")
     pieces = [_split(getattr(call, name), size, 0, batch) for name in names]
     numbers = _split(planes, size, 0, batch)
     for first, own, *fields in zip(range(0, batch, size), numbers, *pieces, strict=True):
@@ -138,7 +138,7 @@ def _of_batches(call: Call, planes: Tensor | None, size: int) -> Iterator[tuple[
 
 def _of_heads(call: Call, planes: Tensor | None, size: int) -> Iterator[tuple[Call, Tensor | None]]:
     heads, key_heads = call.query.shape[1], call.key.shape[1]
-    names = "query", "bias", "alibi_slopes", "sinks", "mask"
+    names = with_dims("H")
     pieces = [_split(getattr(call, name), size, 1, heads) for name in names]
     shared = [_split(x, size * key_heads // heads, 1, key_heads) for x in (call.key, call.value)]
     for own, key, value, *fields in zip(_split(planes, size, 1, heads), *shared, *pieces, strict=True):

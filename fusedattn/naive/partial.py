@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call, Origin, wide_dtype
+from ..call.form import INPUTS, Call, Origin, inputs, wide_dtype
 from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored
@@ -135,8 +135,8 @@ def backward(
 
 def _zeros(call: Call, need: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
     """A total of each gradient that is needed."""
-    inputs: Any = zip(call[:DIFFERENTIABLE], need, strict=True)
-    return [torch.zeros_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted in inputs]
+    pairs = zip(inputs(call), need, strict=True)
+    return [torch.zeros_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted in pairs]
 
 
 def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
@@ -147,9 +147,9 @@ def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Se
     for where in _blocks(made):
         here, keys = slice(where.first, where.last), slice(where.begin, where.end)
         with torch.enable_grad():
-            inputs: Any = zip(made[:DIFFERENTIABLE], need, strict=True)
-            leaves: list[Any] = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in inputs]
-            part = uncut(Call(*leaves, *made[DIFFERENTIABLE:]))
+            pairs = zip(inputs(made), need, strict=True)
+            leaves: list[Any] = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in pairs]
+            part = uncut(made._replace(**dict(zip(INPUTS, leaves, strict=True))))
             weights, _ = _weights(part, where, stats[:, :, here, 0], stats[:, :, here, 1])
             total = (_sum(part, where, weights) * grad_out[:, :, here]).sum()
             total = total - (weights.sum(-1) * delta[:, :, here]).sum()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call, wide_dtype
+from ..call.form import INPUTS, Call, wide_dtype
 from . import formula
 from .blocks import sized, spans, uncut
 from .formula import of_all, of_block, without_autocast
@@ -44,10 +44,10 @@ def _bounded(call: Call) -> Call:
 
 def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> list[Tensor | None]:
     """`second_derivative` of what some rows alone give; incoming: of these rows."""
-    names = [name for name in Call._fields[:DIFFERENTIABLE] if getattr(call, name) is not None]
-    wanted = [name for name, grad in zip(Call._fields, grad_grads, strict=False) if grad is not None]
+    names = [name for name in INPUTS if getattr(call, name) is not None]
+    wanted = [name for name, grad in zip(INPUTS, grad_grads, strict=True) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
-    made: list[Tensor | None] = [None] * (len(incoming) + DIFFERENTIABLE)
+    made: list[Tensor | None] = [None] * (len(incoming) + len(INPUTS))
     if not wanted or not present:
         return made
 
@@ -64,7 +64,7 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
     fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
     pull = torch.func.vjp(grads, fields, given)[1]
     of_fields, of_given = pull(tuple(grad for grad in grad_grads if grad is not None))
-    places = *present, *(len(incoming) + Call._fields.index(name) for name in names)
+    places = *present, *(len(incoming) + INPUTS.index(name) for name in names)
     for place, x in zip(places, (*of_given, *of_fields), strict=True):
         made[place] = x
     return made
@@ -77,9 +77,9 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
     It is a sum over rows, and is taken by the block of rows as the naive path is.
 
     Args:
-        incoming: gradients of output, lse and weights, that the grads were made from. grad_grads: of the DIFFERENTIABLE
-            fields of the call. Any of both may be None.
-    Returns: gradients of the incoming and of the fields; None where one is None.
+        incoming: gradients of output, lse and weights, that the grads were made from. grad_grads: of the INPUTS of the
+            call. Any of both may be None.
+    Returns: gradients of the incoming and of the INPUTS; None where one is None.
     """
     call, of_incoming = _bounded(call), []
     of_fields: list[Tensor | None] = []
@@ -106,8 +106,7 @@ def _behind(parts: Sequence[Tensor | None]) -> Tensor | None:
 def second_tangent(call: Call, given: Sequence, moved: Sequence, need_weights: bool) -> tuple:
     """The second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
 
-    Args: given, moved: the directions, each of the DIFFERENTIABLE fields; None where they are zero. At least one field
-        of each is not.
+    Args: given, moved: the directions, each of the INPUTS; None where they are zero. At least one of each is not.
     """
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k

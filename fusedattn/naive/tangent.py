@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call, wide_dtype
+from ..call.form import INPUTS, Call, wide_dtype
 from ..call.layout import arrange, dense
 from . import formula, pairs
 from .blocks import CACHE, ROWS, Block, Part, parts, uncut
@@ -22,7 +22,7 @@ from .formula import LARGEST_CAP, SMALLEST_CAP, grouped, without_autocast
 from .inputs import prepared
 from .packed import joined, packed, padded, sequences
 
-Given = Sequence[Tensor | None]  # tangents of the first fields of a call, in their order; None is zero
+Given = Sequence[Tensor | None]  # tangents of the INPUTS of a call; None is zero
 
 
 def _moved(call: Call, given: Given) -> Call:
@@ -30,8 +30,9 @@ def _moved(call: Call, given: Given) -> Call:
 
     In the place of query, key and value that have none stand these themselves.
     """
-    some = [x if t is None else t for x, t in zip(call[:3], given, strict=False)]
-    fields: dict[str, Any] = dict(zip(Call._fields, (*some, *given[3:]), strict=False))
+    fields: dict[str, Any] = dict(zip(INPUTS, given, strict=True))
+    for name in ("query", "key", "value"):
+        fields[name] = getattr(call, name) if fields[name] is None else fields[name]
     return call._replace(**fields)
 
 
@@ -305,7 +306,6 @@ def tangent(
 
     known: saves work. No derivative can be taken of it.
     """
-    assert len(given) == DIFFERENTIABLE
     has, moved = [x is not None for x in given[:3]], _moved(call, given)
     if call.cu_seqlens_q is None:
         exact = known.out is not None and known.out.dtype == wide_dtype(call)  # a rounded one does not cancel

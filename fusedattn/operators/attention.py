@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, WHOLE, Call, Lengths, hiding, lengths_of, wide_dtype
+from ..call.form import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
 from ..call.layout import alone
 from ..call.rules import fail
 from ..cpu import run as cpu
@@ -20,13 +20,21 @@ from . import fallback, rules
 from .backward import any_failed, gradients, kept_stats, like_dense
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
-from .schema import CALL, apply, check_saved, facts, run_operator, stats_columns
+from .schema import (
+    FORWARD,
+    RESULTS,
+    apply,
+    check_saved,
+    facts,
+    run_operator,
+    save as save_arguments,
+    saved,
+    stats_columns,
+)
 from .tangent import Tangent
 
-_RESULTS = "out", "lse", "weights", "stats"
-_AFTER = 4  # how many arguments of forward come after the fields of the Call; of backward 2
+_RESULTS = *RESULTS, "stats"
 _MASKS = 4  # how many arguments of block_mask come before the lengths
-_OF_FORWARD = *Call._fields, "need_lse", "need_weights", "save", "backend"
 
 
 def _new(call, need_lse, need_weights, save, backend):
@@ -48,16 +56,17 @@ def _new(call, need_lse, need_weights, save, backend):
 
 def new_forward(*arguments):
     """`_new` of the arguments of the forward."""
-    return _new(Call(*arguments[:-_AFTER]), *arguments[-_AFTER:])
+    _, call, more = FORWARD.split(arguments)
+    return _new(call, *more)
 
 
 def _forward(*arguments):
-    call, backend = Call(*arguments[:-_AFTER]), arguments[-1]
+    _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
-        found = forward_of(call, *arguments[-_AFTER:-1])
-        return tuple(map(alone, found)) if arguments[-2] else found  # save: there may be tangents
-    out, *rest = results = _new(call, *arguments[-_AFTER:])
+        found = forward_of(call, need_lse, need_weights, save)
+        return tuple(map(alone, found)) if save else found  # there may be tangents
+    out, *rest = results = _new(call, need_lse, need_weights, save, backend)
     if out.numel():
         # The first call imports Triton, nothing before it does.
         from ..launch import forward, run as launch
@@ -79,10 +88,10 @@ def _forward(*arguments):
 
 def _decompose(*arguments):
     """Compute the forward with operators of torch alone."""
-    call = Call(*arguments[:-_AFTER])
+    _, call, (*needs, _) = FORWARD.split(arguments)
     if call.partial:
         fail(ValueError, "partial", "False: parts cannot be exported", True)
-    return fallback.results(call, *arguments[-_AFTER:-1])
+    return fallback.results(call, *needs)
 
 
 def _of_masks(function, arguments):
@@ -95,8 +104,7 @@ def _of_masks(function, arguments):
 
 
 register(
-    f"forward({CALL}, bool need_lse, bool need_weights, bool save, str backend) "
-    "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
+    f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
     _forward,
     new_forward,
     rules.check_forward,
@@ -113,18 +121,13 @@ register(
 
 def _keep(ctx, inputs, output):
     """setup_context of the forward: what its derivatives need."""
-    fields = inputs[:-_AFTER]
     out, lse, weights, stats = output
     # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
-    saved = *fields[:TENSORS], out, None if weights.dim() == 1 else weights, stats
-    ctx.save_for_backward(*saved)
-    if forward_level() >= 0:
-        ctx.save_for_forward(*saved)
-    ctx.facts = facts(saved)
-    ctx.numbers, ctx.backend = fields[TENSORS:], inputs[-1]
+    kept = out, None if weights.dim() == 1 else weights, stats
+    save_arguments(ctx, inputs, *kept)
+    ctx.facts = facts((*inputs, *kept))
     ctx.of_results = lse.dim() > 1, weights.dim() > 1
     ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_out, grad_lse, grad_weights):
@@ -132,21 +135,23 @@ def _differentiate(ctx, grad_out, grad_lse, grad_weights):
     # A graph makes zeros of what did not come, of what there was none as well.
     grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
     incoming = grad_out, grad_lse, grad_weights
-    rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + _AFTER)
     if all(grad is None for grad in incoming):
-        return (None,) * DIFFERENTIABLE + rest
-    *fields, out, weights, stats = saved = ctx.saved_tensors
-    check_saved(ctx.facts, facts(saved))
-    need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    return (*gradients(incoming, out, weights, stats, (*fields, *ctx.numbers), ctx.backend, need), *rest)
+        return FORWARD.named({})
+    arguments, (out, weights, stats) = saved(ctx)
+    check_saved(ctx.facts, facts((*arguments, out, weights, stats)))
+    _, call, (*_, backend) = FORWARD.split(arguments)
+    needed = dict(zip(FORWARD.names, ctx.needs_input_grad, strict=True))
+    grads = gradients(incoming, out, weights, stats, call, backend, [needed[name] for name in INPUTS])
+    return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
 
 
 def _move(ctx, *tangents):
     """Tangents of the results of the forward."""
-    *fields, out, _, stats = ctx.saved_tensors
-    fields, (has_lse, has_weights) = (*fields, *ctx.numbers), ctx.of_results
-    given, stats = tangents[:DIFFERENTIABLE], kept_stats(stats, fields, ctx.backend)
-    out, lse, weights = Tangent.apply(*given, out, stats, *fields, has_weights, ctx.backend)
+    arguments, (out, _, stats) = saved(ctx)
+    _, call, (*_, backend) = FORWARD.split(arguments)
+    moved, (has_lse, has_weights) = dict(zip(FORWARD.names, tangents, strict=True)), ctx.of_results
+    given, stats = [moved[name] for name in INPUTS], kept_stats(stats, call, backend)
+    out, lse, weights = Tangent.apply(*given, out, stats, *call, has_weights, backend)
     # Of what was not needed a tangent as empty as that; torch takes no None.
     return out, lse if has_lse else lse.new_zeros(0), weights if has_weights else out.new_zeros(0), None
 
@@ -167,7 +172,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(_Attention.apply, _OF_FORWARD, _RESULTS, info, in_dims, arguments)
+        return mapped(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
 # For graphs that are compiled or exported, and for who calls operators by name.
@@ -189,7 +194,7 @@ def _attend(
     call: Call, need_lse: bool, need_weights: bool, backend: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, lse or None, weights or None) of a checked call."""
-    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE])
+    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call))
     # Neither of these shows in requires_grad.
     transformed = transforms_active() or forward_level() >= 0
     if torch.compiler.is_compiling() and transformed:
@@ -279,7 +284,7 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     from ..launch import run as launch
     from ..launch.backward import passes
 
-    need = [isinstance(x, Tensor) and x.requires_grad for x in call[:DIFFERENTIABLE]]
+    need = [isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call)]
     backend = "hopper" if on_hopper else "triton"
     backward = passes(call, need, backend) if torch.is_grad_enabled() and any(need) else ()
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
@@ -288,8 +293,8 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
 
 def _explained(call):
     """The gradients that `explain` speaks of: of query, key, value and what is learned."""
-    learned = call.bias, call.alibi_slopes, call.sinks
-    return True, True, True, *(x is not None and x.requires_grad for x in learned)
+    pairs = zip(INPUTS, inputs_of(call), strict=True)
+    return [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:

@@ -1,11 +1,9 @@
 """The operator backward of torch.library, and its derivatives."""
 
-import functools
-
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, Call, device_of, plain, wide_dtype
+from ..call.form import INPUTS, Call, device_of, inputs as inputs_of, plain, wide_dtype
 from ..call.layout import arrange, dense, is_contiguous
 from ..cpu import run as cpu
 from ..launch import failures, tuned
@@ -15,10 +13,7 @@ from . import fallback, rules
 from .derived import Formula, again, derived, plus
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
-from .schema import CALL, INPUTS, run_operator, stats_columns
-
-_BEFORE = 6  # how many arguments come before the fields of the Call
-_NAMES = "grad_out", "grad_lse", "grad_weights", "out", "weights", "stats", *Call._fields, "backend", "need"
+from .schema import BACKWARD, RESULTS, run_operator, save, saved
 
 
 def like_dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
@@ -28,11 +23,12 @@ def like_dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
 
 def new_backward(*arguments):
     """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed."""
-    call, need = Call(*arguments[_BEFORE:-2]), arguments[-1]
-    wide = wide_dtype(call) if call.partial else None
-    dtypes = wide, wide, wide, None, None, None
-    triples = zip(call[:DIFFERENTIABLE], need, dtypes, strict=True)
-    return tuple([like_dense(x, x.shape, dtype) if needed else call.query.new_empty(0) for x, needed, dtype in triples])
+    _, call, (_, need) = BACKWARD.split(arguments)
+    grads = []
+    for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
+        wide = wide_dtype(call) if call.partial and name in ("query", "key", "value") else None
+        grads.append(like_dense(x, x.shape, wide) if needed else call.query.new_empty(0))
+    return tuple(grads)
 
 
 def any_failed(call):
@@ -41,8 +37,7 @@ def any_failed(call):
 
 
 def _backward(*arguments):
-    grad_out, grad_lse, grad_weights, out, weights, stats = arguments[:_BEFORE]
-    call, (backend, need) = Call(*arguments[_BEFORE:-2]), arguments[-2:]
+    (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     fused = backend == "cpu" and cpu.has_gradients(call, grad_weights, need)
     if fused and (call.partial or not cpu.too_large(stats[..., 0])):
         return cpu.backward(call, (grad_out, grad_lse, grad_weights), out, stats, need)
@@ -81,58 +76,48 @@ def _backward(*arguments):
 
 def _arranged_backward(*arguments):
     """`_backward` as the operator promises it: in the order of dimensions that `new_backward` has."""
-    grads, inputs = _backward(*arguments), arguments[_BEFORE : _BEFORE + DIFFERENTIABLE]
-    triples = zip(grads, inputs, arguments[-1], strict=True)
+    _, call, (_, need) = BACKWARD.split(arguments)
+    triples = zip(_backward(*arguments), inputs_of(call), need, strict=True)
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
 
 
 register(
-    "backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
-    f"{CALL}, str backend, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})",
+    f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})",
     _arranged_backward,
     new_backward,
-    functools.partial(rules.check_backward, stats_columns),
+    rules.check_backward,
 )
 
 
-def kept_stats(stats, fields, backend):
+def kept_stats(stats, call, backend):
     """What a forward has kept; it is made now where a graph that was recorded without gradients saved nothing."""
     if stats.dim() == 4:
         return stats
     with torch.no_grad():
-        return OPERATORS.forward(*fields, False, False, True, backend)[3]
+        return OPERATORS.forward(*call, False, False, True, backend)[3]
 
 
-def gradients(incoming, out, weights, stats, fields, backend, need):
-    """Gradients of the first of the fields of a Call, from those of its results; None where they are not needed.
+def gradients(incoming, out, weights, stats, call, backend, need):
+    """Gradients of the inputs of a Call, from those of its results; None where they are not needed.
 
     weights: None, where the forward made none.
     """
-    stats = kept_stats(stats, fields, backend)
+    stats = kept_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
         again = Formula(lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",))
-        (weights,) = derived(again, *(x.detach() if isinstance(x, Tensor) else x for x in fields))
+        (weights,) = derived(again, *(x.detach() if isinstance(x, Tensor) else x for x in call))
     weights = out.new_empty(0) if weights is None else weights
-    grads = backward(*incoming, out, weights, stats, *fields, backend, need)
+    grads = backward(*incoming, out, weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-
-
-def _keep_again(ctx, inputs, output):
-    """setup_context of the backward."""
-    tensors = inputs[: _BEFORE + TENSORS]
-    ctx.save_for_backward(*tensors[:3], *tensors[_BEFORE:])
-    ctx.save_for_forward(*tensors)
-    ctx.numbers, ctx.backend, ctx.need = inputs[_BEFORE + TENSORS : -2], inputs[-2], inputs[-1]
-    ctx.set_materialize_grads(False)
 
 
 def _differentiate_again(ctx, *grad_grads):
     """Gradients of the inputs of the backward: the formula, differentiated twice."""
-    incoming, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
     # A graph makes zeros of what did not come, of what nobody needed as well.
-    grad_grads = [x if needed else None for x, needed in zip(grad_grads, ctx.need, strict=True)]
-    gradients = again((*tensors, *ctx.numbers), incoming, grad_grads)
-    return (*gradients[:3], None, None, None, *gradients[3:], *(None,) * (len(Call._fields) - DIFFERENTIABLE + 2))
+    grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
+    grads = again(call, incoming[: len(RESULTS)], grad_grads)
+    return BACKWARD.named(dict(zip((*BACKWARD.names[: len(RESULTS)], *INPUTS), grads, strict=True)))
 
 
 def _move_again(ctx, *tangents):
@@ -140,19 +125,19 @@ def _move_again(ctx, *tangents):
 
     That is symmetric, so it is the one that `_differentiate_again` has.
     """
-    *incoming, out, weights, stats = ctx.saved_tensors[:_BEFORE]
-    fields, need = (*ctx.saved_tensors[_BEFORE:], *ctx.numbers), ctx.need
-    moved = tangents[_BEFORE : _BEFORE + DIFFERENTIABLE]
-    total = [None] * DIFFERENTIABLE
-    if any(x is not None for x in tangents[:3]):
+    (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
+    of_arguments = dict(zip(BACKWARD.names, tangents, strict=True))
+    moved = [of_arguments[name] for name in INPUTS]
+    total = [None] * len(INPUTS)
+    if any(x is not None for x in tangents[: len(RESULTS)]):
         weights = None if weights.dim() == 1 else weights
-        total = gradients(tangents[:3], out, weights, stats, fields, ctx.backend, need)
+        total = gradients(tangents[: len(RESULTS)], out, weights, stats, call, backend, need)
     if any(x is not None for x in moved):
-        curved = again(fields, incoming, moved)[3:]
+        curved = again(call, incoming, moved)[len(RESULTS) :]
         curved = [x if needed else None for x, needed in zip(curved, need, strict=True)]
         total = [plus(*pair) for pair in zip(total, curved, strict=True)]
     made = []
-    for x, field, needed in zip(total, fields, need, strict=False):
+    for x, field, needed in zip(total, inputs_of(call), need, strict=True):
         if needed:
             made.append(arrange(torch.zeros_like(field), field) if x is None else x)
         else:
@@ -167,13 +152,16 @@ class Backward(torch.autograd.Function):
     def forward(*arguments):
         return run_operator(OPERATORS.backward, _backward, arguments)
 
-    setup_context = staticmethod(_keep_again)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        save(ctx, inputs)
+
     backward = staticmethod(_differentiate_again)
     jvp = staticmethod(_move_again)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(Backward.apply, _NAMES, INPUTS, info, in_dims, arguments)
+        return mapped(Backward.apply, BACKWARD.names, INPUTS, info, in_dims, arguments)
 
 
 def backward(*arguments):

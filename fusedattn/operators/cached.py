@@ -18,6 +18,7 @@ from ..naive import cached, formula
 from ..private import argument_names, below_autograd, unmapped
 from . import fallback, flops, rules
 from .namespace import OPERATORS, register, register_derivative
+from .schema import declared
 
 
 def _append(decode: Decode, backend: str) -> None:
@@ -53,11 +54,8 @@ def _new(query, value_cache, need_lse):
 
 def _call(query, key_cache, value_cache, lengths, table, *rest):
     """The Call of a Decode, of the arguments of `decode`."""
-    *options, softcap, named, _, _ = rest[4:]
-    bias, slopes, sinks, mask, key_mask, query_mask, left, right, top_left, scale = options
-    numbers = dict(left=left, right=right, top_left=top_left, scale=scale, softcap=softcap, named=named)
-    keys = _stand_ins(key_cache, value_cache, table)
-    return Call(query, *keys, bias, slopes, sinks, mask, key_mask, query_mask, **numbers)
+    options = dict(zip(_OPTIONS, rest[4:-2], strict=True))
+    return Call(query, *_stand_ins(key_cache, value_cache, table), **options)
 
 
 def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
@@ -104,6 +102,13 @@ def _check_decode(*arguments):
     rules.check_backend(call, arguments[-1], ())
 
 
+# The options of a Call that one to a cache may have.
+_OPTIONS = [
+    name
+    for name in Call._fields[3:]
+    if name not in ("seed", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "dropout_p", "max_seqlen_q", "max_seqlen_k")
+    and name not in ("deterministic", "origin", "partial")
+]
 _TURNING = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
 register(
     "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
@@ -114,9 +119,7 @@ register(
 )
 register(
     "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, "
-    f"SymInt added, {_TURNING}, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, Tensor? key_mask, "
-    "Tensor? query_mask, SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, bool named, "
-    "bool need_lse, str backend) -> (Tensor out, Tensor lse)",
+    f"SymInt added, {_TURNING}, {declared(_OPTIONS)}, bool need_lse, str backend) -> (Tensor out, Tensor lse)",
     _decode_operator,
     _new_decode,
     _check_decode,
@@ -138,14 +141,13 @@ def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor
     """`_append` and `_attend` by torch's dispatcher, for whatever must see them."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
-    options = (call.bias, call.alibi_slopes, call.sinks, call.mask, call.key_mask, call.query_mask)
-    numbers = call.left, call.right, call.top_left, call.scale, call.softcap, call.named
+    options = [getattr(call, name) for name in _OPTIONS]
     flops.offer(OPERATORS.decode)
     # No derivative is wanted: the call has been checked for that.
     with contextlib.nullcontext() if torch.compiler.is_compiling() else below_autograd():
         if decode.new_key is not None:
             OPERATORS.append(*caches, decode.new_key, decode.new_value, *turning, call.named, backend)
-        return OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, *numbers, need_lse, backend)
+        return OPERATORS.decode(call.query, *caches, decode.added, *turning, *options, need_lse, backend)
 
 
 def _run(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, Call
+from ..call.form import INPUTS, Call, inputs as inputs_of
 from ..call.layout import arrange
 from ..naive.second import second_derivative, second_tangent
 from ..private import forward_level, transforms_active
 from .mapped import mapped
-from .schema import INPUTS, RESULTS
+from .schema import RESULTS
 
 _GRADS = *(f"grad_{name}" for name in RESULTS), *(f"tangent_{name}" for name in INPUTS)
 _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name in INPUTS)
@@ -148,35 +148,36 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
 
 
-def again(fields: Sequence[Any], incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
-    """`second_derivative` of the fields of a Call, with all its derivatives; gradients lie as what they are of does."""
-    inputs = fields[:DIFFERENTIABLE]
+def again(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
+    """`second_derivative` of a Call, with all its derivatives; gradients lie as what they are of does."""
+    inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]
 
     def compute(*arguments):
         incoming, moved, fields = arguments[:3], arguments[3 : len(_GRADS)], arguments[len(_GRADS) :]
-        found, like = second_derivative(Call(*fields), incoming, moved), (*incoming, *fields)
+        call = Call(*fields)
+        found, like = second_derivative(call, incoming, moved), (*incoming, *inputs_of(call))
         return tuple(arrange(found[n], like[n]) for n in places)
 
-    made: list[Tensor | None] = [None] * (3 + DIFFERENTIABLE)
+    made: list[Tensor | None] = [None] * len(_GRADS)
     if places:
         names = *_GRADS, *Call._fields
         formula = Formula(compute, names, tuple((*RESULTS, *INPUTS)[n] for n in places))
-        for n, x in zip(places, derived(formula, *incoming, *grad_grads, *fields), strict=True):
+        for n, x in zip(places, derived(formula, *incoming, *grad_grads, *call), strict=True):
             made[n] = x
     return made
 
 
-def moved_again(fields: Sequence[Any], given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
-    """`second_tangent` of the fields of a Call, with all its derivatives."""
+def moved_again(call: Call, given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
+    """`second_tangent` of a Call, with all its derivatives."""
 
     def compute(*arguments):
-        given, moved = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE : len(_TANGENTS)]
+        given, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]
         call = Call(*arguments[len(_TANGENTS) :])
         out, *rest = second_tangent(call, given, moved, need_weights)
         return arrange(out, call.query), *(x.contiguous() for x in rest if x is not None)
 
     formula = Formula(compute, (*_TANGENTS, *Call._fields), RESULTS[: 2 + need_weights])
-    made = derived(formula, *given, *moved, *fields)
+    made = derived(formula, *given, *moved, *call)
     return [*made, *[None] * (3 - len(made))]

@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..call.form import DIFFERENTIABLE, TENSORS, Call, Origin
+from ..call.form import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.layout import order
 from ..call.rules import fail
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
 BATCH, HEADS = 0, 1  # dimensions of a query that may be cut
 # Which of them the fields of a Call have.
-_BOTH = "query", "key", "value", "bias", "alibi_slopes", "sinks", "mask"
-DIMS: dict[str, tuple[int, ...]] = dict.fromkeys(_BOTH, (BATCH, HEADS)) | dict.fromkeys(
-    ("key_mask", "query_mask"), (BATCH,)
-)
+DIMS: dict[str, tuple[int, ...]] = {
+    name: (BATCH, HEADS) if {"H", "G"} & set(letters) else (BATCH,) for name, letters in LETTERS.items() if letters
+}
 
 
 def is_dtensor(x: Any) -> bool:
@@ -87,9 +86,9 @@ def own(call: Call, seed: Any) -> Own | None:
         seed: as the caller gave it.
     Raises: TypeError, ValueError, NotImplementedError, on all ranks, for what a rank cannot compute alone.
     """
-    if not [x for x in call[:TENSORS] if x is not None and is_dtensor(x)]:
+    tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
+    if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
         return None
-    tensors: dict[str, Any] = dict(zip(Call._fields[:TENSORS], call, strict=False))
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh, query = _mesh(tensors), call.query
@@ -137,12 +136,12 @@ def _mesh(tensors: Mapping[str, Any]) -> Any:
     """The mesh of all DTensors of a call."""
     named = next(name for name, x in tensors.items() if is_dtensor(x))
     mesh = tensors[named].device_mesh
-    for number, (name, x) in enumerate(tensors.items()):
+    for name, x in tensors.items():
         if x is None:
             continue
         if not is_dtensor(x):
             # Each rank would have its own gradient of what is the same for all.
-            if name in ("query", "key", "value") or (number < DIFFERENTIABLE and x.requires_grad):
+            if name in ("query", "key", "value") or (name in INPUTS and x.requires_grad):
                 fail(TypeError, name, f"a DTensor, as {named} is", "a tensor")
         elif x.device_mesh != mesh:
             fail(ValueError, name, f"the mesh of {named}", "another")

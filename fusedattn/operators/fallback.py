@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import private
 from ..call.cached import Decode
-from ..call.form import Call, wide_dtype
+from ..call.form import INPUTS, Call, wide_dtype
 from ..call.layout import row_major
 from ..launch.failures import Unusable, take_next
 from ..naive import cached, formula
@@ -45,7 +45,7 @@ def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: C
 def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
     """`backward` without a reason."""
     with private.autograd_inside(call.query.device), torch.enable_grad():
-        wanted = {name: grad for name, grad in zip(Call._fields, grads, strict=False) if grad.numel()}
+        wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
         of_lse, of_weights = (grad is not None for grad in incoming[1:])
         outcome = formula.run(call._replace(**leaves), of_lse, of_weights)

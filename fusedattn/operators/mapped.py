@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import Call
+from ..call.form import DIMS, Call
 
 # What lies by row or key: of packed sequences, in which axis of a call. The rest has a batch, or is (1, ..).
-_AXES = dict(key_mask=1, query_mask=1) | dict.fromkeys(("query", "key", "value", "out", "lse", "weights", "stats"), 2)
+_AXES = {
+    name: letters.index(letters.strip("BHGD")) for name, letters in DIMS.items() if len(letters.strip("BHGD")) == 1
+}
+_AXES |= dict.fromkeys(("out", "lse", "weights", "stats"), 2)
 
 
 def _kind(name: str) -> str:

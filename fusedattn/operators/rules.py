@@ -4,7 +4,6 @@ Sizes, dtypes, devices and numbers. What offsets, lengths, pages and block masks
 inside of the tensors whatever that is.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor
 
 from ..call import cached, layout, packed, rules
 from ..call.cached import CacheArguments
-from ..call.form import DIFFERENTIABLE, Call, Lengths, Origin, wide_dtype
+from ..call.form import INPUTS, Call, Lengths, Origin, inputs, wide_dtype
 from ..call.packed import Packed
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.rules import FLOATING, Rule, Sizes, apply, fail, invalid
 from ..cpu import run as cpu
 from ..private import holds
+from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
@@ -133,8 +133,7 @@ BLOCK_MASK = (
 
 def check_forward(*arguments: Any) -> None:
     """Check `forward`."""
-    *fields, _, need_weights, _, backend = arguments
-    call = Call(*fields)
+    _, call, (_, need_weights, _, backend) = FORWARD.split(arguments)
     check_call(call, need_weights)
     check_backend(call, backend)
 
@@ -154,10 +153,10 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
         fail(ValueError, "backend", f"another where {lacks[0]}", repr(backend))
 
 
-def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *arguments: Any) -> None:
-    """Those of `backward`; stats_columns of (dtype, Dv, backend): how many the forward's stats have; 2 will do."""
-    grad_out, grad_lse, grad_weights, out, weights, stats, *fields, backend, need = arguments
-    call, needs_weights = Call(*fields), grad_weights is not None
+def check_backward(*arguments: Any) -> None:
+    """Check `backward`; stats of 2 columns will do for kernels."""
+    (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
+    needs_weights = grad_weights is not None
     check_call(call, needs_weights)
     check_backend(call, backend)
     rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
@@ -182,18 +181,16 @@ def check_backward(stats_columns: Callable[[torch.dtype, int, str], int], *argum
             fail(ValueError, name, f"shape {shape}, as forward returns it", tuple(x.shape))
         if x.device != call.query.device:
             fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
-    if len(need) != DIFFERENTIABLE:
-        fail(ValueError, "need", f"{DIFFERENTIABLE} bools", need)
-    for name, x, needed in zip(Call._fields, call, need, strict=False):
+    if len(need) != len(INPUTS):
+        fail(ValueError, "need", f"{len(INPUTS)} bools", need)
+    for name, x, needed in zip(INPUTS, inputs(call), need, strict=True):
         if needed and x is None:
             fail(ValueError, "need", f"False for {name}, which is None", True)
 
 
-def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *arguments: Any) -> None:
-    """Those of `tangent`; stats_columns as for `check_backward`, but for its 2."""
-    given, (out, stats) = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE : DIFFERENTIABLE + 2]
-    *fields, need_weights, backend = arguments[DIFFERENTIABLE + 2 :]
-    call = Call(*fields)
+def check_tangent(*arguments: Any) -> None:
+    """Check `tangent`."""
+    (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     check_call(call, need_weights)
     check_backend(call, backend)
     if call.partial:
@@ -203,7 +200,7 @@ def check_tangent(stats_columns: Callable[[torch.dtype, int, str], int], *argume
     if backend != "naive":
         expected["stats"] = stats, wide_dtype(call), (*rows, stats_columns(query.dtype, width, backend))
     field: Any
-    for name, x, field in zip(Call._fields, given, call, strict=False):
+    for name, x, field in zip(INPUTS, given, inputs(call), strict=True):
         if x is not None and field is None:
             fail(ValueError, f"tangent_{name}", "None beside no such input", "a tensor")
         if x is not None:

@@ -1,22 +1,77 @@
 """What the schemas of operators share, and how an operator is computed."""
 
-import torch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from ..call.form import DIFFERENTIABLE, Call, plain
+import torch
+from torch import Tensor
+
+from ..call.form import INPUTS, TYPES, Call, plain
 from ..call.rules import fail
 from ..cpu import run as cpu
-from ..private import below_autograd
+from ..private import below_autograd, forward_level
 from . import flops
 
-CALL = (  # the fields of a Call, in their order
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? seed, Tensor? block_mask, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt? left, SymInt? right, bool top_left, float scale, float? softcap, float dropout_p, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool named, SymInt[]? origin, bool partial"
-)
-INPUTS = Call._fields[:DIFFERENTIABLE]
 RESULTS = "out", "lse", "weights"  # that derivatives are taken of
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int | None: "SymInt?",
+    bool: "bool",
+    float: "float",
+    float | None: "float?",
+    Sequence[int] | None: "SymInt[]?",
+}
+
+
+def declared(fields: Iterable[str]) -> str:
+    """Return fields of a Call as a schema of torch.library has them."""
+    return ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
+
+
+class Signature:
+    """The arguments of an operator of a Call: its own before and after, and the fields of the Call between them."""
+
+    def __init__(self, before: str, after: str):
+        self.schema = ", ".join(filter(None, (before, declared(Call._fields), after)))
+        self.names = tuple(one.split()[1] for one in self.schema.split(", "))
+        self.first, self.last = before.count(",") + bool(before), -(after.count(",") + 1)
+
+    def split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Call, Sequence[Any]]:
+        """Return (those before, the Call, those after)."""
+        return arguments[: self.first], Call(*arguments[self.first : self.last]), arguments[self.last :]
+
+    def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return one value for each argument: None where none is given."""
+        return tuple([values.get(name) for name in self.names])
+
+
+FORWARD = Signature("", "bool need_lse, bool need_weights, bool save, str backend")
+BACKWARD = Signature(
+    "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats",
+    f"str backend, bool[{len(INPUTS)}] need",
+)
+TANGENT = Signature(
+    f"{', '.join(f'Tensor? tangent_{name}' for name in INPUTS)}, Tensor out, Tensor stats",
+    "bool need_weights, str backend",
+)
+
+
+def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
+    """Save the arguments and some results of a Function for its derivatives."""
+    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+    ctx.save_for_backward(*tensors, *results)
+    if forward_level() >= 0:
+        ctx.save_for_forward(*tensors, *results)
+    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+    ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
+    """Return (arguments, results) that `save` has saved."""
+    tensors, others = ctx.saved_tensors, ctx.others
+    arguments = [b if a is None else a for a, b in zip(tensors, others, strict=False)]
+    return arguments, list(tensors[len(others) :])
 
 
 def run_operator(operator, implementation, arguments):
@@ -55,8 +110,8 @@ def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> in
 
 
 def facts(tensors) -> list:
-    """(shape, dtype) of each tensor, or None."""
-    return [None if x is None else (x.shape, x.dtype) for x in tensors]
+    """Return (shape, dtype) of each tensor, None of anything else."""
+    return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in tensors]
 
 
 def check_saved(before: list, after: list) -> None:

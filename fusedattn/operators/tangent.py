@@ -4,13 +4,13 @@ It is linear in the tangents of the inputs. So its gradient with regard to these
 inputs it is what the derivative of the backward is: both are products with the same second derivative.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.form import DIFFERENTIABLE, TENSORS, Call, wide_dtype
+from ..call.form import INPUTS, Call, wide_dtype
 from ..call.layout import arrange, dense, row_major
 from ..cpu import few, flash
 from ..launch.failures import Unusable, take_next
@@ -20,16 +20,12 @@ from .backward import gradients
 from .derived import again, moved_again, plus
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
-from .schema import CALL, INPUTS, RESULTS, run_operator, stats_columns
-
-_BEFORE = DIFFERENTIABLE + 2  # how many arguments come before the fields of the Call
-_AFTER = 2  # and after them
-_NAMES = *(f"tangent_{name}" for name in INPUTS), "out", "stats", *Call._fields, "need_weights", "backend"
+from .schema import RESULTS, TANGENT, run_operator, save, saved
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised tangents of output, in its order and dtype, lse and weights, which are empty unless needed."""
-    call, need_weights = Call(*arguments[_BEFORE:-_AFTER]), arguments[-_AFTER]
+    _, call, (need_weights, _) = TANGENT.split(arguments)
     query, rows = call.query, call.query.shape[:3]
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     out = dense(query, (*rows, call.value.shape[3]))
@@ -38,7 +34,7 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_formula(
-    call: Call, given: tuple, need_weights: bool, known: naive.Known = naive.NOTHING
+    call: Call, given: Sequence[Tensor | None], need_weights: bool, known: naive.Known = naive.NOTHING
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tangents by the naive path."""
     out, lse, weights = naive.tangent(call, given, need_weights, known)
@@ -46,8 +42,7 @@ def _by_formula(
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given, (out, stats) = arguments[:DIFFERENTIABLE], arguments[DIFFERENTIABLE:_BEFORE]
-    call, need_weights, backend = Call(*arguments[_BEFORE:-_AFTER]), *arguments[-_AFTER:]
+    (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     if backend in ("cpu", "naive"):
         # The kernel's lse of few keys is too coarse for a tangent.
         is_known = backend == "cpu" and not few.is_few(call)
@@ -76,23 +71,15 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _arranged(*arguments: Any) -> tuple[Tensor, ...]:
     """Results as `_new` has them."""
     out, *rest = _tangent(*arguments)
-    return arrange(out, arguments[_BEFORE]), *rest
+    return arrange(out, TANGENT.split(arguments)[1].query), *rest
 
 
 register(
-    f"tangent({', '.join(f'Tensor? tangent_{name}' for name in INPUTS)}, Tensor out, Tensor stats, "
-    f"{CALL}, bool need_weights, str backend) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)",
+    f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)",
     _arranged,
     _new,
-    functools.partial(rules.check_tangent, stats_columns),
+    rules.check_tangent,
 )
-
-
-def _kept(ctx):
-    """(tangents, out, stats, the fields of the Call, need_weights, backend) of a Tangent."""
-    tensors, numbers = ctx.saved_tensors, ctx.numbers
-    given, (out, stats), fields = tensors[:DIFFERENTIABLE], tensors[DIFFERENTIABLE:_BEFORE], tensors[_BEFORE:]
-    return given, out, stats, (*fields, *numbers[:-_AFTER]), *numbers[-_AFTER:]
 
 
 class Tangent(torch.autograd.Function):
@@ -104,44 +91,41 @@ class Tangent(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensors = inputs[: _BEFORE + TENSORS]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.numbers = inputs[_BEFORE + TENSORS :]
-        ctx.set_materialize_grads(False)
+        save(ctx, inputs)
 
     @staticmethod
     def backward(ctx, *incoming):
-        given, out, stats, fields, need_weights, backend = _kept(ctx)
+        (*given, out, stats), call, (_, backend) = TANGENT.split(saved(ctx)[0])
         incoming = [None if x is None or x.dim() == 1 else x for x in incoming]
-        rest = (None,) * (len(Call._fields) - DIFFERENTIABLE + _AFTER)
         if all(x is None for x in incoming):
-            return (None,) * (_BEFORE + DIFFERENTIABLE) + rest
-        of_tangents, of_inputs = ctx.needs_input_grad[:DIFFERENTIABLE], ctx.needs_input_grad[_BEFORE:]
-        first = [None] * DIFFERENTIABLE
+            return TANGENT.named({})
+        needed = dict(zip(TANGENT.names, ctx.needs_input_grad, strict=True))
+        of_tangents, of_inputs = ([needed[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
+        grads: dict[str, Any] = {}
         if any(of_tangents):
-            first = gradients(incoming, out, None, stats, fields, backend, list(of_tangents))
-        second = [None] * DIFFERENTIABLE
-        if any(of_inputs[:DIFFERENTIABLE]):
-            second = again(fields, incoming, given)[3:]
-        second = [x if needed else None for x, needed in zip(second, of_inputs, strict=False)]
-        return (*first, None, None, *second, *rest)
+            first = gradients(incoming, out, None, stats, call, backend, of_tangents)
+            grads |= {f"tangent_{name}": x for name, x in zip(INPUTS, first, strict=True)}
+        if any(of_inputs):
+            second = again(call, incoming, given)[len(RESULTS) :]
+            grads |= {name: x for name, x, wanted in zip(INPUTS, second, of_inputs, strict=True) if wanted}
+        return TANGENT.named(grads)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        given, out, stats, fields, need_weights, backend = _kept(ctx)
-        others, moved = tangents[:DIFFERENTIABLE], tangents[_BEFORE : _BEFORE + DIFFERENTIABLE]
+        (*given, out, stats), call, (need_weights, backend) = TANGENT.split(saved(ctx)[0])
+        of_arguments = dict(zip(TANGENT.names, tangents, strict=True))
+        others, moved = ([of_arguments[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
         total = [None] * len(RESULTS)
         if any(x is not None for x in others):
-            total = list(Tangent.apply(*others, out, stats, *fields, need_weights, backend))
+            total = list(Tangent.apply(*others, out, stats, *call, need_weights, backend))
         if any(x is not None for x in moved):
-            curved = moved_again(fields, given, moved, need_weights)
+            curved = moved_again(call, given, moved, need_weights)
             total = [plus(*pair) for pair in zip(total, curved, strict=True)]
         return tuple(total) if need_weights else (*total[:2], out.new_zeros(0))
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(Tangent.apply, _NAMES, RESULTS, info, in_dims, arguments)
+        return mapped(Tangent.apply, TANGENT.names, RESULTS, info, in_dims, arguments)
 
 
 register_derivative("tangent", Tangent.apply)

@@ -5,6 +5,7 @@ cannot be read cheaply (under autocast, inside torch.compile, with tensor subcla
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,17 +16,20 @@ from torch.nn import Parameter
 
 from .. import backends
 from ..call.form import (
-    DIFFERENTIABLE,
+    INPUTS,
+    TENSORS,
     Arguments,
     Call,
     Plan,
     asked,
+    in_full,
     in_memory,
-    rank4,
+    inputs as inputs_of,
     results,
-    rows,
     seed_tensor,
+    tensors as tensors_of,
     watched,
+    with_tensors,
 )
 from ..call.rules import check_flags, checked
 from ..launch import tiles
@@ -38,24 +42,31 @@ RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the c
 RECENT = 8  # signatures that differ in their facts alone: compared in C++ before the others are looked up
 
 RECORDED = attention.run, attention.run_on_hopper
-_QUERY_KEY_VALUE = 3
-_SEED, _BLOCK_MASK = Call._fields.index("seed"), Call._fields.index("block_mask")
-TENSORS = _BLOCK_MASK + 1  # a packed call has no signature
 _CLASSES = frozenset((Tensor, Parameter))
-_NUMBERS = frozenset((int, float))
+_NUMBERS = frozenset((int, float, bool, str, type(None)))
+_PLACES = {name: place for place, name in enumerate(TENSORS)}
+# Of the fields of an Arguments: the tensors, in the order of TENSORS, and all else.
+_WRITTEN = [name for name in TENSORS if name in Arguments._fields]
+_take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
+_take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
+_NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
+_SEED = _PLACES["seed"]
+_ARE_LEARNED = [name not in ("query", "key", "value") for name in INPUTS]
 
 
 class Signature(NamedTuple):
     """What calls that are alike share: numbers, how float32 is rounded, which tensors there are, facts of each.
 
-    numbers, as the caller gave them: causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, the
-    backend that is named, and whether torch records what is computed. deterministic as a Call has it.
+    numbers, as the caller gave them: all that are no tensors, and last return_lse, return_weights, the backend that is
+    named, and whether torch records what is computed. kinds: their types, for True is 1 is 1.0 to a dictionary.
+    deterministic as a Call has it.
     """
 
     numbers: tuple
+    kinds: tuple
     precision: str | None
     deterministic: bool
-    there: tuple | None
+    there: tuple
     facts: tuple
 
 
@@ -72,49 +83,45 @@ def forget() -> None:
     _recent.clear()
 
 
-def attend(arguments: tuple, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
-    """What `attention` returns: a replay of a call like this one, or else checked, by the backend that takes it.
-
-    Args:
-        arguments: the fields of an Arguments.
-    """
-    query, key, value, mask, bias, key_mask, query_mask, *options, slopes, sinks, dropout_p, seed = arguments
-    tensors: tuple[Any, ...] = (query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, None)
-    if type(mask) is Plan and key_mask is None and query_mask is None:
-        tensors = *tensors[:6], *mask[:3], seed, mask.block_mask
+def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
+    """What `attention` returns: a replay of a call like this one, or else checked, by the backend that takes it."""
+    tensors = _take_tensors(arguments) + _NOT_WRITTEN
+    if type(arguments.mask) is Plan:
+        tensors = _of_plan(arguments)
     named = asked.backend if backend is None else backend
-    numbers = *options, dropout_p, return_lse, return_weights, named, torch.is_grad_enabled()
+    numbers = *_take_numbers(arguments), return_lse, return_weights, named, torch.is_grad_enabled()
     replay = find(tensors, numbers)
     if replay is not None:
         return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    call = checked(Arguments(*arguments), named is not None)
-    if (own := dtensors.own(call, seed)) is not None:
+    call, rank = checked(arguments, named is not None), arguments.query.dim()
+    if (own := dtensors.own(call, arguments.seed)) is not None:
         run = backends.choose(own.call, return_weights, named).run
         out, lse, weights = run(own.call, return_lse, return_weights)
-        return results(query.dim(), own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
+        return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
     replay = learn(tensors, numbers, call, chosen)
     if replay is not None:
-        return replay((*tensors[:9], call.seed, call.block_mask))
+        return replay((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
-    return results(query.dim(), out, lse if return_lse else None, weights)
+    return results(rank, out, lse if return_lse else None, weights)
+
+
+def _of_plan(arguments: Arguments) -> tuple:
+    """Return the tensors of arguments whose mask is a plan, in the order of TENSORS."""
+    plan = arguments.mask
+    if arguments.key_mask is arguments.query_mask is None:
+        arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
+    written = dict(zip(_WRITTEN, _take_tensors(arguments), strict=True))
+    return tuple([plan.block_mask if name == "block_mask" else written.get(name) for name in TENSORS])
 
 
 def _usual(numbers: tuple) -> bool:
-    """Whether numbers have types that the checks let pass: to a dictionary True is 1 is 1.0."""
-    causal, window, align, scale, softcap, dropout_p, return_lse, return_weights, backend, _ = numbers
-    return (
-        (causal is True or causal is False)
-        and (return_lse is True or return_lse is False)
-        and (return_weights is True or return_weights is False)
-        and (scale is None or type(scale) in _NUMBERS)
-        and (softcap is None or type(softcap) in _NUMBERS)
-        and (backend is None or type(backend) is str)
-        and (window is None or (type(window) is tuple and all(x is None or type(x) is int for x in window)))
-        and type(dropout_p) in _NUMBERS
-        and type(align) is str
-    )
+    """Return whether numbers are of Python's own types: a tensor or an array may change."""
+    for x in numbers:
+        if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
+            return False
+    return True
 
 
 def _ordinary(tensors: tuple) -> bool:
@@ -139,18 +146,15 @@ def _precision(tensor: Tensor) -> str | None:
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
 
 
-def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple[tuple, str | None, bool, tuple | None]] | None:
+def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     """(the tensors that are there, a Signature but for its facts); None for a call without a signature."""
-    query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, _ = tensors
-    present: tuple = (query, key, value)
-    there = None
-    if not (bias is slopes is sinks is mask is key_mask is query_mask is seed is None):
-        present, there = tuple(x for x in tensors if isinstance(x, Tensor)), tuple(map(type, tensors))
-        if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
-            return None
+    present, there = tuple([x for x in tensors if isinstance(x, Tensor)]), tuple(map(type, tensors))
+    seed, query = tensors[_SEED], tensors[0]
+    if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
+        return None
     if not _usual(numbers) or type(query) not in _CLASSES:
         return None
-    return present, (numbers, _precision(query), asked.deterministic, there)
+    return present, (numbers, tuple(map(type, numbers)), _precision(query), asked.deterministic, there)
 
 
 def _is_seen() -> bool:
@@ -161,13 +165,13 @@ def _is_seen() -> bool:
     return is_compiling() or dispatch_modes() != 0 or forward_level() >= 0
 
 
-def _signature(present: tuple, most: tuple[tuple, str | None, bool, tuple | None]) -> Signature | None:
+def _signature(present: tuple, most: tuple) -> Signature | None:
     if not _ordinary(present) or any_autocast() or not all(has_storage(x) and not x.is_neg() for x in present):
         return None
     if not _aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
-    return Signature(*most, tuple(facts))
+    return Signature._make((*most, tuple(facts)))
 
 
 def _remember(present: tuple, most: tuple, replay: Any) -> None:
@@ -183,7 +187,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     """The Replay of a call that is like an earlier one.
 
     Args:
-        tensors: those of a Call, or None, as the caller gave them; the seed may be an int.
+        tensors: as the caller gave them, in the order of TENSORS; the seed may be an int.
     """
     if _is_seen() or not _known:
         return None
@@ -244,15 +248,15 @@ class Replay:
         from ..launch import blocks, forward
         from .recording import Recorder
 
-        self.device, self.numbers = call.query.device, call[TENSORS:]
+        self.device = call.query.device
+        self.call = bare = with_tensors(call, _without_data(tensors_of(call)))
         self.backend = "hopper" if on_hopper else "triton"
         self.drops = call.seed is not None
-        pairs = zip(tensors, call[:_SEED], strict=False)
-        self.ranks_differ = any(x is not None and x.dim() != of_call.dim() for x, of_call in pairs)
+        pairs: Any = zip(tensors, tensors_of(call), strict=True)
+        self.ranks_differ = any(isinstance(x, Tensor) and x.dim() != of_call.dim() for x, of_call in pairs)
         return_lse, return_weights, _, grad = numbers[-4:]
-        self.save = grad and any(x is not None and x.requires_grad for x in call[:DIFFERENTIABLE])
-        bare = Call(*_without_data(call[:TENSORS]), *self.numbers)
-        with Recorder(self.device, bare[:TENSORS]) as recorder:
+        self.save = grad and any(x is not None and x.requires_grad for x in inputs_of(call))
+        with Recorder(self.device, tensors_of(bare)) as recorder:
             new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
@@ -263,8 +267,9 @@ class Replay:
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
         self.block_mask = recorder.number(bare.block_mask)
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
-        self.inputs = [number for number, x in enumerate(bare[:DIFFERENTIABLE]) if x is not None]
-        kept = *(number for number, x in enumerate(bare[:_BLOCK_MASK]) if x is not None), self.block_mask, self.out
+        self.inputs = [_PLACES[name] for name in INPUTS if getattr(bare, name) is not None]
+        present = [_PLACES[name] for name in TENSORS if name != "block_mask" and getattr(bare, name) is not None]
+        kept = *present, self.block_mask, self.out
         self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
         self.take_results, self.take_inputs, self.take_kept = (
             itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
@@ -276,30 +281,29 @@ class Replay:
     def __call__(self, tensors: tuple):
         """What `attention` returns of a call with this signature."""
         if self.drops:
-            tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), tensors[_BLOCK_MASK]
+            tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
         if self.save:
             if self.ranks_differ:  # autograd keeps what it keeps of a call that is no replay, as a checkpoint asks
-                tensors = self.fields(tensors)[:TENSORS]
+                tensors = tuple(tensors_of(self.fields(tensors)))
             return _differentiable((self, tensors), *self.take_inputs(tensors))
         return self.take_results(self.forward.run(tensors))
 
-    def fields(self, tensors) -> Call:
-        """The Call of tensors as the caller gave them."""
-        query, key, value, bias, slopes, sinks, mask, key_mask, query_mask, seed, block_mask = tensors
-        # A seed may be an int where nothing is dropped.
-        masks = rank4(mask), rows(key_mask), rows(query_mask), seed if self.drops else None, block_mask
-        return Call(query, key, value, rank4(bias), rows(slopes), rows(sinks), *masks, *self.numbers)
+    def fields(self, tensors: Sequence) -> Call:
+        """Return the Call of tensors as the caller gave them."""
+        given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
+        if not self.drops:
+            given[_SEED] = None  # it may be an int
+        return with_tensors(self.call, given)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """Gradients of the first fields of a Call, None where there is no need.
+        """Gradients of the INPUTS of a Call, None where there is no need.
 
         Args:
             kept: what the forward has saved, by its number. incoming: gradients of output, lse and weights, or None.
         """
-        tensors = [kept.get(number) for number in range(_BLOCK_MASK)]
-        tensors.append(kept.get(self.block_mask))
+        tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
-        if torch.is_grad_enabled() or watched() or incoming[0] is None or any(need[_QUERY_KEY_VALUE:]):
+        if torch.is_grad_enabled() or watched() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
         stats = stats.contiguous()
@@ -331,8 +335,8 @@ class Replay:
         from .recording import Recorder
 
         bare = _without_data(given)
-        *incoming, out, weights, stats = bare[TENSORS:]
-        call = self.fields(bare[:TENSORS])
+        *incoming, out, weights, stats = bare[len(TENSORS) :]
+        call = with_tensors(self.call, bare[: len(TENSORS)])
         with Recorder(self.device, bare) as recorder:
             grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
@@ -344,7 +348,7 @@ class Replay:
         schema.check_saved(self.facts, schema.facts(kept.values()))
         weights = out.new_empty(0) if weights is None else weights
         grads = backward.backward(*incoming, out, weights, stats, *self.fields(tensors), self.backend, list(need))
-        triples = zip(grads, tensors, need, strict=False)
+        triples = zip(grads, [tensors[_PLACES[name]] for name in INPUTS], need, strict=True)
         return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
 
 
@@ -373,9 +377,9 @@ class _Differentiable(torch.autograd.Function):
         came = dict(zip(replay.results, grads, strict=True))
         incoming = [came.get(number) for number in (replay.out, replay.lse, replay.weights)]
         needed = dict(zip(replay.inputs, ctx.needs_input_grad[1:], strict=True))
-        need = tuple([needed.get(number, False) for number in range(DIFFERENTIABLE)])
-        gradients = replay.differentiate(tensors, incoming, need)
-        return None, *[gradients[number] for number in replay.inputs]
+        need = tuple([needed.get(_PLACES[name], False) for name in INPUTS])
+        gradients = dict(zip(INPUTS, replay.differentiate(tensors, incoming, need), strict=True))
+        return None, *[grad for name, grad in gradients.items() if _PLACES[name] in needed]
 
 
 # `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.

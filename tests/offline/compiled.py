@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import triton
 
-from fusedattn.call.form import DIFFERENTIABLE, Call
+from fusedattn.call.form import Call, inputs
 from fusedattn.launch import run as launch, tiles as tile_table, tuned
 from fusedattn.operators import attention, backward, cached, tangent
 
@@ -205,10 +205,10 @@ def _call(row):
     of_forward = "hopper" if row.kernel == "hopper" else "triton"
     out, _, weights, stats = attention._forward(*call, True, need_weights, True, of_forward)
     if moves:
-        given = [None if x is None else torch.empty_like(x) for x in call[:DIFFERENTIABLE]]
+        given = [None if x is None else torch.empty_like(x) for x in inputs(call)]
         tangent._tangent(*given, out, stats, *call, need_weights, "triton")
     elif row.kernel not in ("forward", "weights", "hopper"):
-        need = [x is not None for x in call[:DIFFERENTIABLE]]
+        need = [x is not None for x in inputs(call)]
         if row.kernel in ONE_PASS:
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
         repeatable = row.kernel not in ONE_PASS or row.kernel in REPEATABLE
