@@ -68,12 +68,12 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
 
 @constant
 def machine_reasons(device: Device) -> tuple[str, ...]:
-    """Why Triton kernels cannot run on tensors of a device, whatever the call."""
+    """Return why Triton kernels cannot run on a device at all."""
     return _find_machine_reasons(device)
 
 
 def _kernel_reasons(call: Call) -> list[str]:
-    """Why no kernel takes tensors as those of a call, whatever it does with them."""
+    """Return why no kernel takes these dtypes, devices and sizes."""
     device, dtype = device_of(call.query), call.query.dtype
     reasons = list(machine_reasons(device))
     if dtype == torch.float64 and device.type == "cuda":
@@ -87,7 +87,7 @@ def _kernel_reasons(call: Call) -> list[str]:
 
 
 def _marked_blocks(call: Call) -> int:
-    """How many blocks of pairs a block mask of a call has at most; 0 if it needs none."""
+    """Return the largest number of blocks in the block mask of a call; 0 if it needs none."""
     tensors = [x for x in hiding(call) if x is not None]
     if not tensors or call.block_mask is not None:
         return 0
@@ -101,7 +101,7 @@ def _marked_blocks(call: Call) -> int:
 
 
 def _grid_reasons(call: Call) -> list[str]:
-    """Why no kernel takes a call of that size, or with such tensors."""
+    """Return why the universal kernels cannot take a call; empty if they can."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
@@ -116,7 +116,7 @@ def _grid_reasons(call: Call) -> list[str]:
 
 @constant
 def hopper_reasons(device: Device) -> tuple[str, ...]:
-    """Why the kernel for Hopper cannot run on tensors of a device that other kernels can run on, whatever the call."""
+    """Return why a device cannot run the Hopper kernels, although it runs the universal ones."""
     from .launch import run as launch
 
     if (number := launch.capability(device)) is None:
@@ -125,7 +125,7 @@ def hopper_reasons(device: Device) -> tuple[str, ...]:
 
 
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
-    """Why this call cannot take the kernel for Hopper; empty if it can."""
+    """Return why the Hopper kernel cannot take a call; empty if it can."""
     if reasons := _grid_reasons(call):
         return [reason.removesuffix(INTERPRETED) for reason in reasons]  # nothing interprets it
     from .launch import hopper
@@ -147,7 +147,7 @@ class Backend(NamedTuple):
 
 
 def _hopper_waits(call: Call) -> str | None:
-    """Return why the kernel for Hopper takes a call only when named: a tuning file found it slower."""
+    """Return why the Hopper kernel is not chosen by default: a tuning file found it slower."""
     return None if tuned.prefers_hopper("hopper", call, device_of(call.query)) else tuned.SLOWER
 
 
@@ -162,7 +162,7 @@ BACKENDS = {
 
 
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
-    """Why a call to a cache cannot take the universal kernels; empty if it can."""
+    """Return why the universal kernels cannot take a call to a cache; empty if they can."""
     reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
     if holds(batch * heads * max(rows, decode.added) >= 2**31, False):
@@ -206,17 +206,17 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
 
 
 def named(name: str | None) -> str | None:
-    """The backend that the call or the `with` around it names, unchecked; None leaves the choice to `choose`."""
+    """Return the backend named by the call or by `use_backend`, unchecked; None if none is."""
     return name if name is not None else asked.backend
 
 
 def _on_gpu(call: Call | Decode) -> bool:
-    """Whether kernels may take a call that names no backend: in Triton's interpreter they run only when named."""
+    """Return whether kernels are chosen by default. In Triton's interpreter they run only when named."""
     return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
-    """The backend that takes a call: the one named, or else the first that has no reason not to."""
+    """Return the backend that takes a call: the named one, or the first without a reason not to."""
     check_name(name)
     among = DECODERS if isinstance(call, Decode) else BACKENDS
     taken = named(name)
@@ -302,7 +302,7 @@ def explain(
 
 
 def _assumed(capability: Any) -> AssumedGPU | None:
-    """Return the GPU that `explain` is asked about; None for that of the tensors."""
+    """Return the GPU that `explain` is asked about, or None for the device of the tensors."""
     if capability is None:
         return None
     fits = isinstance(capability, (tuple, list)) and len(capability) == 2 and all(type(x) is int for x in capability)
@@ -312,7 +312,6 @@ def _assumed(capability: Any) -> AssumedGPU | None:
 
 
 def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:
-    """Return the Explanation of a checked call; chosen: the backend that is named, or None."""
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     on_gpu = _on_gpu(call)
     for name, known in BACKENDS.items():

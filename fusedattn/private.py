@@ -22,7 +22,6 @@ _Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def _find(path: str, otherwise: Any = None) -> Any:
-    """The object at a path below torch; `otherwise` where there is none."""
     value: Any = torch
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -41,7 +40,7 @@ def constant(function: _Function) -> _Function:
 
 @constant
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. The compiler of some torch versions takes torch's own for True."""
+    """Return whether torch.export is tracing. Some versions of the compiler take torch's own function for True."""
     return torch.compiler.is_exporting()
 
 
@@ -78,7 +77,7 @@ def holds(condition: Any, otherwise: bool) -> bool:
 @constant
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 by units of the CPU: it has AMX or avx512_bf16, or is no x86."""
+    """Return whether torch multiplies bfloat16 in hardware: AMX, avx512_bf16, or no x86."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
@@ -109,7 +108,7 @@ any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: 
 
 
 def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
-    """Return {operator: formula} of torch.utils.flop_counter, if it is imported, and of each counter at work."""
+    """Return the {operator: formula} tables of torch.utils.flop_counter, if it is imported."""
     module: Any = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return []
@@ -119,7 +118,7 @@ def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
 
 
 def unmapped(tensor: Tensor) -> Tensor:
-    """What lies below the dimensions that torch.vmap maps over; torch cannot ask a mapped tensor for its tangent."""
+    """Return a tensor without its mapped dimensions, since torch cannot ask a mapped tensor for its tangent."""
     is_mapped, below = _find("_C._functorch.is_batchedtensor"), _find("_C._functorch.get_unwrapped")
     while is_mapped is not None and below is not None and is_mapped(tensor):
         tensor = below(tensor)
@@ -140,7 +139,7 @@ can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
-    """A number of the storage of a tensor; where `can_replay`."""
+    """Return a number that identifies the storage of a tensor. Requires `can_replay`."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -182,7 +181,7 @@ below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", conte
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
-    """The results of an operator below autograd, called from its kernel for autograd."""
+    """Call an operator below autograd, from its own autograd kernel."""
     # Without this the operator is called again from the start.
     after = _find("_C._after_autograd_keyset")
     with below_autograd():
@@ -190,7 +189,7 @@ def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def autograd_inside(device: torch.device) -> Any:
-    """A context in which autograd records what an operator computes with tensors on a CPU or a GPU."""
+    """Return a context in which autograd records inside an operator."""
     # Without these the backward raises where a kernel does not compile.
     names = "_ForceDispatchKeyGuard", "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
     guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in (*names, "DispatchKeySet", "DispatchKey"))
@@ -222,12 +221,12 @@ _all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MOD
 
 
 def function_modes() -> list[Any]:
-    """The TorchFunctionModes of this thread, the last of which is asked first."""
+    """Return the TorchFunctionModes of this thread, the innermost last."""
     return [] if _all_modes is None else _all_modes()
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    """Make these the TorchFunctionModes of this thread, that of set_default_device first, as it asserts."""
+    """Set the TorchFunctionModes of this thread; that of set_default_device goes first, as it asserts."""
     if _pop_mode is None or _push_mode is None:
         return
     for _ in function_modes():
@@ -237,17 +236,17 @@ def replace_function_modes(modes: list[Any]) -> None:
 
 
 def longest(nested: Tensor) -> int | None:
-    """The length of the longest sequence of a tensor of torch.jagged, if it is known."""
+    """Return the longest sequence length of a jagged tensor, or None if it is not known."""
     return getattr(nested, "_maybe_max_seqlen", None)
 
 
 def ragged_dim(nested: Tensor) -> int:
-    """The dimension of a tensor of torch.jagged that differs from batch to batch; the third if it is not known."""
+    """Return the ragged dimension of a jagged tensor; 2 if it is not known."""
     return getattr(nested, "_ragged_idx", 2)
 
 
 def argument_names(operator: Any) -> list[str]:
-    """The names of an operator's arguments; without `_schema`, their numbers."""
+    """Return the names of an operator's arguments, or numbered ones without a schema."""
     schema = getattr(operator, "_schema", None)
     return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]
 
@@ -274,7 +273,6 @@ def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
 
 # How long the operations of a process group may take. Without it: torch's default, which a message then says.
 def group_timeout(group: Any) -> timedelta:
-    """The time limit of a process group."""
     backends = getattr(group, "_get_backend", None)
     for kind in getattr(group, "_device_types", ()):
         options = getattr(backends(kind), "options", None) if backends is not None else None

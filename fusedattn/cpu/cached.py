@@ -12,7 +12,7 @@ from . import flash, kernel
 
 
 def append(decode: Decode) -> None:
-    """Write what is new into the caches."""
+    """Write the new keys and values into the caches."""
     if decode.new_key is None:
         return
     lengths = decode.lengths.tolist()
@@ -27,12 +27,11 @@ def append(decode: Decode) -> None:
 
 
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a call to caches that what is new has been appended to."""
+    """Return (output, lse) after `append`."""
     return _attend(decode.call, decode)
 
 
 def _of_call(call: Call) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a call without a backward."""
     causal = flash.at_once(call)
     if causal is None:
         result = flash.forward(call, False)

@@ -36,12 +36,12 @@ def centre(value: Tensor) -> Tensor | None:
 
 
 def to_heads(x: Tensor, heads: int) -> Tensor:
-    """What each kv head has, for each query head."""
+    """Repeat each key head for its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def in_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, Hq, S, D) as (B, Hkv, Hq // Hkv * S, D): the rows of all query heads that share a kv head."""
+    """Return (B, Hq, S, D) as (B, Hkv, Hq // Hkv * S, D): one group of rows for each key head."""
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
@@ -56,7 +56,7 @@ def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple
 
 
 def _mostly_small(out: Tensor, seen: Tensor, common: Tensor) -> Tensor:
-    """(B, Hkv, 1, 1): whether a head's outputs are on average much smaller than what its values have in common."""
+    """Return, as (B, Hkv, 1, 1), whether a head's outputs are much smaller than its centre on average."""
     out, seen = (in_groups(x, common.shape[1]) for x in (out, seen[..., None]))
     mean = out.abs().sum((2, 3), dtype=torch.float32) / (seen.sum((2, 3)).clamp_min(1) * out.shape[3])
     return (mean < common.abs().mean((2, 3), dtype=torch.float32) / 2)[..., None, None]

@@ -15,22 +15,21 @@ ROWS = 128  # that are summed at a time
 
 
 def is_few(call: Call) -> bool:
-    """Whether a call's keys are so few that gradients are computed by the formula."""
+    """Return whether there are so few keys that gradients are computed by the formula."""
     return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula computes the gradient of a call's bias: its keys are few, and it is one part."""
     return is_few(call) and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
 def product(weights: Tensor, keys: Tensor) -> Tensor:
-    """(B, Hq, S, K) @ (B, Hkv, K, D)."""
+    """Return (B, Hq, S, K) @ (B, Hkv, K, D)."""
     return (in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
 
 
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return a.mT @ b, a sum over rows, as a sum of sums: MKL's own order, another on each CPU, may lose digits."""
+    """Return a.mT @ b as a sum of partial sums: the order in which MKL sums many rows may lose digits."""
     rows = a.shape[-2]
     if rows < 2 * ROWS:
         return a.mT @ b
@@ -40,12 +39,11 @@ def over_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def added_to_few(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """What the formula adds to the scores of a rectangle; None if that is nothing."""
+    """Return the tensor to add to the scores of a rectangle, or None."""
     return additive(call, where, less) if where.masked or where.causal or not is_nothing(less) else None
 
 
 def scores_of(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> Tensor:
-    """Return the scores (B, Hq, S, K) by the formula."""
     grouped, keys = (x.reshape(-1, *x.shape[2:]) for x in (in_groups(rows, keys.shape[1]), keys))
     scores = rows.new_empty(*rows.shape[:3], keys.shape[1])
     view = scores.view(*grouped.shape[:2], -1)
@@ -54,7 +52,7 @@ def scores_of(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) ->
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
-    """Return the softmax of scores, 0 where a row sees nothing; masked: such rows may exist."""
+    """Return the softmax of scores, with zeros for rows that see nothing. masked: such rows may exist."""
     weights = scores.softmax(-1)
     if masked and _has_nan(weights):
         weights.masked_fill_(scores.amax(-1, keepdim=True) == -INFINITE, 0.0)
@@ -73,12 +71,12 @@ def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
 
 
 def _has_nan(weights: Tensor) -> bool:
-    """Return whether a row is NaN. One column tells, and takes less time than a fill."""
+    """Return whether a row is NaN. One column is enough, and faster than a fill."""
     return bool(weights[..., 0].isnan().any())
 
 
 def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
-    """Return the log-sum-exp of scores from their softmax. logsumexp takes as long as all the rest does."""
+    """Return the log-sum-exp of scores from their softmax. torch.logsumexp takes as long as all the rest."""
     largest = scores.amax(-1)
     return torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
 

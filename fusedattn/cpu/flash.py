@@ -32,7 +32,7 @@ from .shares import exact, merged, shares_of, wide_of
 
 
 class Result(NamedTuple):
-    """Output, log-sum-exp less the offset, and the output as the backward takes it."""
+    """Output, lse less the offset, and the output in the form that the backward takes."""
 
     out: Tensor
     lse: Tensor
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 def in_rows(x: Tensor) -> bool:
-    """Whether the kernel reads a tensor right: the columns of a row lie side by side, and rows do not overlap."""
+    """Return whether the kernel can read a tensor: contiguous columns, rows that do not overlap."""
     if x.is_contiguous():
         return True
     *sizes, columns = x.shape
@@ -50,13 +50,13 @@ def in_rows(x: Tensor) -> bool:
 
 
 def _in_columns(x: Tensor, columns: int) -> Tensor:
-    """A tensor as the kernel takes it: so many columns, zeros behind its own."""
+    """Return a tensor that the kernel can read, padded with zeros to a number of columns."""
     x = x if x.shape[-1] == columns else pad(x, (0, columns - x.shape[-1]))  # which keeps the order of dimensions
     return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _hidden(mask: Tensor | None) -> Tensor:
-    """(B or 1, 1, S, 1): what a key_mask or query_mask hides."""
+    """Return what a key_mask or query_mask hides, (1 or B, 1, S, 1)."""
     assert mask is not None
     return ~mask[:, None, :, None]
 
@@ -66,7 +66,7 @@ def _columns(call: Call) -> int:
 
 
 def _inputs(part: Part, columns: int) -> list[Tensor]:
-    """[query, key, value] of a part as the kernel takes them, with zeros where masks say that anything may stand."""
+    """Return [query, key, value] of a part as the kernel takes them, zero where a mask hides them."""
     call = part.call
     query, key, value = (_in_columns(x, columns) for x in call[:3])
     if has_holes(part):
@@ -78,7 +78,7 @@ def _inputs(part: Part, columns: int) -> list[Tensor]:
 
 
 def _of(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The rows of a rectangle in the first tensor, its keys in the others."""
+    """Cut the first tensor to the rows of a rectangle, the others to its keys."""
     query, *others = tensors
     if where.first or where.last < query.shape[2]:
         query = query[:, :, where.first : where.last]
@@ -88,7 +88,7 @@ def _of(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wide(call: Call) -> Call:
-    """Return a call in a dtype that the kernel is fast in."""
+    """Cast query, key and value to a dtype in which the kernel is fast."""
     if not is_widened(call.query.dtype):
         return call
     query, key, value = (x.float() for x in call[:3])
@@ -114,7 +114,7 @@ def offset(call: Call) -> float:
 
 
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """What the kernel adds to the scores of a rectangle; None if that is nothing."""
+    """Return what the kernel adds to the scores of a rectangle, or None."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
@@ -125,18 +125,16 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def _is_exact(where: Rectangle, query: Tensor) -> bool:
-    """Return whether gradients of a rectangle are computed by the formula."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
 def _are_alone(call: Call, some: list[Rectangle]) -> bool:
-    """Whether what each rectangle sees is all that its rows see."""
+    """Return whether each rectangle holds everything that its rows see."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
 def _scores(call: Call, where: Rectangle, less: float | Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the scores of a rectangle, less an offset, by the formula."""
     return scores_of(query, key, call.scale, added_to_few(call, where, less))
 
 
@@ -161,7 +159,7 @@ def _attend(
 
 
 def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
-    """What a rectangle adds to the gradients of its query, key and value, by the kernel."""
+    """Return the gradients of query, key and value of a rectangle, by the kernel."""
     added = mask(call, where, less)
     return flash_attention_for_cpu_backward(
         grad_out, *tensors, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
@@ -169,7 +167,7 @@ def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out,
 
 
 def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """`_differentiate` by the formula; lse is None if the rows see nothing else, out if their weights give its mean."""
+    """Return the same by the formula. lse is None if the rows see nothing else; out is None if it may be recomputed."""
 
     scores = _scores(call, where, less, *tensors[:2])
     weights = weights_of(scores, where.masked)
@@ -179,13 +177,13 @@ def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bi
 
 
 def _of_sink(call: Call, dtype: torch.dtype, less: float) -> Tensor:
-    """Scores of sinks less the offset, (1 or B, Hq, 1)."""
+    """Return the sinks' scores less the offset, (1 or B, Hq, 1)."""
     assert call.sinks is not None
     return call.sinks.to(dtype)[:, :, None] - less
 
 
 def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(output, lse less the offset, output less the centre, the centre or None) of all rows of a part."""
+    """Return (output, lse less the offset, output less the centre, the centre or None) of a part."""
     call, columns = part.call, part.call.value.shape[3]
     query, key, value = _inputs(part, _columns(call))
     out, lse = _of_all_rows(part, (query, key, value), less)
@@ -201,7 +199,7 @@ def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tenso
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
-    """(output, lse less the offset) of a part from inputs as the kernel takes them."""
+    """Return (output, lse less the offset) of a part."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
     all_alone = _are_alone(call, some)
@@ -224,7 +222,7 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
 
 
 def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, common: Tensor | None) -> Result:
-    """The Result of rows of a call: without what query_mask hides, with sinks."""
+    """Apply query_mask and sinks, and return the Result."""
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
         out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
@@ -239,7 +237,7 @@ def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, c
 
 
 def at_once(call: Call) -> bool | None:
-    """Whether the kernel's own causal mask is all that hides something; None if a call takes more than the kernel."""
+    """Return whether one causal kernel call computes all (True), one full call does (False), or neither (None)."""
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
@@ -283,7 +281,7 @@ def forward(call: Call, save: bool) -> Result:
 
 
 def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The weights of rectangles that have their rows in common, and see nothing else."""
+    """Return the weights of the rectangles of one block of rows."""
     call = part.call
 
     def scores(where: Rectangle, less: float | Tensor) -> Tensor:
@@ -307,7 +305,7 @@ def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Te
 
 
 def weights(call: Call, columns: int) -> Tensor:
-    """The weights (B, Hq, Sq, columns) of a call."""
+    """Return the weights (B, Hq, Sq, columns) of a call."""
     split, wide = parts(call), wide_dtype(call)
     if len(split) == 1 and split[0].call is call and call.query_mask is None:
         some = list(rectangles(split[0]))
@@ -326,7 +324,7 @@ def weights(call: Call, columns: int) -> Tensor:
 
 
 class Incoming(NamedTuple):
-    """What a backward takes, a row each: gradients of output and lse (either may be None), and what `forward` gave."""
+    """Gradients of output and lse (either may be None), and the results of `forward`."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -336,7 +334,7 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Gradients of query, key and value of a part, from all of its rows; that of its bias is added to of_bias."""
+    """Return the gradients of query, key and value of a part; add that of its bias to of_bias."""
     call, columns = part.call, _columns(part.call)
     tensors = _inputs(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
@@ -380,7 +378,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 
 
 def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
-    """The gradient of sinks: each row gives its weight, times the gradient of lse less that of the output."""
+    """Return the gradient of the sinks: the sum over rows of weight * (grad of lse - grad of output)."""
     missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
     missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
     assert call.sinks is not None

@@ -8,14 +8,14 @@ VECTOR = 16  # float32 numbers in the widest vector register
 
 
 def passes_over(keys: int, lse: Tensor) -> bool:
-    """Whether the kernel may have passed over NaN: it then says, by an lse of 0, that a row sees nothing."""
+    """Return whether the kernel may have missed a NaN: it then gives an lse of 0."""
     return keys < VECTOR and not lse.all()
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse of any strides), lse 0 of a row that sees nothing; added: to the scores, None is nothing."""
+    """Return (output, lse); lse is 0 for a row that sees nothing. added: to the scores, or None."""
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and passes_over(key.shape[2], lse):
         # Where something is added it looks at every score.

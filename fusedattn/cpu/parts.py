@@ -24,7 +24,7 @@ PART = 2**17  # scores that take as long as a part of its own does, with its cop
 
 
 def is_widened(dtype: torch.dtype) -> bool:
-    """Return whether calls are computed in float32, as the kernel's backward takes 4 to 10 times as long otherwise."""
+    """Return whether to compute in float32: the kernel's backward is 4 to 10 times slower in this dtype."""
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
 
 
@@ -46,11 +46,11 @@ class Part(NamedTuple):
     sequences: int = 0
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """A view of (B, H, S, ...) of the whole call: the rows of this part."""
+        """Return a view of the rows of this part."""
         return self._view(x, self.rows)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The same of its keys."""
+        """Return a view of the keys of this part."""
         return self._view(x, self.keys)
 
     def _view(self, x, where):
@@ -74,7 +74,7 @@ class Rectangle(NamedTuple):
 
 
 def parts(call: Call) -> list[Part]:
-    """The parts of a call that see something: the kernel ends the process where there is nothing to compute."""
+    """Split a call into its parts. Empty ones are left out: the kernel would end the process."""
     if 0 in (*call.query.shape[:3], call.key.shape[2]):
         return []
     if call.cu_seqlens_q is not None:
@@ -85,7 +85,7 @@ def parts(call: Call) -> list[Part]:
 
 
 def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of what a key_mask or query_mask leaves of each batch; (0, 0) of one that it hides."""
+    """Return (first, last + 1) of the visible positions of each batch; (0, 0) if there are none."""
     if mask is None:
         return [(0, length)] * batch
     seen = mask.to(torch.uint8)
@@ -95,7 +95,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Consecutive batches whose masks leave the same rows and keys; or nearly, but in bfloat16 (see `centre`)."""
+    """Group consecutive batches with the same visible rows and keys, or nearly the same except in bfloat16."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
@@ -119,7 +119,6 @@ def _of_batches(call: Call) -> list[Part]:
 
 
 def _batches(call: Call, start: int, stop: int) -> Call:
-    """Batches start .. stop - 1 of a dense call."""
     if call.query.shape[0] == stop - start:
         return call
     own: dict[str, Any] = {name: of_batches(getattr(call, name), start, stop) for name in with_dims("B")}
@@ -127,7 +126,7 @@ def _batches(call: Call, start: int, stop: int) -> Call:
 
 
 def _of_sequences(call: Call) -> list[Part]:
-    """Packed sequences: consecutive ones of the same lengths are one part."""
+    """Make one part of consecutive sequences of equal lengths."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows, keys = call.cu_seqlens_q, call.cu_seqlens_k
     # Nobody may have checked them: as much as lies inside, and no sequence is longer than the longest.
@@ -158,7 +157,7 @@ def _shape(call: Call) -> tuple[int, int]:
 
 
 def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int, keys: int) -> Part:
-    """Sequences start .. stop - 1 of a packed call, each of so many rows and keys, the first of which is at `place`."""
+    """Return packed sequences start .. stop - 1, all of the same lengths, as a dense call."""
     (first, begin), count = place, stop - start
     where = slice(first, first + count * rows), slice(begin, begin + count * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
@@ -182,7 +181,7 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
 
 
 def rectangles(part: Part) -> Iterator[Rectangle]:
-    """What is seen of a part. Those that have rows in common differ in keys, and are not masked; they come together."""
+    """Yield the visible rectangles of a part, ordered by rows."""
     call, first, last, begin, end = part[:5]
     if not (first < last and begin < end):
         return
@@ -204,13 +203,12 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
 
 
 def has_holes(part: Part) -> bool:
-    """Whether key_mask hides some of a part's keys."""
+    """Return whether key_mask hides keys inside a part."""
     mask = part.call.key_mask
     return mask is not None and not bool(mask[:, part.begin : part.end].all())
 
 
 def is_additive(call: Call) -> bool:
-    """Whether the kernel takes what a call adds as it is."""
     own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
     dtypes = wide, wide if is_widened(own) else own
     others = call.mask is call.alibi_slopes is call.key_mask is None
@@ -218,7 +216,7 @@ def is_additive(call: Call) -> bool:
 
 
 def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterator[Rectangle]:
-    """Row i sees keys up to i + high: first no key, then one more each, then all."""
+    """Yield rectangles of a causal edge: first full blocks, then one key more for each row."""
     first = max(first, begin - high)
     top = min(last, end - high)  # the first row that sees all keys
     if first < top:
@@ -235,7 +233,7 @@ def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterat
 
 
 def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangle]:
-    """A block of rows at a time, and the keys that these see."""
+    """Yield blocks of rows with the range of keys that each sees."""
     if dense:
         width = (end if high is None else high) - (begin if low is None else low)
         step = min(max(width, BAND[0]), BAND[1])
@@ -301,14 +299,13 @@ def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
 
 
 def _joined(one: Block, other: Block) -> Block | None:
-    """Two neighbouring blocks as one, unless that has many more scores."""
+    """Return two neighbouring blocks as one, or None if that adds many scores."""
     seen = [(x.begin, x.end) for x in (one, other) if x.begin < x.end] or [(0, 0)]
     both = Block(one.first, other.last, min(a for a, _ in seen), max(b for _, b in seen))
     return both if _size(both) <= _size(one) + _size(other) + CALL else None
 
 
 def is_nothing(less: float | Tensor) -> bool:
-    """Whether an offset takes nothing off scores."""
     return not isinstance(less, Tensor) and not less
 
 

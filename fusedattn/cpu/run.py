@@ -21,7 +21,7 @@ LARGEST_LSE = 128.0
 
 
 def limits(call: Call) -> list[str]:
-    """Return why a call cannot be taken; empty if it can."""
+    """Return why the backend cannot take a call; empty if it can."""
     lacks = []
     if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
         lacks.append("this version of PyTorch has not its kernel")
@@ -35,23 +35,23 @@ def limits(call: Call) -> list[str]:
 
 
 def is_narrow(call: Call) -> bool:
-    """Return whether the kernel's gradients of a call are too coarse for the rule of `testing.tolerance`."""
+    """Return whether the kernel's gradients are too coarse for this head dimension."""
     return call.query.dtype == torch.float32 and call.query.shape[3] < NARROW and call.key.shape[2] > FEW
 
 
 def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> bool:
-    """Return whether `backward` computes the gradients that are needed; else the naive path does."""
+    """Return whether `backward` can compute the gradients; otherwise the naive path does."""
     of_bias = not need[3] or has_bias_gradient(call)
     return grad_weights is None and of_bias and not (need[4] or is_narrow(call))
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
-    """How many float32 numbers (float64 of float64) a forward keeps a row: lse, and of 16-bit outputs better ones."""
+    """Return how many numbers a row the forward saves: the lse, and the output of a 16-bit call in more bits."""
     return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
 
 
 def stats(result: flash.Result) -> Tensor:
-    """What a backward takes of a forward besides its output: (B, Hq, Sq, columns of `stats_columns`)."""
+    """Return what the backward needs besides the output, (B, Hq, Sq, columns of `stats_columns`)."""
     lse, dtype = result.lse[..., None], result.out.dtype
     if dtype.itemsize != 2:
         return lse.contiguous()
@@ -62,7 +62,7 @@ def stats(result: flash.Result) -> Tensor:
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
-    """What `stats` was made of."""
+    """Return the output that `stats` holds."""
     if out.dtype.itemsize != 2:
         return out
     kept = stats.contiguous()[..., 1:]  # hooks may have given it back with other strides
@@ -71,7 +71,7 @@ def _kept(out: Tensor, stats: Tensor) -> Tensor:
 
 @without_autocast
 def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(output, lse, weights, stats) of a call; what is not needed is empty."""
+    """Return (output, lse, weights, stats); those not needed are empty."""
     result = flash.forward(call, save)
     out, lse = result.out, result.lse + result.less if result.less else result.lse
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
@@ -83,7 +83,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 
 def too_large(lse: Tensor) -> bool:
-    """Whether scores, by their log-sum-exp, are too large for the kernel's backward: the formula's is right."""
+    """Return whether the kernel's backward is inaccurate for scores of this size."""
     if not lse.numel() or lse.abs().amax().item() <= LARGEST_LSE:
         return False
     return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(LARGEST_LSE).any())  # rows may see nothing

@@ -25,14 +25,13 @@ def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(output, lse) over sets of keys, of which each row sees some in all, from those of each. See `merge`."""
+    """Return (output, lse) over several sets of keys from those of each."""
     shares, total = shares_of([lse for _, lse in found])
     terms = [out * share[..., None].to(wide_of(out)) for (out, _), share in zip(found, shares, strict=True)]
     return torch.stack(terms).sum(0), total
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """The dtype of sums of what a tensor holds."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -55,7 +55,6 @@ def _new(call, need_lse, need_weights, save, backend):
 
 
 def new_forward(*arguments):
-    """`_new` of the arguments of the forward."""
     _, call, more = FORWARD.split(arguments)
     return _new(call, *more)
 
@@ -87,7 +86,7 @@ def _forward(*arguments):
 
 
 def _decompose(*arguments):
-    """Compute the forward with operators of torch alone."""
+    """Compute the forward with torch's own operators."""
     _, call, (*needs, _) = FORWARD.split(arguments)
     if call.partial:
         fail(ValueError, "partial", "False: parts cannot be exported", True)
@@ -95,7 +94,6 @@ def _decompose(*arguments):
 
 
 def _of_masks(function, arguments):
-    """A function of launch.blocks, of the arguments of `block_mask`."""
     from ..launch import blocks
 
     masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
@@ -120,7 +118,6 @@ register(
 
 
 def _keep(ctx, inputs, output):
-    """setup_context of the forward: what its derivatives need."""
     out, lse, weights, stats = output
     # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
     kept = out, None if weights.dim() == 1 else weights, stats
@@ -131,7 +128,6 @@ def _keep(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_out, grad_lse, grad_weights):
-    """Gradients of the inputs of the forward."""
     # A graph makes zeros of what did not come, of what there was none as well.
     grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
     incoming = grad_out, grad_lse, grad_weights
@@ -146,7 +142,6 @@ def _differentiate(ctx, grad_out, grad_lse, grad_weights):
 
 
 def _move(ctx, *tangents):
-    """Tangents of the results of the forward."""
     arguments, (out, _, stats) = saved(ctx)
     _, call, (*_, backend) = FORWARD.split(arguments)
     moved, (has_lse, has_weights) = dict(zip(FORWARD.names, tangents, strict=True)), ctx.of_results
@@ -157,7 +152,7 @@ def _move(ctx, *tangents):
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator and its derivatives, as eager code and torch.func take them."""
+    """The forward operator with its derivatives, for eager code and torch.func."""
 
     @staticmethod
     def forward(*arguments):
@@ -180,20 +175,20 @@ register_derivative("forward", _Attention.apply)
 
 
 def _transformed(*arguments):
-    """`_Attention.apply`, which a compiler that meets it inside a transform runs, and does not look into."""
+    """Call `_Attention.apply`; the compiler treats this as one node."""
     return _Attention.apply(*arguments)
 
 
 @constant
 def allow_in_graph() -> None:
-    """Tell the compiler so; it calls this as it compiles, so that nobody has to import it before."""
+    """Register `_transformed` with the compiler. Called while compiling, so that nobody imports it before."""
     torch.compiler.allow_in_graph(_transformed)
 
 
 def _attend(
     call: Call, need_lse: bool, need_weights: bool, backend: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, lse or None, weights or None) of a checked call."""
+    """Return (output, lse or None, weights or None) of a checked call."""
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call))
     # Neither of these shows in requires_grad.
     transformed = transforms_active() or forward_level() >= 0
@@ -215,12 +210,10 @@ def _attend(
 
 
 def run(call: Call, need_lse: bool, need_weights: bool):
-    """The backend "triton"."""
     return _attend(call, need_lse, need_weights, "triton")
 
 
 def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
-    """The backend "hopper"."""
     return _attend(call, need_lse, need_weights, "hopper")
 
 
@@ -245,7 +238,6 @@ def run_naively(call: Call, need_lse: bool, need_weights: bool):
 
 
 def run_on_cpu(call: Call, need_lse: bool, need_weights: bool):
-    """The backend "cpu"."""
     return _attend(call, need_lse, need_weights, "cpu")
 
 
@@ -256,13 +248,13 @@ def block_mask(
     bias: Tensor | None = None,
     lengths: Lengths | None = None,
 ) -> Tensor:
-    """The block mask of these masks, in the form that a Call has them; a bias of -inf hides as well."""
+    """Return the block mask of masks in the form that a Call has; a bias of -inf hides too."""
     bias = None if bias is None else bias.detach()
     return OPERATORS.block_mask(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
 
 
 def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
-    """`block_mask`; None where its kernel does not compile or load on this machine, which a call will say."""
+    """Return the block mask, or None if its kernel does not run on this machine."""
     try:
         mask, key_mask, query_mask, bias = masks
         return block_mask(mask, key_mask, query_mask, bias, lengths)
@@ -271,14 +263,13 @@ def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None =
 
 
 def _with_block_mask(call: Call) -> Call:
-    """A call with the block mask of its masks."""
     if call.block_mask is not None or all(x is None for x in hiding(call)):
         return call
     return call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
 
 
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Why a call cannot take kernels that it would launch: those that do not load on this machine, or are wrong."""
+    """Return which kernel of a call is known to fail on this machine."""
     if torch.compiler.is_compiling() or not any_failed(call):
         return []
     from ..launch import run as launch
@@ -292,13 +283,13 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
 
 
 def _explained(call):
-    """The gradients that `explain` speaks of: of query, key, value and what is learned."""
+    """Return which gradients `explain` describes: those of query, key, value and learned options."""
     pairs = zip(INPUTS, inputs_of(call), strict=True)
     return [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
-    """{kernel: Tile, Pipeline or Backward} of what a call and its backward would launch."""
+    """Return {kernel: Tile, Pipeline or Backward} of a call and its backward."""
     from ..launch import run as launch
     from ..launch.backward import passes
 
@@ -307,7 +298,7 @@ def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
 
 
 def backward_reasons(call: Call, on_hopper: bool) -> list[str]:
-    """Why the backward of a call is not by a kernel for Hopper, on a GPU that has them."""
+    """Return why a Hopper GPU does not run the backward by its own kernel."""
     from ..launch.backward import reasons_not_on_hopper
 
     return reasons_not_on_hopper(call, _explained(call), "hopper" if on_hopper else "triton")

@@ -17,12 +17,11 @@ from .schema import BACKWARD, RESULTS, run_operator, save, saved
 
 
 def like_dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
-    """`dense`, which a contiguous tensor need not be asked for; in the dtype of `like` by default."""
     return like.new_empty(shape, dtype=dtype) if is_contiguous(like) else dense(like, shape, dtype)
 
 
 def new_backward(*arguments):
-    """Uninitialised gradients, each in the order of what it is the gradient of; empty where it is not needed."""
+    """Return uninitialised gradients, each with the strides of its input; empty if not needed."""
     _, call, (_, need) = BACKWARD.split(arguments)
     grads = []
     for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
@@ -32,7 +31,7 @@ def new_backward(*arguments):
 
 
 def any_failed(call):
-    """Whether any kernel at all is known not to run, or to be wrong, on the device of a call."""
+    """Return whether any kernel is known to fail on the device of a call."""
     return bool(failures.known_kinds or tuned.of(device_of(call.query)).wrong)
 
 
@@ -75,7 +74,7 @@ def _backward(*arguments):
 
 
 def _arranged_backward(*arguments):
-    """`_backward` as the operator promises it: in the order of dimensions that `new_backward` has."""
+    """Compute `_backward`, with the strides that the operator promises."""
     _, call, (_, need) = BACKWARD.split(arguments)
     triples = zip(_backward(*arguments), inputs_of(call), need, strict=True)
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
@@ -90,7 +89,7 @@ register(
 
 
 def kept_stats(stats, call, backend):
-    """What a forward has kept; it is made now where a graph that was recorded without gradients saved nothing."""
+    """Return the saved stats; compute them if the forward was recorded without gradients."""
     if stats.dim() == 4:
         return stats
     with torch.no_grad():
@@ -112,7 +111,6 @@ def gradients(incoming, out, weights, stats, call, backend, need):
 
 
 def _differentiate_again(ctx, *grad_grads):
-    """Gradients of the inputs of the backward: the formula, differentiated twice."""
     incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
@@ -146,7 +144,7 @@ def _move_again(ctx, *tangents):
 
 
 class Backward(torch.autograd.Function):
-    """The backward operator and its derivatives."""
+    """The backward operator with its derivatives."""
 
     @staticmethod
     def forward(*arguments):
@@ -165,7 +163,7 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the operator, recorded for second derivatives; it raises for one that nothing would come of."""
+    """Compute the operator, recorded for second derivatives. Raise for one that would be lost."""
     if not torch.is_grad_enabled() and plain(arguments):
         return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])

@@ -22,7 +22,6 @@ from .schema import declared
 
 
 def _append(decode: Decode, backend: str) -> None:
-    """Write what is new into the caches."""
     if backend == "cpu":
         cpu.append(decode)
         return
@@ -45,7 +44,7 @@ def _stand_ins(key_cache, value_cache, table):
 
 
 def _new(query, value_cache, need_lse):
-    """Uninitialised (out, lse) of a call to a cache; lse (B, Hq, Sq) is empty unless needed."""
+    """Return uninitialised (out, lse); lse is empty unless needed."""
     rows, wide = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
     shape = (*rows, value_cache.shape[3])
     out = query.new_empty(shape) if is_contiguous(query) else dense(query, shape)
@@ -53,13 +52,12 @@ def _new(query, value_cache, need_lse):
 
 
 def _call(query, key_cache, value_cache, lengths, table, *rest):
-    """The Call of a Decode, of the arguments of `decode`."""
     options = dict(zip(_OPTIONS, rest[4:-2], strict=True))
     return Call(query, *_stand_ins(key_cache, value_cache, table), **options)
 
 
 def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a call to a cache, to which what is new has been appended."""
+    """Return (output, lse) after the append."""
     if backend == "cpu":
         out, lse = cpu.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
@@ -75,7 +73,6 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
 
 
 def _decode(*arguments):
-    """The Decode of the arguments of `decode`."""
     _, *caches, added, cos, sin, interleaved = arguments[:9]
     return Decode(_call(*arguments), *caches, added, None, None, cos, sin, interleaved)
 
@@ -85,7 +82,7 @@ def _decode_operator(*arguments):
 
 
 def _decompose(*arguments):
-    """Compute `decode` with operators of torch alone."""
+    """Compute `decode` with torch's own operators."""
     return fallback.results(cached.dense(_decode(*arguments)), arguments[-2], False, False)[:2]
 
 
@@ -128,7 +125,7 @@ register(
 
 
 def _refuse(name):
-    """Have an operator raise where somebody may want a derivative of it."""
+    """Have an operator raise if a derivative of it is wanted."""
     named = argument_names(getattr(OPERATORS, name).default)
     register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=False))))
 
@@ -138,7 +135,7 @@ _refuse("decode")
 
 
 def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """`_append` and `_attend` by torch's dispatcher, for whatever must see them."""
+    """Append and attend through torch's dispatcher."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     turning = decode.cos, decode.sin, decode.interleaved
     options = [getattr(call, name) for name in _OPTIONS]
@@ -151,7 +148,7 @@ def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor
 
 
 def _run(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a checked call, whose caches are written to first; lse is empty unless needed."""
+    """Append, and return (output, lse); lse is empty unless needed."""
     if plain((*decode.call, *decode[1:])):
         if decode.new_key is not None:
             _append(decode, backend)
@@ -164,24 +161,22 @@ def _run(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _results(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
-    """(output, lse or None, weights or None) of a checked call. Weights are computed naively."""
+    """Return (output, lse or None, weights or None). Weights are computed naively."""
     out, lse = _run(decode, need_lse, backend)
     weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
 def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The backend "triton"."""
     return _results(decode, need_lse, need_weights, "triton")
 
 
 def run_on_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The backend "cpu"."""
     return _results(decode, need_lse, need_weights, "cpu")
 
 
 def unmappable(decode: Decode) -> list[str]:
-    """Why a call under torch.vmap cannot be taken by operators."""
+    """Return why operators cannot take a call under torch.vmap."""
     if decode.new_key is None or torch.compiler.is_compiling():
         return []
     if all(unmapped(x) is x for x in decode[1:] if isinstance(x, Tensor)):
@@ -190,7 +185,7 @@ def unmappable(decode: Decode) -> list[str]:
 
 
 def failed(decode: Decode) -> list[str]:
-    """Why a call cannot take kernels that it would launch: those that do not compile or load on this machine."""
+    """Return which kernel of a call is known to fail on this machine."""
     if not failures.known_kinds or torch.compiler.is_compiling():
         return []
     from ..launch import cached as launch

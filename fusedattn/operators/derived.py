@@ -33,7 +33,7 @@ class Formula(NamedTuple):
     results: tuple[str, ...] | None = None
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """A derivative of it: `transform` of its `compute`, whose arguments begin with as many more as have names."""
+        """Return a derivative of the formula: `transform`, whose arguments begin with those named in `more`."""
         if self.names is None or self.results is None:
             return Formula(transform)
         # A number tells a tangent of a tangent from a tangent.
@@ -42,7 +42,6 @@ class Formula(NamedTuple):
 
 
 def _replaced(arguments: Sequence[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list:
-    """The arguments with tensors in their places."""
     made = list(arguments)
     for place, x in zip(places, tensors, strict=True):
         made[place] = x
@@ -54,7 +53,7 @@ def _names_at(names: tuple[str, ...] | None, places: Sequence[int]) -> list[str]
 
 
 def _pushed(formula: Formula, places: Sequence[int]) -> Formula:
-    """The tangents of all results, of those of the arguments at some places and of all arguments."""
+    """Return the JVP of a formula: tangents of its results from those of arguments[places]."""
 
     def compute(*arguments):
         moved, arguments = arguments[: len(places)], arguments[len(places) :]
@@ -73,7 +72,7 @@ def _pushed(formula: Formula, places: Sequence[int]) -> Formula:
 
 
 def _pulled(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
-    """The gradients of the arguments at some places, of those of the results that are present and of all arguments."""
+    """Return the VJP of a formula: gradients of arguments[places] from those of results[present]."""
 
     def compute(*arguments):
         grads, arguments = arguments[: len(present)], arguments[len(present) :]
@@ -88,7 +87,7 @@ def _pulled(formula: Formula, present: Sequence[int], places: Sequence[int]) -> 
 
 
 class _Derived(torch.autograd.Function):
-    """A Formula of its arguments."""
+    """Autograd node of a Formula."""
 
     @staticmethod
     def forward(formula, *arguments):
@@ -135,7 +134,7 @@ class _Derived(torch.autograd.Function):
 
 
 def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
-    """What a Formula makes of arguments; torch takes any derivative of it."""
+    """Compute a Formula, recorded for any derivative."""
     made: tuple[Tensor, ...] = _Derived.apply(formula, *arguments)
     return made
 
@@ -144,12 +143,12 @@ _PLUS = Formula(lambda a, b: (a + b,))
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two derivatives, None of which is zero."""
+    """Return a + b; None stands for zero."""
     return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
 
 
 def again(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
-    """`second_derivative` of a Call, with all its derivatives; gradients lie as what they are of does."""
+    """Return `second_derivative`, recorded for any derivative, with the strides of the inputs."""
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]
@@ -170,7 +169,7 @@ def again(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> lis
 
 
 def moved_again(call: Call, given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
-    """`second_tangent` of a Call, with all its derivatives."""
+    """Return `second_tangent`, recorded for any derivative."""
 
     def compute(*arguments):
         given, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]

@@ -27,14 +27,14 @@ DIMS: dict[str, tuple[int, ...]] = {
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether this is a DTensor, whose class takes a second to import."""
+    """Return whether x is a DTensor. Its class takes a second to import."""
     if type(x) in _CLASSES or not isinstance(x, Tensor):
         return False
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def refuse(function: str, tensors: Mapping[str, Any]) -> None:
-    """Raise where one of the arguments of a function is a DTensor."""
+    """Raise if an argument of a function is a DTensor."""
     for name, x in tensors.items():
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes its to_local()")
@@ -52,7 +52,7 @@ class Own(NamedTuple):
     query: Tensor
 
     def whole(self, x: Tensor | None, like_query: bool = False) -> Tensor | None:
-        """A result of a rank as a DTensor of all; like_query: it has the query's order of dimensions."""
+        """Return a result of this rank as a DTensor. like_query: with the query's order of dimensions."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -67,7 +67,7 @@ class Own(NamedTuple):
 
 
 def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
-    """A gradient, if one came, with its dimensions in this order in memory."""
+    """Return a gradient with its dimensions in this order in memory, or None."""
     if gradient is None:
         return None
     back = [0] * len(axes)
@@ -133,7 +133,7 @@ def own(call: Call, seed: Any) -> Own | None:
 
 
 def _mesh(tensors: Mapping[str, Any]) -> Any:
-    """The mesh of all DTensors of a call."""
+    """Return the mesh of all DTensors of a call."""
     named = next(name for name, x in tensors.items() if is_dtensor(x))
     mesh = tensors[named].device_mesh
     for name, x in tensors.items():
@@ -149,13 +149,13 @@ def _mesh(tensors: Mapping[str, Any]) -> Any:
 
 
 def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
-    """For batch and heads: which dimensions of the mesh cut them."""
+    """Return, for batch and heads, the mesh dimensions that cut them."""
     numbered = list(enumerate(cut))
     return tuple(tuple(number for number, cuts in numbered if cuts == dim) for dim in (BATCH, HEADS))
 
 
 def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
-    """Which dimension of the query each dimension of the mesh cuts."""
+    """Return, for each mesh dimension, the dimension of the query that it cuts."""
     from torch.distributed.tensor import Shard
 
     cut: list[int | None] = [None] * mesh.ndim
@@ -184,7 +184,7 @@ def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
 
 
 def _place(size: int, shape: Sequence[int], coordinate: Sequence[int], cut: Sequence[int]) -> tuple[int, int]:
-    """(the first, how many) of `size` elements that a rank has, as `torch.chunk` cuts for each dimension of a mesh."""
+    """Return (first, count) of the elements of one rank, as `torch.chunk` cuts them."""
     first = 0
     for number in cut:
         chunk = -(-size // shape[number])

@@ -28,7 +28,7 @@ def forward(results: Sequence[Tensor], call: Call, why: Unusable) -> None:
 
 
 def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, ...]:
-    """(output, lse, weights, stats) of a call of the backend "naive"; empty where not needed, stats always."""
+    """Return (output, lse, weights, stats) by the naive path; empty if not needed."""
     out, *more = formula.run(call, need_lse, need_weights)
     nothing = out.new_empty(0), out.new_empty(0)
     # A tangent must have the layout of what it is one of.
@@ -37,13 +37,13 @@ def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 
 def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call, why: Unusable) -> None:
-    """Fill gradients of the first fields of a call, from those of its results; empty ones are not wanted."""
+    """Fill the gradients by the naive path, after a kernel has failed."""
     take_next(why, call.named)
     gradients(grads, incoming, call)
 
 
 def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
-    """`backward` without a reason."""
+    """Fill the gradients by the naive path; empty ones are not wanted."""
     with private.autograd_inside(call.query.device), torch.enable_grad():
         wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
@@ -61,13 +61,12 @@ def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: 
 
 
 def append(decode: Decode, why: Unusable) -> None:
-    """Write what is new into the caches."""
     take_next(why, decode.call.named)
     cached.append(decode)
 
 
 def decode(results: Sequence[Tensor], decode: Decode, why: Unusable) -> None:
-    """Fill (output, lse) of a call to a cache, which has been appended to; an empty lse is not wanted."""
+    """Fill (output, lse) of a call to a cache; an empty lse is not wanted."""
     take_next(why, decode.call.named)
     out, lse = results
     computed = formula.run(cached.dense(decode), bool(lse.numel()), False)

@@ -19,7 +19,7 @@ PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
 def _packed_pairs(cu_seqlens: Sequence[Any], longest: Sequence[Any], totals: Sequence[Any]) -> Any:
-    """How many pairs of a query and a key are in one sequence; totals: how many of each there are in all."""
+    """Return the number of (query, key) pairs in packed sequences."""
     if in_memory(cu_seqlens):
         rows, keys = (offsets.diff().tolist() for offsets in cu_seqlens)
         return sum(a * b for a, b in zip(rows, keys, strict=True))
@@ -29,7 +29,7 @@ def _packed_pairs(cu_seqlens: Sequence[Any], longest: Sequence[Any], totals: Seq
 
 
 def _cached_pairs(query: Any, caches: CacheArguments, added: Any) -> Any:
-    """How many pairs of a query and a key are in a cache, to which `added` keys were appended."""
+    """Return the number of (query, key) pairs in a cache after an append."""
     batch, _, rows, _ = query.shape
     room = capacity(caches)
     if not in_memory([caches.cache_seqlens]):
@@ -38,7 +38,7 @@ def _cached_pairs(query: Any, caches: CacheArguments, added: Any) -> Any:
 
 
 def _pairs(given: dict[str, Any]) -> Any:
-    """How many pairs of a query and a key each head of a call has, of the arguments of an operator by their names."""
+    """Return the number of (query, key) pairs of a head."""
     query = given["query"]
     if "key_cache" in given:
         names = "key_cache", "value_cache", "cache_seqlens", "block_table"
@@ -49,7 +49,6 @@ def _pairs(given: dict[str, Any]) -> Any:
 
 
 def _formula(operator: Any) -> Callable[..., Any]:
-    """(arguments of an operator) -> how many floating point operations it takes, as torch asks for them."""
     named, (like_query, like_value) = argument_names(operator.default), PRODUCTS[operator.__name__]
 
     def flops(*arguments: Any, out_val: Any = None, **more: Any) -> Any:

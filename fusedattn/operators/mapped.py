@@ -22,7 +22,7 @@ _AXES |= dict.fromkeys(("out", "lse", "weights", "stats"), 2)
 
 
 def _kind(name: str) -> str:
-    """The name of what a gradient or a tangent is one of, or of what one of these is one of."""
+    """Return a name without grad_, tangent_ or moved_."""
     name = name.rpartition(":")[2]
     for prefix in ("grad_", "tangent_", "moved_"):
         name = name.removeprefix(prefix)
@@ -30,7 +30,7 @@ def _kind(name: str) -> str:
 
 
 class _Folded:
-    """How `size` calls are one: each of `batch` sequences, or batches, and so many rows and keys if it is packed."""
+    """Folds mapped calls into one call, along the batch or along packed sequences."""
 
     def __init__(self, size: int, call: dict[str, Any], dims: dict[str, Any]):
         shapes = {
@@ -44,7 +44,6 @@ class _Folded:
         self.shared = {name for name, shape in shapes.items() if len(shape) > 1 and shape[0] == 1}
 
     def fold(self, name: str, x: Any, dim: int | None) -> Any:
-        """An argument of the one call."""
         if not isinstance(x, Tensor) or name == "seed":
             return x
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -61,7 +60,6 @@ class _Folded:
         return x.expand(self.size, self.batch, *x.shape[2:]).flatten(0, 1)
 
     def unfold(self, name: str, x: Tensor) -> Tensor:
-        """A result of the one call as those of the calls, in front."""
         kind = _kind(name)
         if self.packed and x.dim() > 1 and kind in _AXES:
             axis = _AXES[kind]

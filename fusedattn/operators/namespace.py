@@ -24,14 +24,14 @@ _decompositions: dict[str, Callable] = {}  # into torch's own operators, by the 
 
 
 def _facts(x):
-    """What a check may look at of an argument, to compare and to hash."""
+    """Return what a check may look at, as a hashable value."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x
 
 
 def _once(check: Callable) -> Callable:
-    """`check`, but for arguments that differ in nothing it may look at from some that it let pass."""
+    """Return `check`, skipped for arguments with the same facts as earlier ones that passed."""
     known: set[tuple] = set()
 
     def checked(*arguments):

@@ -24,7 +24,7 @@ KERNELS = "triton", "hopper"
 
 
 def widened(call: Call) -> Call:
-    """A call whose query, key and value are float32 (float64): as those that have no kernel for others take it."""
+    """Return a call with query, key and value in float32 (float64)."""
     dtype = wide_dtype(call)
     query, key, value = (x.to(dtype) for x in call[:3])
     return call._replace(query=query, key=key, value=value)
@@ -80,7 +80,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """What a largest score of `forward` is worth: kernels keep products of query and key, if nothing else is added."""
+    """Return what a largest score of `forward` is worth. Kernels keep unscaled products where they can."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -90,7 +90,7 @@ def unit(call: Call, backend: str) -> float:
 
 
 class Rows(NamedTuple):
-    """What rows have summed up over the parts so far; largest is worth `unit`. A row that saw nothing: -inf and inf."""
+    """Running totals of rows over the parts so far. A row that saw nothing has -inf and inf."""
 
     out: Tensor
     largest: Tensor
@@ -99,18 +99,16 @@ class Rows(NamedTuple):
 
     @property
     def stats(self) -> Tensor:
-        """As `backward` takes them."""
         return torch.stack([self.largest, self.log2_sum], -1)
 
     @property
     def lse(self) -> Tensor:
-        """The log-sum-exp."""
         empty = self.log2_sum == INFINITE
         return torch.where(empty, -INFINITE, self.largest * self.unit + self.log2_sum * LN2)
 
 
 def start(call: Call, unit: float) -> Rows:
-    """The Rows of a call before its first part; unit: of its parts."""
+    """Return the Rows of a call before its first part."""
     shape, dtype = call.query.shape[:3], wide_dtype(call)
     out = call.query.new_zeros((*shape, call.value.shape[3]), dtype=dtype)
     largest = out.new_full(shape, -INFINITE)
@@ -118,7 +116,7 @@ def start(call: Call, unit: float) -> Rows:
 
 
 def add(rows: Rows, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
-    """Add a part to some rows; out None is a part without values."""
+    """Add a part to some rows. out is None for a part without values."""
     before = rows.largest[:, :, here], rows.log2_sum[:, :, here]
     most = torch.maximum(before[0], largest)
     pivot = most.masked_fill(most == -INFINITE, 0.0)
@@ -137,13 +135,13 @@ def add(rows: Rows, here: slice, out: Tensor | None, largest: Tensor, log2_sum: 
 
 
 def add_sinks(rows: Rows, sinks: Tensor) -> None:
-    """Let each row attend to the sinks of its head, (1 or B, Hq), too."""
+    """Add the sinks, (1 or B, Hq), to the softmax of each row."""
     largest = (sinks.to(rows.largest.dtype) / rows.unit)[:, :, None].expand_as(rows.largest)
     add(rows, slice(None), None, largest, torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE))
 
 
 def of_sinks(call: Call, rows: Rows, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """The gradient of sinks (1 or B, Hq), in float32: of each row its weight times (that of lse - that of output)."""
+    """Return the gradient of the sinks (1 or B, Hq) in float32."""
     sinks = call.sinks
     assert sinks is not None
     exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum

@@ -21,7 +21,6 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def _each_head(name: str) -> tuple[Rule, ...]:
-    """One number a head, of each batch or of all."""
     return (
         rules.is_floating(name),
         *rules.place(name),
@@ -88,7 +87,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
 
 
 def _check_packed(call: Call, need_weights: bool) -> None:
-    """Raise for offsets, and what comes with them, that do not go with the packed tensors of a Call."""
+    """Raise if offsets do not fit the packed tensors of a Call."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
@@ -113,7 +112,7 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
 
 
 def _blocks(s: Sizes) -> tuple[int, ...]:
-    """What a block mask broadcasts to."""
+    """Return the shape that a block mask broadcasts to."""
     from ..launch import blocks  # Triton was imported before there was a block mask
 
     size = blocks.block_mask_size()
@@ -132,14 +131,13 @@ BLOCK_MASK = (
 
 
 def check_forward(*arguments: Any) -> None:
-    """Check `forward`."""
     _, call, (_, need_weights, _, backend) = FORWARD.split(arguments)
     check_call(call, need_weights)
     check_backend(call, backend)
 
 
 def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
-    """Raise for a backend that no kernel has, or that cannot take a call."""
+    """Raise for an unknown backend, or one that cannot take the call."""
     if backend not in (known := ("hopper", "triton", "cpu", *also)):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
@@ -154,7 +152,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
 
 
 def check_backward(*arguments: Any) -> None:
-    """Check `backward`; stats of 2 columns will do for kernels."""
+    """Raise for wrong arguments. Kernels accept stats of 2 columns too."""
     (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     needs_weights = grad_weights is not None
     check_call(call, needs_weights)
@@ -189,7 +187,6 @@ def check_backward(*arguments: Any) -> None:
 
 
 def check_tangent(*arguments: Any) -> None:
-    """Check `tangent`."""
     (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     check_call(call, need_weights)
     check_backend(call, backend)
@@ -215,7 +212,6 @@ def check_tangent(*arguments: Any) -> None:
 
 
 def check_block_mask(*arguments: Any) -> None:
-    """Check `block_mask`."""
     names = "mask", "key_mask", "query_mask", "bias"
     masks = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
     lengths = Lengths(*arguments[len(names) :])
@@ -227,7 +223,7 @@ def check_block_mask(*arguments: Any) -> None:
 
 
 def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
-    """The shapes among the pairs of masks of packed rows and keys."""
+    """Return the shapes of masks of packed rows and keys, as pairs."""
     first = next(iter(masks.values()))
     _, _, rows, keys, max_seqlen_q, max_seqlen_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
@@ -249,7 +245,6 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
 def check_append(
     key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
 ) -> None:
-    """Check the arguments of `append`."""
     check_backend(Call(new_key, new_key, new_value), backend, ())
     new, turning = (new_key, new_value), (cos, sin, interleaved)
     arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
@@ -260,7 +255,7 @@ def check_append(
 
 
 def check_caches(arguments: CacheArguments, added: int) -> None:
-    """Check arguments of `decode` other than the fields of a Call."""
+    """Raise for wrong arguments of `decode` other than the fields of a Call."""
     cached.check_sizes(arguments)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)

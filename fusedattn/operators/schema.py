@@ -25,12 +25,12 @@ _TYPES = {
 
 
 def declared(fields: Iterable[str]) -> str:
-    """Return fields of a Call as a schema of torch.library has them."""
+    """Return the schema of fields of a Call, in the syntax of torch.library."""
     return ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
 
 
 class Signature:
-    """The arguments of an operator of a Call: its own before and after, and the fields of the Call between them."""
+    """Arguments of an operator: some of its own, the fields of a Call, and more of its own."""
 
     def __init__(self, before: str, after: str):
         self.schema = ", ".join(filter(None, (before, declared(Call._fields), after)))
@@ -38,11 +38,11 @@ class Signature:
         self.first, self.last = before.count(",") + bool(before), -(after.count(",") + 1)
 
     def split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Call, Sequence[Any]]:
-        """Return (those before, the Call, those after)."""
+        """Return (arguments before, the Call, arguments after)."""
         return arguments[: self.first], Call(*arguments[self.first : self.last]), arguments[self.last :]
 
     def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return one value for each argument: None where none is given."""
+        """Return one value an argument, None where none is given."""
         return tuple([values.get(name) for name in self.names])
 
 
@@ -68,7 +68,7 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
-    """Return (arguments, results) that `save` has saved."""
+    """Return (arguments, results) saved by `save`."""
     tensors, others = ctx.saved_tensors, ctx.others
     arguments = [b if a is None else a for a, b in zip(tensors, others, strict=False)]
     return arguments, list(tensors[len(others) :])
@@ -110,12 +110,11 @@ def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> in
 
 
 def facts(tensors) -> list:
-    """Return (shape, dtype) of each tensor, None of anything else."""
     return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in tensors]
 
 
 def check_saved(before: list, after: list) -> None:
-    """Raise for saved tensors that came back from hooks with other `facts`: kernels would read outside of them."""
+    """Raise if saved tensors came back from hooks with another shape or dtype."""
     for saved, came in zip(before, after, strict=True):
         if saved != came:
             expected = f"a tensor of {saved[1]} and shape {tuple(saved[0])} back, as it was saved"

@@ -24,7 +24,7 @@ from .schema import RESULTS, TANGENT, run_operator, save, saved
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised tangents of output, in its order and dtype, lse and weights, which are empty unless needed."""
+    """Return uninitialised tangents of output, lse and weights; weights are empty unless needed."""
     _, call, (need_weights, _) = TANGENT.split(arguments)
     query, rows = call.query, call.query.shape[:3]
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
@@ -36,7 +36,6 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _by_formula(
     call: Call, given: Sequence[Tensor | None], need_weights: bool, known: naive.Known = naive.NOTHING
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tangents by the naive path."""
     out, lse, weights = naive.tangent(call, given, need_weights, known)
     return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
@@ -69,7 +68,6 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _arranged(*arguments: Any) -> tuple[Tensor, ...]:
-    """Results as `_new` has them."""
     out, *rest = _tangent(*arguments)
     return arrange(out, TANGENT.split(arguments)[1].query), *rest
 
@@ -83,7 +81,7 @@ register(
 
 
 class Tangent(torch.autograd.Function):
-    """The tangent operator and its derivatives."""
+    """The tangent operator with its derivatives."""
 
     @staticmethod
     def forward(*arguments):

@@ -76,7 +76,7 @@ _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuard
 
 
 def forget() -> None:
-    """Forget all recordings and fitting tiles, for who changes, say, the tiles."""
+    """Forget all recordings and fitting tiles."""
     tiles.fitting.clear()
     _known.clear()
     _met.clear()
@@ -84,7 +84,7 @@ def forget() -> None:
 
 
 def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
-    """What `attention` returns: a replay of a call like this one, or else checked, by the backend that takes it."""
+    """Compute `attention`: replay an earlier call like this one, or check and run it."""
     tensors = _take_tensors(arguments) + _NOT_WRITTEN
     if type(arguments.mask) is Plan:
         tensors = _of_plan(arguments)
@@ -125,7 +125,6 @@ def _usual(numbers: tuple) -> bool:
 
 
 def _ordinary(tensors: tuple) -> bool:
-    """Whether tensors are of torch's own class and have strides."""
     for x in tensors:
         if type(x) not in _CLASSES or x.layout is not strided or x.is_nested:
             return False
@@ -133,7 +132,6 @@ def _ordinary(tensors: tuple) -> bool:
 
 
 def _aligned(tensors: tuple) -> bool:
-    """Whether tensors lie where kernels are compiled for."""
     for x in tensors:
         address = x.data_ptr()
         if address == 0 or address % 16:
@@ -142,12 +140,12 @@ def _aligned(tensors: tuple) -> bool:
 
 
 def _precision(tensor: Tensor) -> str | None:
-    """How torch was told to round products of a tensor's dtype, if it has a say in it."""
+    """Return torch's float32 precision setting, or None for other dtypes."""
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """(the tensors that are there, a Signature but for its facts); None for a call without a signature."""
+    """Return (the tensors present, a Signature without facts), or None for a call without a signature."""
     present, there = tuple([x for x in tensors if isinstance(x, Tensor)]), tuple(map(type, tensors))
     seed, query = tensors[_SEED], tensors[0]
     if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
@@ -235,14 +233,14 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
 
 
 def _without_data(tensors) -> list:
-    """Tensors with the same facts, that take no memory."""
+    """Return meta tensors with the same shapes, strides and dtypes."""
     return [
         None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors
     ]
 
 
 class Replay:
-    """Replays one call signature: one recording of the forward, and one of the backward for each set of gradients."""
+    """Recordings of one call signature: its forward, and a backward for each set of gradients."""
 
     def __init__(self, tensors: tuple, call, numbers: tuple, on_hopper: bool):
         from ..launch import blocks, forward
@@ -279,7 +277,7 @@ class Replay:
         self.backwards: dict[tuple, Any] = {}
 
     def __call__(self, tensors: tuple):
-        """What `attention` returns of a call with this signature."""
+        """Compute `attention` for a call with this signature."""
         if self.drops:
             tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
         if self.save:
@@ -330,7 +328,7 @@ class Replay:
         return [None if place is None else made[place] for place in places]
 
     def _backward(self, given, need):
-        """(Recording of a backward, where its gradients are)."""
+        """Return (Recording of a backward, where its gradients are)."""
         from ..launch.backward import fill
         from .recording import Recorder
 
@@ -353,7 +351,7 @@ class Replay:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A call of which a gradient may be asked: of (its Replay, all its tensors), and the inputs once more."""
+    """Autograd node of a replayed call; `inputs` are the tensors that autograd tracks."""
 
     @staticmethod
     def forward(ctx, call, *inputs):

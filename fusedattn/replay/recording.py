@@ -20,7 +20,7 @@ from ..private import EMPTY, current_device, storage
 
 
 class New(NamedTuple):
-    """A tensor to be made: not one of the caller's."""
+    """Shape, strides and dtype of a tensor that a replay allocates."""
 
     shape: tuple
     strides: tuple
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Steps on `given` tensors of the caller's and those that are made before them; where, and by whom."""
+    """Launches on the caller's tensors and on those that a replay allocates."""
 
     device: torch.device
     kind: str  # of device
@@ -50,7 +50,7 @@ class Recording(NamedTuple):
     steps: tuple
 
     def run(self, given: Sequence) -> list:
-        """Make tensors and launch; returns given and made ones in a list."""
+        """Allocate and launch; return the given and the allocated tensors."""
         if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
@@ -63,7 +63,7 @@ class Recording(NamedTuple):
         return tensors
 
     def launch(self, tensors: Sequence) -> None:
-        """The steps alone, on what `run` returns."""
+        """Launch on the tensors that `run` returns."""
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
@@ -107,18 +107,18 @@ class Recorder:
         self._within.close()
 
     def make(self, tensor: Tensor) -> Tensor:
-        """A tensor of the recording's own, as it will be made."""
+        """Register a tensor that each replay allocates."""
         self.numbers[storage(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         self.made.append(New(tuple(tensor.shape), tensor.stride(), tensor.dtype))
         return tensor
 
     def position(self) -> tuple[int, int]:
-        """What `back` takes, to undo what comes after."""
+        """Return the state that `back` restores."""
         return len(self.steps), len(self.made)
 
     def back(self, position: tuple[int, int]) -> None:
-        """Forget the steps since then, and the tensors that were made for them."""
+        """Forget the steps and tensors added since `position`."""
         steps, made = position
         del self.steps[steps:]
         for tensor in self.tensors[len(self.tensors) - len(self.made) + made :]:
@@ -127,11 +127,11 @@ class Recorder:
         del self.made[made:]
 
     def number(self, tensor: Tensor | None) -> int | None:
-        """The place of a tensor among those that `Recording.run` returns."""
+        """Return the index of a tensor in the result of `Recording.run`."""
         return None if tensor is None else self.numbers[storage(tensor)]
 
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
-        """Keep a launch of a kernel: of what it is compiled to, or if that is None of the interpreted one."""
+        """Record a launch. compiled is None in the interpreter."""
         values: list = []
         views: list[tuple] = []
         others: list[tuple] = []
@@ -160,14 +160,14 @@ class Recorder:
         self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
 
     def _number(self, tensor):
-        """`number` of a tensor in an argument: one that is not known is a buffer of the launches' own."""
+        """Return the index of an argument's tensor; an unknown one is a buffer that each replay allocates."""
         assert tensor.storage_offset() == 0, "a place in a recording is the beginning of a tensor"
         if storage(tensor) not in self.numbers:
             self.make(tensor if tensor._base is None else tensor._base)
         return self.numbers[storage(tensor)]
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
-        """A function from tensors to the argument; None if constant."""
+        """Return a function from tensors to the argument, or None if it is constant."""
         if isinstance(value, Tensor):
             number = self._number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():

@@ -105,12 +105,6 @@ def test_lengths_and_what_hides_pairs():
     assert lengths_of(packed) == (*offsets, 3, 5, 3, 5) and hiding(packed) == (mask, None, None, None)
 
 
-def test_differentiable_fields_and_tensors_come_first():
-    fields = form.Call._fields
-    assert fields[: form.DIFFERENTIABLE] == ("query", "key", "value", "bias", "alibi_slopes", "sinks")
-    assert fields[form.TENSORS - 1] == "cu_seqlens_k" and fields[form.TENSORS] == "left"
-
-
 def test_deterministic_ends_with_its_with_and_is_of_one_thread():
     elsewhere = []
     with form.asking(deterministic=True):

@@ -1,4 +1,4 @@
-"""Calls that are one call of PyTorch's kernel: its own node differentiates them, but where the operator must."""
+"""The autograd node of a call on a CPU: whatever gradients come, whoever watches, however often."""
 
 import threading
 
@@ -8,7 +8,6 @@ from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedattn as fa
-from fusedattn.private import multiplies_bfloat16
 
 from ..close import assert_like
 
@@ -20,9 +19,7 @@ def draw(dtype=torch.float64):
 
 
 def attend(leaves, **options):
-    out = fa.attention(*leaves, causal=True, **options)
-    assert ("ScaledDotProduct" in out.grad_fn.name()) != bool(options)
-    return out
+    return fa.attention(*leaves, causal=True, **options)
 
 
 HOSTILE = {
@@ -179,11 +176,3 @@ def test_the_order_of_dimensions(order, gaps):
         assert out.stride() == placed(1).stride()
     want = torch.autograd.grad(attend(leaves, **NAIVE).square().sum(), leaves)
     assert_like(torch.autograd.grad(out.square().sum(), leaves), want)
-
-
-@pytest.mark.parametrize("common", [0.0, 4.0])
-def test_values_of_bfloat16_with_something_in_common_take_our_own(common):
-    leaves = [(x.detach() + common).bfloat16().requires_grad_() for x in draw()]
-    for _ in range(2):
-        out = fa.attention(*leaves)
-        assert ("ScaledDotProduct" in out.grad_fn.name()) == (common == 0.0 and multiplies_bfloat16())

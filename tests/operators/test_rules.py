@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn.call.form import DIFFERENTIABLE, WHOLE
+from fusedattn.call.form import INPUTS, WHOLE
 from fusedattn.cpu import cached, flash
 from fusedattn.operators.namespace import OPERATORS
 from fusedattn.private import multiplies_bfloat16
@@ -133,7 +133,7 @@ WRONG = {  # argument that is named, error, what the sentence must say, what is 
         ("weights", ValueError, "as forward returns it, got (0,)", dict(weights=ones(0))),
         ("stats", ValueError, "shape (2, 4, 3, 2), as forward returns it, got (0,)", dict(stats=ones(0))),
         ("stats", TypeError, "torch.float32", dict(stats=KEPT["stats"].half())),
-        ("need", ValueError, "False for bias, which is None", dict(need=[True] * DIFFERENTIABLE)),
+        ("need", ValueError, "False for bias, which is None", dict(need=[True] * len(INPUTS))),
         ("need", ValueError, "6 bools", dict(need=[True] * 3)),
         ("backend", ValueError, KNOWN, dict(backend="")),
         ("backend", ValueError, "float16 and bfloat16, not torch.float32", dict(backend="hopper")),
@@ -527,7 +527,7 @@ def test_a_gradient_of_what_is_absent_is_named_where_a_derivative_is_wanted(back
     call = fields(*(torch.randn(1, 2, 4, 16) for _ in range(3)))
     out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
     for place, name in ((3, "bias"), (4, "alibi_slopes"), (5, "sinks")):
-        need = [True, True, True, *(n == place for n in range(3, DIFFERENTIABLE))]
+        need = [True, True, True, *(n == place for n in range(3, len(INPUTS)))]
         incoming = torch.ones_like(out).requires_grad_()
         with pytest.raises(ValueError, match=f"^need: expected False for {name}, which is None"):
             OPERATORS.backward(incoming, None, None, out, weights, stats, *call, backend, need)

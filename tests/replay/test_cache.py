@@ -75,21 +75,6 @@ def test_without_gradients(name, device, poison, found):
         assert (found[again] is not None) == (again > 0)
 
 
-def test_the_naive_path_is_not_checked_again_either(found):
-    for again in range(4):
-        inputs = draw("cpu", requires_grad=again % 2 == 1)
-        got = fa.attention(*inputs, causal=True, backend="naive")
-        assert (found[again] is not None) == (again > 1)
-        assert_like(got, lambda: fa.reference.eager(*inputs, causal=True))  # noqa: B023
-        assert (found[again] is not None) == (again > 1)
-
-
-def test_the_naive_path_drops_others_each_time(found):
-    inputs = draw("cpu")
-    first, *others = (fa.attention(*inputs, dropout_p=0.5, backend="naive") for _ in range(4))
-    assert not any(torch.equal(first, x) for x in others) and found == [None] * 4
-
-
 def test_which_gradients_are_asked_for_may_change(device, poison):
     for asked in ("qkv", "q", "k", "qv", "kv"):
         inputs = draw(device)

@@ -14,7 +14,7 @@ from fusedattn.replay import cache
 from ..close import assert_like
 
 
-def attend(length, backend="cpu", **options):
+def attend(length, backend="triton", **options):
     x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
     found = fa.attention(x, x + 0.5, x - 0.5, backend=backend, **options)
     assert_like(found, lambda: fa.reference.eager(x, x + 0.5, x - 0.5, **options))
@@ -22,7 +22,8 @@ def attend(length, backend="cpu", **options):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Whether each call was like an earlier one."""
+    """Whether each call was like an earlier one; each is recorded at once."""
+    monkeypatch.setattr(cache, "RECORD_AFTER", 1)
     answers, find = [], cache.find
     monkeypatch.setattr(cache, "find", lambda *call: (answers.append(find(*call)), answers[-1])[1])
     return answers
@@ -67,14 +68,6 @@ def test_the_oldest_guard_makes_room_and_its_call_is_still_known(found):
     assert len(kept) == cache.RECENT and kept[0][1] is found[-1]
 
 
-def test_what_is_checked_of_packed_sequences_is_as_much_at_most(monkeypatch):
-    monkeypatch.setattr(cache, "MAX_KEPT", 3)
-    x, offsets = torch.randn(5, 1, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-    for number in range(1, 9):
-        fa.attention_varlen(x, x, x, offsets, offsets, max_seqlen_q=5, max_seqlen_k=5, scale=number / 10)
-        assert len(cache._recent) == (number - 1) % 3 + 1
-
-
 def test_facts_that_were_checked_are_forgotten_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(namespace, "MOST", 2)
     checked = []
@@ -88,16 +81,16 @@ def test_shares_of_keys_are_not_remembered_for_ever():
     assert tiles.splits.cache_info().maxsize == 1024
 
 
-@pytest.mark.parametrize("backend", ["cpu", "naive"])
-def test_threads_that_forget_at_once(backend, monkeypatch, one_thread):
+def test_threads_that_forget_at_once(monkeypatch, one_thread):
     """Each call of another length than the one before, with room for two: all of them forget all the time."""
     monkeypatch.setattr(cache, "MAX_KEPT", 2)
+    monkeypatch.setattr(cache, "RECORD_AFTER", 1)
     interval, wrong, most, threads = sys.getswitchinterval(), [], [], 4
 
     def work(number):
         try:
             for again in range(60):
-                attend(1 + (number + again) % 7, backend, causal=again % 2 == 0)
+                attend(1 + (number + again) % 7, causal=again % 2 == 0)
                 most.append((len(cache._known), len(cache._recent)))
         except BaseException as error:
             wrong.append(error)
