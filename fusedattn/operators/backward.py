@@ -1,7 +1,5 @@
 """The operator backward of torch.library, and its derivatives."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from . import fallback, rules
 from .derived import Formula, again, derived, plus
 from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
-from .schema import CALL, INPUTS, run_operator, stats_columns
+from .schema import CALL, INPUTS, run_operator
 
 _BEFORE = 6  # how many arguments come before the fields of the Call
 _NAMES = "grad_out", "grad_lse", "grad_weights", "out", "weights", "stats", *Call._fields, "backend", "need"
@@ -91,7 +89,7 @@ register(
     f"{CALL}, str backend, bool[{DIFFERENTIABLE}] need) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})",
     _arranged_backward,
     new_backward,
-    functools.partial(rules.check_backward, stats_columns),
+    rules.check_backward,
 )
 
 
