@@ -8,10 +8,18 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..private import holds
-from . import rules
 from .form import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
 from .layout import is_shape, is_size, share, span
-from .rules import Rule, Sizes, apply, check_options, fail, invalid
+from .rules import (
+    Sizes,
+    check_dtype,
+    check_flags,
+    check_floating,
+    check_options,
+    check_query_key_value,
+    check_shape,
+    fail,
+)
 
 
 class CacheArguments(NamedTuple):
@@ -87,106 +95,75 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache.new_empty(()).expand(batch, heads, table.shape[1] * page, dim)
 
 
-def _written(name: str) -> tuple[Rule, ...]:
-    """The rules of a cache that is written to: not expanded, nor a tensor that torch lets nobody write to here."""
-    expected = "a cache that new keys can be written to, "
-
-    def expanded(x: Tensor, _: Any) -> bool:
-        sizes = zip(x.stride(), x.shape, strict=True)
-        return any(holds(step == 0, False) and holds(size > 1, False) for step, size in sizes)
-
-    def negated(x: Tensor, _: Any) -> bool:
-        return not is_compiling() and x.is_neg()
-
-    def frozen(x: Tensor, _: Any) -> bool:
-        # Kernels write to it all the same, on a GPU.
-        inside = is_compiling() or torch.is_inference_mode_enabled() or x.device.type == "cuda"
-        return not inside and x.is_inference()
-
-    return (
-        invalid(name, f"{expected}with no dimension expanded", expanded, lambda x: f"strides {x.stride()}"),
-        invalid(name, f"{expected}no view that negates", negated, lambda x: "one that does"),
-        invalid(name, f"{expected}as outside of torch.inference_mode()", frozen, lambda x: "an inference tensor"),
-    )
-
-
-def _shape_of_new(a: Any, cache: Tensor) -> tuple[int, int, int]:
-    """(B, Hkv, columns) of what is appended to a cache."""
-    return a.query.shape[0], cache.shape[1], cache.shape[3]
-
-
-_RANKS = tuple(rules.has_rank(4, name) for name in ("query", "key_cache", "value_cache"))
-# In the order in which they are looked for: a rule may rely on those above it.
-RULES = (
-    *rules.of_query_key_value("key_cache", "value_cache", _RANKS, rules.heads),
-    *rules.of_dtype("cache_seqlens", torch.int32),
-    invalid(
-        "cache_seqlens",
-        lambda _, a: f"shape ({a.query.shape[0]},)",
-        lambda x, a: not is_shape(x.shape, (a.query.shape[0],)),
-    ),
-)
-WITHOUT_TABLE = (
-    invalid(
-        "key_cache",
-        lambda _, a: f"the batch size of query, {a.query.shape[0]}, or a block_table",
-        lambda x, a: not is_size(x.shape[0], a.query.shape[0]),
-    ),
-)
-TABLE = (
-    *rules.of_dtype("block_table", torch.int32),
-    invalid(
-        "block_table",
-        lambda _, a: f"shape ({a.query.shape[0]}, pages of a sequence)",
-        lambda x, a: x.dim() != 2 or not is_size(x.shape[0], a.query.shape[0]),
-    ),
-)
-NEW = (
-    rules.is_beside("new_key", "new_value"),
-    rules.is_beside("new_value", "new_key"),
-    *rules.of_dtype("new_key"),
-    *rules.of_dtype("new_value"),
-    invalid(
-        "new_key",
-        lambda _, a: "shape ({}, {}, new, {})".format(*_shape_of_new(a, a.key_cache)),
-        lambda x, a: x.dim() != 4 or not is_shape((*x.shape[:2], x.shape[3]), _shape_of_new(a, a.key_cache)),
-    ),
-    invalid(
-        "new_value",
-        lambda _, a: f"shape {(*a.new_key.shape[:3], a.value_cache.shape[3])}, as many as new_key",
-        lambda x, a: not is_shape(x.shape, (*a.new_key.shape[:3], a.value_cache.shape[3])),
-    ),
-    *_written("key_cache"),
-    *_written("value_cache"),
-)
-ROTARY = (
-    rules.is_beside("rotary_cos", "rotary_sin"),
-    rules.is_beside("rotary_sin", "rotary_cos"),
-    *(rule for name in ("rotary_cos", "rotary_sin") for rule in (rules.is_floating(name), *rules.place(name))),
-    invalid(
-        "rotary_cos",
-        lambda _, a: (
-            f"shape (positions, rotary_dim / 2), of 1 position or more and a rotary_dim of at most {a.query.shape[3]}"
-        ),
-        lambda x, a: x.dim() != 2 or holds(x.shape[0] == 0, False) or not 0 < 2 * x.shape[1] <= a.query.shape[3],
-    ),
-    invalid(
-        "rotary_sin",
-        lambda _, a: f"the shape of rotary_cos, {tuple(a.rotary_cos.shape)}",
-        lambda x, a: not is_shape(x.shape, a.rotary_cos.shape),
-    ),
-)
-INTERLEAVED = rules.is_flag("rotary_interleaved")
+def check_inputs(a: CacheArguments) -> None:
+    """Raise for query, caches and lengths that do not fit together. Caches may be pages, or more than queries."""
+    check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
+    check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
+    check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],))
 
 
 def check_sizes(a: CacheArguments) -> None:
     """Raise for wrong arguments, without reading tensors' values."""
-    concerned = (INTERLEAVED, *RULES, *(WITHOUT_TABLE if a.block_table is None else TABLE))
-    if a.new_key is not None or a.new_value is not None:
-        concerned += NEW
-    if a.rotary_cos is not None or a.rotary_sin is not None:
-        concerned += ROTARY
-    apply(concerned, a, a)
+    check_inputs(a)
+    batch = a.query.shape[0]
+    if a.block_table is not None:
+        check_dtype("block_table", a.block_table, torch.int32, a.query.device)
+        if a.block_table.dim() != 2 or not is_size(a.block_table.shape[0], batch):
+            fail(ValueError, "block_table", f"shape ({batch}, pages of a sequence)", tuple(a.block_table.shape))
+    elif not is_size(a.key_cache.shape[0], batch):
+        fail(ValueError, "key_cache", f"the batch size of query, {batch}, or a block_table", tuple(a.key_cache.shape))
+    if not a.new_key is a.new_value is None:
+        _check_new(a)
+    if not a.rotary_cos is a.rotary_sin is None:
+        _check_rotary(a)
+    check_flags(rotary_interleaved=a.rotary_interleaved)
+
+
+def _check_both(**pair: Any) -> None:
+    """Raise for one of two arguments without the other."""
+    first, second = pair
+    for name, other in ((first, second), (second, first)):
+        if pair[name] is None:
+            fail(ValueError, name, f"a tensor beside {other}", None)
+
+
+def _check_new(a: CacheArguments) -> None:
+    _check_both(new_key=a.new_key, new_value=a.new_value)
+    batch, heads, columns = a.query.shape[0], a.key_cache.shape[1], a.key_cache.shape[3]
+    for name, new in (("new_key", a.new_key), ("new_value", a.new_value)):
+        check_dtype(name, new, a.query.dtype, a.query.device)
+    new_key = a.new_key.shape
+    if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
+        fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", tuple(new_key))
+    check_shape("new_value", a.new_value, (*new_key[:3], a.value_cache.shape[3]))
+    for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
+        _check_writable(name, cache)
+
+
+def _check_writable(name: str, cache: Tensor) -> None:
+    """Raise for a cache that new keys or values cannot be written to."""
+    for step, size in zip(cache.stride(), cache.shape, strict=True):
+        if holds(step == 0, False) and holds(size > 1, False):
+            fail(ValueError, name, "a cache without expanded dimensions beside new_key", f"strides {cache.stride()}")
+    if is_compiling():
+        return
+    if cache.is_neg():
+        fail(ValueError, name, "a cache that is not a negated view beside new_key (see resolve_neg)", "a negated view")
+    # Kernels write to it all the same, on a GPU.
+    if cache.is_inference() and not torch.is_inference_mode_enabled() and cache.device.type != "cuda":
+        fail(ValueError, name, "a cache made outside of torch.inference_mode() beside new_key", "an inference tensor")
+
+
+def _check_rotary(a: CacheArguments) -> None:
+    cos, sin = a.rotary_cos, a.rotary_sin
+    _check_both(rotary_cos=cos, rotary_sin=sin)
+    for name, angles in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_floating(name, angles, a.query.device)
+    most = a.query.shape[3]
+    if cos.dim() != 2 or holds(cos.shape[0] == 0, False) or not 0 < 2 * cos.shape[1] <= most:
+        expected = f"shape (positions, rotary_dim / 2), with 1 position or more and a rotary_dim of at most {most}"
+        fail(ValueError, "rotary_cos", expected, tuple(cos.shape))
+    check_shape("rotary_sin", sin, tuple(cos.shape))
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
@@ -195,7 +172,7 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
         return
     for name, x in arguments.items():
         if differentiated((x,)):
-            expected = "a tensor without a gradient, for attention_decode has none (see torch.no_grad)"
+            expected = "a tensor without a gradient, because attention_decode has none (see torch.no_grad)"
             fail(ValueError, name, expected, "one that requires it")
 
 
@@ -234,7 +211,9 @@ def _check_apart(a: CacheArguments) -> None:
         return
     alike = in_memory(pairs[1]) and all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
     if not alike or a.rotary_cos is not None:
-        fail(ValueError, "value_cache", "memory of its own beside new_key", "some of key_cache")
+        fail(
+            ValueError, "value_cache", "no memory in common with key_cache beside new_key", "a tensor that overlaps it"
+        )
 
 
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
@@ -245,18 +224,20 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     reached = torch.arange(number.shape[1], device=number.device) * page < (before + new)[:, None]
     wrong = number[reached & ((number < 0) | (number >= pages))]
     if len(wrong):
-        expected = f"pages from 0 to {pages - 1} where the lengths reach"
-        fail(ValueError, "block_table", expected if pages else "no lengths without pages", int(wrong[0]))
+        expected = f"pages from 0 to {pages - 1} as far as the lengths reach"
+        fail(
+            ValueError, "block_table", expected if pages else "lengths of 0, because there are no pages", int(wrong[0])
+        )
     if new:
         position = before[:, None] + torch.arange(new, device=before.device)
         written, place = number.gather(1, position // page), position % page
-        own = "a place of its own for each new key"
+        own = "a different place for each new key"
         if len((written * page + place).unique()) < place.numel():
-            fail(ValueError, "block_table", own, "one that two sequences write to")
+            fail(ValueError, "block_table", own, "a place that two keys are written to")
         old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # in a page and behind it
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):
-            fail(ValueError, "block_table", own, "one where a sequence has an old key")
+            fail(ValueError, "block_table", own, "a place that already holds a key")
 
 
 def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows: int, new: int) -> None:
@@ -270,7 +251,7 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
     early = (after > 0) & (after < rows)
     # What a query_mask hides sees nothing either; it may lie on a GPU.
     if bottom_right and options.query_mask is None and bool(early.any()) and (right is None or right > 0):
-        expected = "no query that stands before position 0, unless causal or a query_mask hides all keys from it"
+        expected = "at most as many rows as keys, unless causal or a query_mask hides all keys from the first rows"
         fail(ValueError, "query", expected, f"{rows} rows for {int(after[early][0])} keys")
 
 
@@ -286,11 +267,9 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     if isinstance(a.query, Tensor):
         a = a._replace(query=a.query.to(autocast_dtype(a.query)))
     check_sizes(a)
-    query, (batch, heads, rows, _), keys = a.query, a.query.shape, capacity(a)
-    options = check_options(
-        options, Sizes(query.device, query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys))
-    )
-    learned = {name: getattr(options, name) for name in ("bias", "alibi_slopes", "sinks")}
+    query, (batch, heads, rows, _) = a.query, a.query.shape
+    options = check_options(options, Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))
+    learned = dict(bias=options.bias, alibi_slopes=options.alibi_slopes, sinks=options.sinks)
     check_gradients({**arguments._asdict(), **learned})
     check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))

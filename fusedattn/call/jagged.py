@@ -8,15 +8,15 @@ from torch import Tensor
 
 from ..private import eager, longest, ragged_dim
 from .form import Arguments
-from .rules import boolean, fail, kind, type_name
+from .rules import check_tensors, expected_of_mask, fail, kind
 
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
 
 
 def _check(query: Any, key: Any, value: Any) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            fail(TypeError, name, "a tensor", type_name(tensor))
+    tensors = dict(query=query, key=key, value=value)
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
         if not tensor.is_nested or tensor.layout != torch.jagged:
             as_query = "" if name == "query" else ", as query is"
             fail(TypeError, name, f"a nested tensor of torch.jagged{as_query}", tensor.layout)
@@ -25,7 +25,8 @@ def _check(query: Any, key: Any, value: Any) -> None:
         if tensor.shape[0] != query.shape[0]:
             fail(ValueError, name, f"the batch size of query, {query.shape[0]}", tuple(tensor.shape))
     if value.shape[2] != key.shape[2]:
-        fail(ValueError, "value", f"the lengths of key, {key.shape[2]}, made from the same offsets", value.shape[2])
+        expected = f"the ragged dimension of key, {key.shape[2]}: make both from one offsets tensor"
+        fail(ValueError, "value", expected, value.shape[2])
 
 
 def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
@@ -33,11 +34,11 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail(TypeError, name, boolean(mask), kind(mask))
+        fail(TypeError, name, expected_of_mask(mask), kind(mask))
     jagged = mask.layout == torch.jagged
     if not jagged or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
         got = tuple(mask.shape) if jagged or not mask.is_nested else "one that is not of torch.jagged"
-        fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets", got)
+        fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets tensor", got)
     return mask.contiguous().values()
 
 

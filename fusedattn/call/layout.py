@@ -11,13 +11,15 @@ from ..private import assert_at_run_time, holds
 
 
 def irregular(x: Any) -> Any:
-    """What a message says of a tensor that has no strides, or no sizes yet; None of anything else."""
+    """Return what a message says of a tensor without strides or sizes; None for anything else."""
     if not isinstance(x, Tensor):
         return None
     if x.is_nested:
         return "a nested tensor"
-    lazy = isinstance(x, UninitializedParameter | UninitializedBuffer)
-    return x.layout if x.layout != torch.strided else "a parameter without sizes" if lazy else None
+    if x.layout != torch.strided:
+        return x.layout
+    lazy = type(x) is not Tensor and isinstance(x, UninitializedParameter | UninitializedBuffer)
+    return "a parameter without sizes" if lazy else None
 
 
 def divides(heads: int, kv_heads: int) -> bool:
@@ -26,7 +28,7 @@ def divides(heads: int, kv_heads: int) -> bool:
 
 
 def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor broadcasts to a shape without adding to it."""
+    """Return whether a tensor broadcasts to a shape, and not the shape to it."""
     first = len(shape) - tensor.dim()
     if first < 0:
         return False

@@ -52,12 +52,9 @@ class Packing:
 
 
 def longest(offsets: Tensor, name: str) -> int:
-    """The most rows of any sequence, which is what `name` may say: of offsets on a GPU the host has to wait for it."""
-    without_values = torch.compiler.is_compiling() or unmapped(offsets) is not offsets
-    if without_values:
-        fail(ValueError, name, "an int in code that is compiled or mapped over these offsets", None)
-    if offsets.is_meta:
-        fail(ValueError, name, "an int beside offsets on meta", None)
+    """Return the longest length; the host waits for offsets on a GPU. name: the argument that saves the wait."""
+    if torch.compiler.is_compiling() or unmapped(offsets) is not offsets or offsets.is_meta:
+        fail(ValueError, name, "an int, because compiled code, torch.vmap and meta tensors cannot read offsets", None)
     return max(0, int(offsets.diff().max())) if offsets.shape[0] > 1 else 0
 
 

@@ -3,15 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .form import Plan, rank4, rows
-from .rules import FLOATING, boolean, check_strided, fail, kind, unfit
+from .rules import check_bool, check_floating, fail
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise for masks that no call could take together; whether they fit a call, the call will see."""
+    """Raise for masks that no call could take together. Whether they fit a call, the call checks."""
     masks = {name: x for name, x in plan._asdict().items() if x is not None}
     if not masks:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
@@ -21,17 +20,13 @@ def check_plan(plan: Plan) -> None:
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
     """Raise for masks, or a bias, of other dtypes or ranks, or on several devices."""
-    first = next(iter(masks.values()))
+    device = None
     for name, mask in masks.items():
-        floating = name == "bias"
-        if not isinstance(mask, Tensor) or not (mask.dtype in FLOATING if floating else mask.dtype == torch.bool):
-            fail(TypeError, name, *("a floating tensor", unfit(mask)) if floating else (boolean(mask), kind(mask)))
-        check_strided(**{name: mask})
+        check = check_floating if name == "bias" else check_bool
+        check(name, mask, device, "the other masks")
+        device = mask.device
         if mask.dim() not in ranks[name]:
-            least, most = ranks[name][0], ranks[name][-1]
-            fail(ValueError, name, f"rank {least}" + (f" to {most}" if most > least else ""), tuple(mask.shape))
-        if mask.device != first.device:
-            fail(ValueError, name, f"the device of the other masks, {first.device}", mask.device)
+            fail(ValueError, name, f"rank {' or '.join(map(str, ranks[name]))}", tuple(mask.shape))
 
 
 def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:

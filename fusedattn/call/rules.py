@@ -1,6 +1,5 @@
-"""Checks the arguments of `attention`: a Rule for each mistake. Packed and cached calls share its rules."""
+"""Checks the arguments of `attention`. Packed sequences, caches and operators called by name share these checks."""
 
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,32 +17,20 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Sizes(NamedTuple):
-    """The sizes that the shapes of options follow from: those of the scores, and the query that they belong to.
-
-    rank is that of query, scores the shape (B, Hq, Sq, Sk) without the dimensions that query has not.
-    """
+    """The device, dtype and rank of query, and the sizes of the scores (B, Hq, Sq, Sk)."""
 
     device: torch.device
     dtype: torch.dtype
-    rank: int
     B: int
     Hq: int
     Sq: int
     Sk: int
-    scores: tuple[int, ...]
+    rank: int = 4
 
 
-class Rule(NamedTuple):
-    """One mistake. wrong(argument, about) says whether it was made; about is all arguments, or the Sizes of a call.
-
-    expected is a sentence, or makes one of (argument, about). got(argument) is what the message says of the argument.
-    """
-
-    argument: str
-    error: type[Exception]
-    expected: str | Callable[[Any, Any], str]
-    wrong: Callable[[Any, Any], Any]
-    got: Callable[[Any], Any]
+def _scores_shape(s: Sizes) -> tuple[int, ...]:
+    """Return the shape of the scores without the dimensions that query lacks."""
+    return (s.B, s.Hq, s.Sq, s.Sk) if s.rank == 4 else (s.B, s.Sq, s.Sk)[3 - s.rank :]
 
 
 # torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: who catches those catches these.
@@ -64,313 +51,26 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoRe
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
-def apply(rules: Iterable[Rule], arguments: Any, about: Any) -> None:
-    """Raise for the first rule that arguments break."""
-    for rule in rules:
-        argument = getattr(arguments, rule.argument)
-        if rule.wrong(argument, about):
-            expected = rule.expected if isinstance(rule.expected, str) else rule.expected(argument, about)
-            fail(rule.error, rule.argument, expected, rule.got(argument))
-
-
-# What a message says of an argument.
-def shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)
-
-
-def dtype(x: Tensor) -> torch.dtype:
-    return x.dtype
-
-
 def type_name(x: Any) -> str:
-    """The type of x, with the library of which it is: a bool of NumPy is none of Python."""
+    """Return the type of x with its library: a bool of NumPy is not Python's."""
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     return name if library in ("builtins", "torch") else f"{library}.{name}"
 
 
 def kind(x: Any) -> Any:
-    """The dtype of a tensor, or the type of anything else, an array of NumPy among them."""
+    """Return the dtype of a tensor, or the type of anything else."""
     return x.dtype if isinstance(x, Tensor) else type_name(x)
 
 
 def unfit(x: Any) -> Any:
-    """The kind of what should be floating; one of 8 bits is floating, but not for us."""
+    """Return the `kind` of x, which has no floating dtype that we support."""
     strange = isinstance(x, Tensor) and x.dtype.is_floating_point
     return f"{x.dtype}, which is none of float16, bfloat16, float32 and float64" if strange else kind(x)
 
 
-def boolean(x: Any, _: Any = None) -> str:
-    """What is expected of a mask, by what it is instead."""
-    if not isinstance(x, Tensor):
-        return "a bool tensor, True = may attend"
-    floating = x.dtype.is_floating_point
-    return f"a bool tensor, True = may attend ({'added to scores, it is a bias' if floating else 'say .bool()'})"
-
-
 def value(x: Any) -> str:
-    """The value in one line; that of a tensor would take many."""
+    """Return the value in one line; that of a tensor would take many."""
     return "a tensor" if isinstance(x, Tensor) else repr(x)
-
-
-def invalid(
-    name: str,
-    expected: str | Callable[[Any, Any], str],
-    wrong: Callable[[Any, Any], Any],
-    got: Callable[[Any], Any] = shape,
-) -> Rule:
-    """A Rule of a value or a shape, which raises ValueError."""
-    return Rule(name, ValueError, expected, wrong, got)
-
-
-# Rules that several arguments have.
-def is_tensor(name: str) -> Rule:
-    return Rule(name, TypeError, "a tensor", lambda x, _: not isinstance(x, Tensor), type_name)
-
-
-def is_strided(name: str) -> Rule:
-    return Rule(name, TypeError, "a strided tensor", lambda x, _: irregular(x) is not None, irregular)
-
-
-def is_bool(name: str) -> Rule:
-    return Rule(name, TypeError, boolean, lambda x, _: not isinstance(x, Tensor) or x.dtype != torch.bool, kind)
-
-
-def is_floating(name: str) -> Rule:
-    return Rule(
-        name, TypeError, "a floating tensor", lambda x, _: not isinstance(x, Tensor) or x.dtype not in FLOATING, unfit
-    )
-
-
-def is_flag(name: str) -> Rule:
-    return Rule(name, TypeError, "a bool", lambda x, _: not isinstance(x, bool), value)
-
-
-def of_dtype(name: str, dtype: torch.dtype | None = None) -> tuple[Rule, ...]:
-    """A tensor of a dtype, by default that of the query, where the query is."""
-
-    def expected(_: Any, a: Any) -> str:
-        return f"a tensor of {dtype}" if dtype else f"a tensor of the dtype of query, {a.query.dtype}"
-
-    def wrong(x: Any, a: Any) -> bool:
-        return not isinstance(x, Tensor) or x.dtype != (dtype or a.query.dtype)
-
-    return (Rule(name, TypeError, expected, wrong, kind), *place(name))
-
-
-def is_beside(name: str, other: str) -> Rule:
-    """A Rule: required by `other`."""
-    return invalid(
-        name, f"a tensor beside {other}", lambda x, a: x is None and getattr(a, other) is not None, lambda x: None
-    )
-
-
-def has_rank(rank: int, name: str, dims: str = "") -> Rule:
-    return invalid(name, f"rank {rank}{dims}", lambda x, _: x.dim() != rank)
-
-
-def has_shape(name: str, *shapes: Callable[[Any], tuple[int, ...]]) -> Rule:
-    """A Rule: the shape is one of `shapes`, functions of what the rule is about."""
-
-    def expected(_: Tensor, about: Any) -> str:
-        return f"shape {' or '.join(str(allowed(about)) for allowed in shapes)}"
-
-    return invalid(name, expected, lambda x, about: not is_shape(x.shape, *[allowed(about) for allowed in shapes]))
-
-
-def has_columns(name: str) -> Rule:
-    return invalid(name, "a head dimension of 1 or more", lambda x, _: x.shape[-1] == 0)
-
-
-def _of_query(fact: str, a: Any) -> Any:
-    """A fact of the query of arguments, or of Sizes, which have it themselves."""
-    return getattr(a if isinstance(a, Sizes) else a.query, fact)
-
-
-def _on_device(name: str) -> Rule:
-    def expected(_: Tensor, a: Any) -> str:
-        return f"the device of query, {_of_query('device', a)}"
-
-    return invalid(name, expected, lambda x, a: x.device != _of_query("device", a), lambda x: x.device)
-
-
-def place(name: str) -> tuple[Rule, ...]:
-    """How and where every tensor is stored."""
-    return (is_strided(name), _on_device(name))
-
-
-def _is_number(name: str) -> Rule:
-    return Rule(name, TypeError, "a number", lambda x, _: not is_number(x), type_name)
-
-
-def _fits_float32(name: str) -> Rule:
-    def wrong(x: float, s: Sizes | None) -> bool:
-        return s is not None and s.dtype != torch.float64 and abs(as_python(x)) > LARGEST_SINGLE
-
-    return invalid(name, "a number that float32 can hold", wrong, value)
-
-
-def _tokens_hint(mask: Any, s: Sizes) -> str:
-    """What a mask that says nothing of pairs should have been passed as; nothing if it says something."""
-    lengths = {"key_mask": (s.Sk, "of keys"), "query_mask": (s.Sq, "of queries")}
-    hints = [
-        f"one {of} is passed as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))
-    ]
-    return f" ({', '.join(hints)})" if hints else ""
-
-
-def _pairs(name: str) -> tuple[Rule, ...]:
-    """What broadcasts to the scores: a mask or a bias."""
-
-    def hint(x: Tensor, s: Sizes) -> str:
-        return _tokens_hint(x, s) if name == "mask" else ""
-
-    def rank(x: Tensor, s: Sizes) -> str:
-        return f"rank 2 or that of query, {s.rank}{hint(x, s)}"
-
-    def whole(x: Tensor, s: Sizes) -> str:
-        return f"broadcastable to {s.scores}{hint(x, s)}"
-
-    return (
-        invalid(name, rank, lambda x, s: x.dim() not in (2, s.rank)),
-        invalid(name, whole, lambda x, s: not broadcasts(x, s.scores)),
-    )
-
-
-def _tokens(name: str, size: Callable[[Sizes], int]) -> Rule:
-    """A key_mask or query_mask: (S,), (1, S) or (B, S)."""
-
-    def expected(_: Tensor, s: Sizes) -> str:
-        of_batches = ", ".join(f"({batch}, {size(s)})" for batch in dict.fromkeys((s.B, 1)))
-        return f"shape {of_batches} or ({size(s)},)"
-
-    def wrong(x: Tensor, s: Sizes) -> bool:
-        return x.dim() not in (1, 2) or not is_size(x.shape[-1], size(s)) or not broadcasts(x, (s.B, size(s)))
-
-    return invalid(name, expected, wrong)
-
-
-def _is_window(x: Any) -> bool:
-    return isinstance(x, tuple | list) and len(x) == 2 and all(side is None or is_int(side) for side in x)
-
-
-def _seed_kind(x: Any, _: Any) -> bool:
-    return x.dtype != torch.int64 or irregular(x) is not None if isinstance(x, Tensor) else not is_int(x)
-
-
-def heads(x: Tensor) -> int:
-    """How many heads a query, key or value of `attention` has."""
-    return x.shape[1] if x.dim() == 4 else 1
-
-
-def of_query_key_value(
-    key: str, value: str, ranks: tuple[Rule, ...], heads: Callable[[Tensor], int]
-) -> tuple[Rule, ...]:
-    """The rules of query, key and value, in the order in which they are looked for: one may rely on those above it.
-
-    Args:
-        key, value: what the arguments are called. ranks: the rules of their ranks and batches.
-        heads: of one of them, how many it has.
-    """
-
-    def dtype_of_query(_: Tensor, a: Any) -> str:
-        return f"{'' if key == 'key' else 'a tensor of '}the dtype of query, {a.query.dtype}"
-
-    return (
-        *map(is_tensor, ("query", key, value)),
-        *map(is_strided, ("query", key, value)),
-        Rule("query", TypeError, "a floating dtype", lambda q, _: q.dtype not in FLOATING, unfit),
-        *(Rule(x, TypeError, dtype_of_query, lambda x, a: x.dtype != a.query.dtype, dtype) for x in (key, value)),
-        *map(_on_device, (key, value)),
-        *ranks,
-        *map(has_columns, ("query", value)),
-        invalid(
-            key,
-            lambda k, a: f"the head dimension of query, {a.query.shape[-1]}",
-            lambda k, a: not is_size(k.shape[-1], a.query.shape[-1]),
-        ),
-        invalid(
-            key,
-            lambda k, a: f"a number of heads that divides the {heads(a.query)} of query",
-            lambda k, a: not divides(heads(a.query), heads(k)),
-            lambda k: f"{heads(k)} heads",
-        ),
-        invalid(
-            value,
-            lambda v, a: f"all but the last dimension as in {key}, {tuple(getattr(a, key).shape)}",
-            lambda v, a: not is_shape(v.shape[:-1], getattr(a, key).shape[:-1]),
-        ),
-    )
-
-
-_RANKS = (
-    invalid("query", "rank 2, 3 or 4", lambda q, _: q.dim() not in (2, 3, 4)),
-    *(
-        invalid(name, lambda x, a: f"the rank of query, {a.query.dim()}", lambda x, a: x.dim() != a.query.dim())
-        for name in ("key", "value")
-    ),
-    invalid(
-        "key",
-        lambda k, a: f"the batch size of query, {a.query.shape[0]}",
-        lambda k, a: k.dim() > 2 and not is_size(k.shape[0], a.query.shape[0]),
-    ),
-)
-TENSORS = of_query_key_value("key", "value", _RANKS, heads)
-# Of options, in terms of Sizes; those of numbers also without, as a module gets them before there is a query.
-OPTIONS = {
-    "mask": (is_bool("mask"), *place("mask"), *_pairs("mask")),
-    "bias": (is_floating("bias"), *place("bias"), *_pairs("bias")),
-    "key_mask": (is_bool("key_mask"), *place("key_mask"), _tokens("key_mask", lambda s: s.Sk)),
-    "query_mask": (is_bool("query_mask"), *place("query_mask"), _tokens("query_mask", lambda s: s.Sq)),
-    "causal": (is_flag("causal"),),
-    "window": (
-        Rule("window", TypeError, "(left, right), each an int or None", lambda x, _: not _is_window(x), value),
-        invalid(
-            "window",
-            "no negative side; None is unbounded",
-            lambda x, _: any(side is not None and side < 0 for side in x),
-            value,
-        ),
-    ),
-    "align": (
-        invalid(
-            "align", "'bottom_right' or 'top_left'", lambda x, _: not isinstance(x, str) or x not in ALIGNMENTS, value
-        ),
-    ),
-    "scale": (
-        _is_number("scale"),
-        # Not math.isfinite: the compiler cannot trace it on a number that varies.
-        invalid("scale", "a finite number", lambda x, _: not -LARGEST <= as_python(x) <= LARGEST, value),
-        _fits_float32("scale"),
-    ),
-    "softcap": (
-        _is_number("softcap"),
-        invalid("softcap", "a finite number above 0", lambda x, _: not 0 < as_python(x) <= LARGEST, value),
-        _fits_float32("softcap"),
-    ),
-    "alibi_slopes": (
-        is_floating("alibi_slopes"),
-        *place("alibi_slopes"),
-        has_shape("alibi_slopes", lambda s: (s.Hq,), lambda s: (s.B, s.Hq)),
-    ),
-    "sinks": (is_floating("sinks"), *place("sinks"), has_shape("sinks", lambda s: (s.Hq,))),
-    "dropout_p": (
-        _is_number("dropout_p"),
-        invalid("dropout_p", "a number from 0 to 1", lambda x, _: not 0 <= x <= 1, value),
-    ),
-    "seed": (
-        Rule("seed", TypeError, "an int or a tensor of one int64", _seed_kind, lambda x: irregular(x) or kind(x)),
-        invalid(
-            "seed",
-            lambda x, s: f"one element on the device of query, {s.device}",
-            lambda x, s: isinstance(x, Tensor) and (x.numel() != 1 or x.device != s.device),
-            lambda x: f"shape {tuple(x.shape)} on {x.device}",
-        ),
-        invalid(
-            "seed", "an int of 64 bits", lambda x, _: not isinstance(x, Tensor) and not -(2**63) <= x < 2**63, value
-        ),
-    ),
-}
-DEFAULTS = Arguments._field_defaults
 
 
 def check_flags(**flags: Any) -> None:
@@ -381,21 +81,205 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Raise for what is no tensor, among what is no field of Arguments."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             fail(TypeError, name, "a tensor", type_name(tensor))
 
 
 def check_strided(**tensors: Any) -> None:
-    """`check_tensors`, also for a tensor without strides."""
-    check_tensors(**tensors)
+    """Raise for arguments that are not strided tensors."""
     for name, tensor in tensors.items():
-        if (got := irregular(tensor)) is not None:
-            fail(TypeError, name, "a strided tensor", got)
+        check_tensor(name, tensor)
 
 
-def _scale(scale: Tensor) -> Any:
+def check_tensor(name: str, x: Any) -> None:
+    """Raise unless x is a strided tensor."""
+    if not isinstance(x, Tensor):
+        fail(TypeError, name, "a tensor", type_name(x))
+    if (got := irregular(x)) is not None:
+        fail(TypeError, name, "a strided tensor", got)
+
+
+def check_place(name: str, x: Tensor, device: torch.device | None, of: str = "query") -> None:
+    """Raise for a tensor without strides, or on another device than that `of` others; None allows any device."""
+    check_tensor(name, x)
+    if device is not None and x.device != device:
+        fail(ValueError, name, f"the device of {of}, {device}", x.device)
+
+
+def check_bool(name: str, x: Any, device: torch.device | None, of: str = "query") -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        fail(TypeError, name, expected_of_mask(x), kind(x))
+    check_place(name, x, device, of)
+
+
+def expected_of_mask(x: Any) -> str:
+    """Return the text for an x that is not a bool tensor."""
+    if not isinstance(x, Tensor):
+        return "a bool tensor, True = may attend"
+    hint = "added to scores, it is a bias" if x.dtype.is_floating_point else "say .bool()"
+    return f"a bool tensor, True = may attend ({hint})"
+
+
+def check_floating(name: str, x: Any, device: torch.device | None, of: str = "query") -> None:
+    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+        fail(TypeError, name, "a floating tensor", unfit(x))
+    check_place(name, x, device, of)
+
+
+def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device) -> None:
+    if not isinstance(x, Tensor) or x.dtype != dtype:
+        fail(TypeError, name, f"a tensor of {dtype}", kind(x))
+    check_place(name, x, device)
+
+
+def check_rank(name: str, x: Tensor, layout: str) -> None:
+    """Raise for a tensor with another number of dimensions than its layout, such as "(B, S)"."""
+    rank = layout.count(",") + 1
+    if x.dim() != rank:
+        fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
+
+
+def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raise for a tensor that has none of the shapes."""
+    if not is_shape(x.shape, *shapes):
+        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(x.shape))
+
+
+def check_query_key_value(
+    query: Any, key: Any, value: Any, key_name: str = "key", value_name: str = "value", layout: str = ""
+) -> None:
+    """Raise for query, key and value that do not fit together.
+
+    layout: of all three, with heads second; key may then have another batch size. Without it they have rank 2, 3 or 4.
+    """
+    check_tensor("query", query)
+    check_tensor(key_name, key)
+    check_tensor(value_name, value)
+    dtype, device, rank = query.dtype, query.device, query.dim()
+    if dtype not in FLOATING:
+        fail(TypeError, "query", "a floating dtype", unfit(query))
+    if layout:
+        check_rank("query", query, layout)
+    elif rank not in (2, 3, 4):
+        fail(ValueError, "query", "rank 2, 3 or 4", tuple(query.shape))
+    for name, x in ((key_name, key), (value_name, value)):
+        if x.dtype != dtype:
+            fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
+        if x.device != device:
+            fail(ValueError, name, f"the device of query, {device}", x.device)
+        if x.dim() != rank:
+            fail(ValueError, name, f"the rank of query, {rank}", tuple(x.shape))
+    sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
+    if not layout and rank > 2 and not is_size(key_sizes[0], sizes[0]):
+        fail(ValueError, key_name, f"the batch size of query, {sizes[0]}", tuple(key_sizes))
+    for name, columns in (("query", sizes[-1]), (value_name, value_sizes[-1])):
+        if columns == 0:
+            fail(ValueError, name, "a head dimension of 1 or more", 0)
+    if not is_size(key_sizes[-1], sizes[-1]):
+        fail(ValueError, key_name, f"the head dimension of query, {sizes[-1]}", tuple(key_sizes))
+    if (layout or rank == 4) and not divides(sizes[1], key_sizes[1]):
+        fail(ValueError, key_name, f"a number of heads that divides the {sizes[1]} of query", f"{key_sizes[1]} heads")
+    if not is_shape(value_sizes[:-1], key_sizes[:-1]):
+        expected = f"all but the last dimension as in {key_name}, {tuple(key_sizes)}"
+        fail(ValueError, value_name, expected, tuple(value_sizes))
+
+
+def _tokens_hint(mask: Tensor, s: Sizes) -> str:
+    """Return how to pass a mask of tokens that was passed as mask; nothing for any other."""
+    lengths = {"key_mask": (s.Sk, "of keys"), "query_mask": (s.Sq, "of queries")}
+    hints = [
+        f"one {of} is passed as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))
+    ]
+    return f" ({', '.join(hints)})" if hints else ""
+
+
+def check_pairs(name: str, x: Any, s: Sizes) -> None:
+    """Raise for a mask or a bias that does not broadcast to the scores."""
+    check = check_bool if name == "mask" else check_floating
+    check(name, x, s.device)
+    shape = _scores_shape(s)
+    if x.dim() not in (2, s.rank):
+        expected = f"rank 2 or that of query, {s.rank}"
+    elif not broadcasts(x, shape):
+        expected = f"broadcastable to {shape}"
+    else:
+        return
+    fail(ValueError, name, expected + (_tokens_hint(x, s) if name == "mask" else ""), tuple(x.shape))
+
+
+def check_tokens(name: str, x: Any, s: Sizes) -> None:
+    """Raise for a key_mask or query_mask that is not (S,), (1, S) or (B, S)."""
+    check_bool(name, x, s.device)
+    size = s.Sk if name == "key_mask" else s.Sq
+    if x.dim() not in (1, 2) or not is_size(x.shape[-1], size) or not broadcasts(x, (s.B, size)):
+        of_batches = ", ".join(f"({batch}, {size})" for batch in dict.fromkeys((s.B, 1)))
+        fail(ValueError, name, f"shape {of_batches} or ({size},)", tuple(x.shape))
+
+
+def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
+    """Raise for a number per head that is not floating, or has none of the shapes."""
+    check_floating(name, x, device)
+    check_shape(name, x, *shapes)
+
+
+def check_window(window: Any) -> None:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        fail(TypeError, "window", "(left, right), each an int or None", value(window))
+    for side in window:
+        if side is not None and not is_int(side):
+            fail(TypeError, "window", "(left, right), each an int or None", value(window))
+    for side in window:
+        if side is not None and side < 0:
+            fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(window))
+
+
+def check_number(name: str, x: Any) -> None:
+    if not is_number(x):
+        fail(TypeError, name, "a number", type_name(x))
+
+
+def _check_single(name: str, x: Any, dtype: torch.dtype | None) -> None:
+    """Raise for a number that would overflow beside a query of `dtype`; None allows any."""
+    if dtype not in (None, torch.float64) and abs(as_python(x)) > LARGEST_SINGLE:
+        fail(ValueError, name, "a number that float32 can hold", value(x))
+
+
+def check_scale(scale: Any, dtype: torch.dtype | None = None) -> None:
+    check_number("scale", scale)
+    # Not math.isfinite: the compiler cannot trace it on a number that varies.
+    if not -LARGEST <= as_python(scale) <= LARGEST:
+        fail(ValueError, "scale", "a finite number", value(scale))
+    _check_single("scale", scale, dtype)
+
+
+def check_softcap(softcap: Any, dtype: torch.dtype | None = None) -> None:
+    check_number("softcap", softcap)
+    if not 0 < as_python(softcap) <= LARGEST:
+        fail(ValueError, "softcap", "a finite number above 0", value(softcap))
+    _check_single("softcap", softcap, dtype)
+
+
+def check_dropout(dropout_p: Any) -> None:
+    check_number("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        fail(ValueError, "dropout_p", "a number from 0 to 1", value(dropout_p))
+
+
+def check_seed(seed: Any, device: torch.device) -> None:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or irregular(seed) is not None:
+            fail(TypeError, "seed", "an int or a tensor of one int64", irregular(seed) or seed.dtype)
+        if seed.numel() != 1 or seed.device != device:
+            got = f"shape {tuple(seed.shape)} on {seed.device}"
+            fail(ValueError, "seed", f"one element on the device of query, {device}", got)
+    elif not is_int(seed):
+        fail(TypeError, "seed", "an int or a tensor of one int64", type_name(seed))
+    elif not -(2**63) <= seed < 2**63:
+        fail(ValueError, "seed", "an int of 64 bits", value(seed))
+
+
+def _number_of(scale: Tensor) -> Any:
     """Return the number in a tensor of rank 0, and any other tensor unchanged."""
     if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
@@ -412,16 +296,41 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
 
     Without sizes, as for a module, no option but scale may be a tensor.
     """
-    if isinstance(arguments.scale, Tensor):
-        arguments = arguments._replace(scale=_scale(arguments.scale))
-    for name, default in DEFAULTS.items():
-        if getattr(arguments, name) is not default:
-            apply(OPTIONS[name], arguments, sizes)
-    return arguments
+    a, s = arguments, sizes
+    if s is not None:
+        if a.mask is not None:
+            check_pairs("mask", a.mask, s)
+        if a.bias is not None:
+            check_pairs("bias", a.bias, s)
+        if a.key_mask is not None:
+            check_tokens("key_mask", a.key_mask, s)
+        if a.query_mask is not None:
+            check_tokens("query_mask", a.query_mask, s)
+        if a.alibi_slopes is not None:
+            check_heads("alibi_slopes", a.alibi_slopes, s.device, (s.Hq,), (s.B, s.Hq))
+        if a.sinks is not None:
+            check_heads("sinks", a.sinks, s.device, (s.Hq,))
+        if a.seed is not None:
+            check_seed(a.seed, s.device)
+    if not isinstance(a.causal, bool):
+        fail(TypeError, "causal", "a bool", value(a.causal))
+    if a.window is not None:
+        check_window(a.window)
+    if not isinstance(a.align, str) or a.align not in ALIGNMENTS:
+        fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
+    dtype = None if s is None else s.dtype
+    if a.scale is not None:
+        if isinstance(a.scale, Tensor):
+            a = a._replace(scale=_number_of(a.scale))
+        check_scale(a.scale, dtype)
+    if a.softcap is not None:
+        check_softcap(a.softcap, dtype)
+    check_dropout(a.dropout_p)
+    return a
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
-    """The Call of arguments as the caller wrote them, autocast and plans included; named: whether a backend is.
+    """Return the Call of arguments as the caller wrote them, autocast and plans included; named: whether a backend is.
 
     Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed.
     """
@@ -430,12 +339,12 @@ def checked(arguments: Arguments, named: bool = False) -> Call:
         plan = arguments.mask
         for name in ("key_mask", "query_mask"):
             if getattr(arguments, name) is not None:
-                fail(ValueError, name, "None beside a plan, which holds the masks that it was made of", "a mask")
+                fail(ValueError, name, f"None beside a plan: pass {name} to fusedattn.plan instead", "a mask")
         arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
         block_mask = plan.block_mask
-    apply(TENSORS, arguments, arguments)
-    query, rank, keys = arguments.query, arguments.query.dim(), arguments.key.shape[-2]
-    batch, scores = query.shape[0] if rank > 2 else 1, (*query.shape[:-1], keys)
-    sizes = Sizes(query.device, query.dtype, rank, batch, heads(query), query.shape[-2], keys, scores)
-    arguments = check_options(arguments, sizes)
+    query, key = arguments.query, arguments.key
+    check_query_key_value(query, key, arguments.value)
+    shape, rank = query.shape, query.dim()
+    batch, heads = shape[0] if rank > 2 else 1, shape[1] if rank == 4 else 1
+    arguments = check_options(arguments, Sizes(query.device, query.dtype, batch, heads, shape[-2], key.shape[-2], rank))
     return normalise(arguments, block_mask=block_mask, named=named)

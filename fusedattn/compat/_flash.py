@@ -16,7 +16,7 @@ from ..call.numbers import as_python, is_int, is_number
 from ..call.rules import check_flags, check_strided, fail, type_name
 from ..naive.cached import rotated
 
-_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for) )(\w+)")  # where an error names an argument
+_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for|because) )(\w+)")  # where an error names an argument
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 

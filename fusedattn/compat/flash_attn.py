@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from ..api import attention_decode
-from ..call.cached import RULES, CacheArguments
+from ..call.cached import CacheArguments, check_inputs
 from ..call.form import autocast_dtype
 from ..call.overrides import overridable
-from ..call.rules import apply, check_flags, fail
+from ..call.rules import check_flags, fail
 from . import _bert_padding, _flash
 
 
@@ -237,8 +237,7 @@ def flash_attn_with_kvcache(
     with _flash.half_kept(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Before the caches are cut: errors show their shapes.
-            cast = caches._replace(query=caches.query.to(autocast_dtype(q)))
-            _flash.ask(names, apply, RULES, cast, cast)
+            _flash.ask(names, check_inputs, caches._replace(query=caches.query.to(autocast_dtype(q))))
             caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:

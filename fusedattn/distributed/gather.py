@@ -17,8 +17,8 @@ from ..api import attention_varlen
 from ..call.form import TENSORS, Arguments, Call, Origin, rank4, rows as one_row, tensors as tensors_of, wide_dtype
 from ..call.layout import arrange
 from ..call.overrides import overridable
-from ..call.packed import OFFSETS, VALUES, Packed
-from ..call.rules import Sizes, apply, check_options, check_tensors, fail
+from ..call.packed import Packed, check_lengths, check_values
+from ..call.rules import Sizes, check_options, check_tensors, fail
 from ..operators import partial
 from ..private import eager
 from . import ranks as ranks_of
@@ -265,11 +265,11 @@ def gather_attention_varlen(
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"as many rows as query, {query.shape[0]}", key.shape[0])
         packed = Packed(query, key, value, cu_seqlens, cu_seqlens)
-        apply(OFFSETS, packed, packed)
+        check_lengths(packed)
         offsets.extend(cu_seqlens.tolist())
         scores = len(offsets) - 1, query.shape[1], *(_longest(offsets),) * 2
         pairs = dict(mask=mask, bias=bias, alibi_slopes=alibi_slopes)
-        check_options(Arguments(*call[:3], **pairs), Sizes(query.device, query.dtype, 4, *scores, scores))
+        check_options(Arguments(*call[:3], **pairs), Sizes(query.device, query.dtype, *scores))
         fields = dict(mask=rank4(mask), bias=rank4(bias), alibi_slopes=one_row(alibi_slopes), cu_seqlens_q=cu_seqlens)
         return call._replace(**fields), dict(cu_seqlens=tuple(offsets))
 
@@ -277,7 +277,7 @@ def gather_attention_varlen(
     assert whole is not None
     of_all = query.new_empty(()).expand(whole.total, 1, 1)
     packed = Packed(of_all, of_all, of_all, cu_seqlens, cu_seqlens)
-    apply(VALUES, packed, packed)
+    check_values(packed)
     out, lse = attend(whole, _documents(whole, offsets))
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out

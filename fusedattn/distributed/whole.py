@@ -181,7 +181,7 @@ def _checked(arguments: Arguments, balance: Any, return_lse: Any, backend: Any) 
         # How many keys there are in all, a rank cannot know yet.
         keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
         batch, heads, rows, _ = call.query.shape
-        sizes = Sizes(call.query.device, call.query.dtype, 4, batch, heads, rows, keys, (batch, heads, rows, keys))
+        sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
         check_options(Arguments(*call[:3], **{name: x}), sizes)
     return call._replace(**{name: rank4(x) for name, x in pairs.items()})
 

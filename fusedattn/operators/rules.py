@@ -1,7 +1,7 @@
-"""Checks the arguments of operators that are called by name, with the rules of `call`.
+"""Checks the arguments of operators that are called by name, with the checks of `call`.
 
-Sizes, dtypes, devices and numbers. What offsets, lengths, pages and block masks hold is not looked at: kernels stay
-inside of the tensors whatever that is.
+Sizes, dtypes, devices and numbers are checked. What offsets, lengths, pages and block masks hold is not: kernels stay
+inside the tensors whatever that is.
 """
 
 from typing import Any
@@ -9,100 +9,91 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import cached, layout, packed, rules
+from ..call import cached, layout
 from ..call.cached import CacheArguments
 from ..call.form import INPUTS, Call, Lengths, Origin, inputs, wide_dtype
-from ..call.packed import Packed
+from ..call.packed import Packed, check_lengths
 from ..call.plan import check_fit, check_masks, pairs_of
-from ..call.rules import FLOATING, Rule, Sizes, apply, fail, invalid
+from ..call.rules import (
+    FLOATING,
+    Sizes,
+    check_dropout,
+    check_dtype,
+    check_floating,
+    check_heads,
+    check_pairs,
+    check_query_key_value,
+    check_rank,
+    check_scale,
+    check_seed,
+    check_softcap,
+    check_tokens,
+    fail,
+)
 from ..cpu import run as cpu
 from ..private import holds
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
-
-def _each_head(name: str) -> tuple[Rule, ...]:
-    return (
-        rules.is_floating(name),
-        *rules.place(name),
-        rules.has_shape(name, lambda s: (1, s.Hq), lambda s: (s.B, s.Hq)),
-    )
-
-
-def _side(name: str) -> Rule:
-    return invalid(name, "no negative number; None is unbounded", lambda x, _: x is not None and x < 0, lambda x: x)
-
-
-TENSORS = (rules.has_rank(4, "query"), *rules.TENSORS)
-NUMBERS = (_side("left"), _side("right"), *rules.OPTIONS["scale"], *rules.OPTIONS["dropout_p"])
-# Of the fields of a Call that may be None. The first two are as long as all packed rows; the others know sequences.
-TOKENS = {name: (*rules.OPTIONS[name], rules.has_rank(2, name)) for name in ("key_mask", "query_mask")}
-OPTIONS = {
-    "mask": (*rules.OPTIONS["mask"], rules.has_rank(4, "mask")),
-    "bias": (*rules.OPTIONS["bias"], rules.has_rank(4, "bias")),
-    "alibi_slopes": _each_head("alibi_slopes"),
-    "sinks": _each_head("sinks"),
-    "softcap": rules.OPTIONS["softcap"],
-    "seed": rules.OPTIONS["seed"],
-}
-NEW_KEY_CACHE = (
-    rules.is_floating("key_cache"),
-    rules.is_strided("key_cache"),
-    rules.has_rank(4, "key_cache"),
-    rules.has_columns("key_cache"),
-    rules.has_rank(1, "cache_seqlens"),
-)
-
-
-def _sizes(query: Tensor, batch: int, rows: int, keys: int) -> Sizes:
-    scores = batch, query.shape[1], rows, keys
-    return Sizes(query.device, query.dtype, 4, *scores, scores)
+_MASKS = "mask", "key_mask", "query_mask", "bias"  # of `block_mask`, in the order of its arguments
+_PAIRS, _TOKENS = "(B, H, Sq, Sk)", "(B, S)"
 
 
 def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
     """Raise for fields of a Call that the kernels cannot take.
 
-    keys: how many there are, of a call whose key and value are caches that have been checked.
+    keys: the capacity, for a call whose key and value are caches that have been checked.
     """
-    if keys is None:
-        apply(TENSORS, call, call)
-        keys = call.key.shape[2]
     query = call.query
-    whole = sizes = _sizes(query, query.shape[0], query.shape[2], keys)
+    if keys is None:
+        check_rank("query", query, "(B, H, S, D)")
+        check_query_key_value(query, call.key, call.value)
+        keys = call.key.shape[2]
+    batch, heads, rows, _ = query.shape
+    tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
     if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
-        _check_packed(call, need_weights)
-        rows = query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
-        keys = keys if call.max_seqlen_k is None else call.max_seqlen_k
-        sizes = _sizes(query, call.cu_seqlens_q.shape[0] - 1, rows, keys)  # type: ignore[union-attr]
-    apply(NUMBERS, call, whole)
+        sizes = sizes._replace(B=_check_packed(call, need_weights))
+        sizes = sizes if call.max_seqlen_q is None else sizes._replace(Sq=call.max_seqlen_q)
+        sizes = sizes if call.max_seqlen_k is None else sizes._replace(Sk=call.max_seqlen_k)
+    for name, side in (("left", call.left), ("right", call.right)):
+        if side is not None and side < 0:
+            fail(ValueError, name, "0 or more; None is unbounded", side)
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
-    if call.dropout_p and call.seed is None:
+    check_scale(call.scale, query.dtype)
+    check_dropout(call.dropout_p)
+    if call.seed is not None:
+        check_seed(call.seed, query.device)
+    elif call.dropout_p:
         fail(ValueError, "seed", "a tensor beside dropout_p", None)
-    for table, about in ((TOKENS, whole), (OPTIONS, sizes)):
-        for name in table:
-            if getattr(call, name) is not None:
-                apply(table[name], call, about)
+    if call.softcap is not None:
+        check_softcap(call.softcap, query.dtype)
+    # These two are as long as all packed rows; the others know sequences.
+    for name, mask in (("key_mask", call.key_mask), ("query_mask", call.query_mask)):
+        if mask is not None:
+            check_tokens(name, mask, tokens)
+            check_rank(name, mask, _TOKENS)
+    for name, pairs in (("mask", call.mask), ("bias", call.bias)):
+        if pairs is not None:
+            check_pairs(name, pairs, sizes)
+            check_rank(name, pairs, _PAIRS)
+    for name, numbers in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
+        if numbers is not None:
+            check_heads(name, numbers, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:
-        apply(BLOCK_MASK, call, sizes)
+        _check_blocks(call.block_mask, sizes)
 
 
-def _check_packed(call: Call, need_weights: bool) -> None:
-    """Raise if offsets do not fit the packed tensors of a Call."""
+def _check_packed(call: Call, need_weights: bool) -> int:
+    """Raise for offsets and lengths that do not fit the packed tensors of a Call; return the number of sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-    _check_lengths(
-        Packed(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
-    )
-    if need_weights or any(x is not None for x in (call.mask, call.bias, call.key_mask)):
-        _check_longest(call.max_seqlen_q, call.max_seqlen_k, "mask, bias, key_mask and need_weights")
-
-
-def _check_lengths(arguments: Packed) -> None:
-    apply(packed.OFFSETS, arguments, arguments)
-    for name, table in packed.LONGEST.items():
-        if getattr(arguments, name) is not None:
-            apply(table, arguments, arguments)
+    longest = call.max_seqlen_q, call.max_seqlen_k
+    check_lengths(Packed(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, *longest))
+    if need_weights or not call.mask is call.bias is call.key_mask is None:
+        _check_longest(*longest, "mask, bias, key_mask and need_weights")
+    assert call.cu_seqlens_q is not None
+    return call.cu_seqlens_q.shape[0] - 1
 
 
 def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:
@@ -111,23 +102,14 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
             fail(ValueError, name, f"an int beside {needed}", None)
 
 
-def _blocks(s: Sizes) -> tuple[int, ...]:
-    """Return the shape that a block mask broadcasts to."""
+def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
     from ..launch import blocks  # Triton was imported before there was a block mask
 
     size = blocks.block_mask_size()
-    return s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
-
-
-BLOCK_MASK = (
-    *rules.place("block_mask"),
-    Rule("block_mask", TypeError, "a tensor of uint8", lambda x, _: x.dtype != torch.uint8, rules.dtype),
-    invalid(
-        "block_mask",
-        lambda _, s: f"rank 4, broadcastable to {_blocks(s)}",
-        lambda x, s: x.dim() != 4 or not layout.broadcasts(x, _blocks(s)),
-    ),
-)
+    shape = s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
+    check_dtype("block_mask", block_mask, torch.uint8, s.device)
+    if block_mask.dim() != 4 or not layout.broadcasts(block_mask, shape):
+        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
 
 
 def check_forward(*arguments: Any) -> None:
@@ -137,7 +119,7 @@ def check_forward(*arguments: Any) -> None:
 
 
 def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
-    """Raise for an unknown backend, or one that cannot take the call."""
+    """Raise for a backend that no kernel has, or that cannot take a call."""
     if backend not in (known := ("hopper", "triton", "cpu", *also)):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
@@ -148,37 +130,38 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
 
         lacks = hopper.limits(call)
     if lacks:
-        fail(ValueError, "backend", f"another where {lacks[0]}", repr(backend))
+        fail(ValueError, "backend", f"another, because {lacks[0]}", repr(backend))
+
+
+def _check_result(name: str, x: Tensor, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
+    """Raise for a result of a forward, or its gradient or tangent, with another dtype, shape or device."""
+    if x.dtype != dtype if dtype else x.dtype not in FLOATING:
+        fail(TypeError, name, dtype or "a floating tensor", x.dtype)
+    if not layout.is_shape(x.shape, shape):
+        fail(ValueError, name, f"shape {shape}", tuple(x.shape))
+    if x.device != call.query.device:
+        fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
 
 
 def check_backward(*arguments: Any) -> None:
-    """Raise for wrong arguments. Kernels accept stats of 2 columns too."""
     (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
-    needs_weights = grad_weights is not None
-    check_call(call, needs_weights)
+    check_call(call, grad_weights is not None)
     check_backend(call, backend)
-    rows, dtype = tuple(call.query.shape[:3]), call.query.dtype
+    rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
+    stored = wide_dtype(call) if call.partial else dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    wide, few = wide_dtype(call), stats.dim() == 4 and stats.shape[3] == 2
-    stored = wide if call.partial else dtype
-    kept = 2 if few and backend != "cpu" else stats_columns(stored, call.value.shape[3], backend)
-    results: dict[str, tuple] = {
-        "grad_out": (grad_out, dtype, (*rows, call.value.shape[3])),
-        "grad_lse": (grad_lse, None, rows),
-        "grad_weights": (grad_weights, dtype, (*rows, columns)),
-        "out": (out, stored, (*rows, call.value.shape[3])),
-        "weights": (weights if needs_weights else None, dtype, (*rows, columns)),
-        "stats": (stats, wide, (*rows, kept)),
-    }
-    for name, (x, wanted, shape) in results.items():
-        if x is None:
-            continue
-        if x.dtype != wanted if wanted else x.dtype not in FLOATING:
-            fail(TypeError, name, wanted or "a floating tensor", x.dtype)
-        if not layout.is_shape(x.shape, shape):
-            fail(ValueError, name, f"shape {shape}, as forward returns it", tuple(x.shape))
-        if x.device != call.query.device:
-            fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
+    # Kernels can do without what rounding took from the output.
+    rounded = backend == "cpu" or stats.dim() != 4 or stats.shape[3] != 2
+    kept = stats_columns(stored, width, backend) if rounded else 2
+    if grad_out is not None:
+        _check_result("grad_out", grad_out, call, dtype, (*rows, width))
+    if grad_lse is not None:
+        _check_result("grad_lse", grad_lse, call, None, rows)
+    if grad_weights is not None:
+        _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
+        _check_result("weights", weights, call, dtype, (*rows, columns))
+    _check_result("out", out, call, stored, (*rows, width))
+    _check_result("stats", stats, call, wide_dtype(call), (*rows, kept))
     if len(need) != len(INPUTS):
         fail(ValueError, "need", f"{len(INPUTS)} bools", need)
     for name, x, needed in zip(INPUTS, inputs(call), need, strict=True):
@@ -192,29 +175,21 @@ def check_tangent(*arguments: Any) -> None:
     check_backend(call, backend)
     if call.partial:
         fail(ValueError, "partial", "False: parts have no derivative in forward mode", True)
-    query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
-    expected: dict[str, tuple] = {"out": (out, query.dtype, (*rows, width))}
+    rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
+    _check_result("out", out, call, dtype, (*rows, width))
     if backend != "naive":
-        expected["stats"] = stats, wide_dtype(call), (*rows, stats_columns(query.dtype, width, backend))
+        _check_result("stats", stats, call, wide_dtype(call), (*rows, stats_columns(dtype, width, backend)))
     field: Any
-    for name, x, field in zip(INPUTS, given, inputs(call), strict=True):
-        if x is not None and field is None:
-            fail(ValueError, f"tangent_{name}", "None beside no such input", "a tensor")
-        if x is not None:
-            expected[f"tangent_{name}"] = x, field.dtype, tuple(field.shape)
-    for name, (x, dtype, shape) in expected.items():
-        if x.dtype != dtype:
-            fail(TypeError, name, dtype, x.dtype)
-        if not layout.is_shape(x.shape, shape):
-            fail(ValueError, name, f"shape {shape}", tuple(x.shape))
-        if x.device != query.device:
-            fail(ValueError, name, f"the device of query, {query.device}", x.device)
+    for name, tangent, field in zip(INPUTS, given, inputs(call), strict=True):
+        if tangent is not None and field is None:
+            fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
+        if tangent is not None:
+            _check_result(f"tangent_{name}", tangent, call, field.dtype, tuple(field.shape))
 
 
 def check_block_mask(*arguments: Any) -> None:
-    names = "mask", "key_mask", "query_mask", "bias"
-    masks = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
-    lengths = Lengths(*arguments[len(names) :])
+    masks = {name: x for name, x in zip(_MASKS, arguments, strict=False) if x is not None}
+    lengths = Lengths(*arguments[len(_MASKS) :])
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in masks.items()}
     if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
@@ -223,39 +198,46 @@ def check_block_mask(*arguments: Any) -> None:
 
 
 def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
-    """Return the shapes of masks of packed rows and keys, as pairs."""
-    first = next(iter(masks.values()))
-    _, _, rows, keys, max_seqlen_q, max_seqlen_k = lengths
+    """Return the shapes among the pairs that masks of packed rows and keys have."""
+    cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
         if holds(length < 0, False):
             fail(ValueError, name, "0 or more", length)
-    query, key = (first.new_empty(()).expand(length, 1, 1) for length in (rows, keys))
-    _check_lengths(Packed(query, key, key, lengths.cu_seqlens_q, lengths.cu_seqlens_k, max_seqlen_q, max_seqlen_k))
-    for name, length in (("key_mask", keys), ("query_mask", rows)):
-        if name in masks and not layout.is_shape(masks[name].shape, (1, length)):
-            fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(masks[name].shape))
-    tokens = [name for name in ("key_mask", "query_mask") if name in masks]
-    if tokens:
-        _check_longest(max_seqlen_q, max_seqlen_k, tokens[0])
-    count = lengths.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
-    shapes = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
-    return {name: shapes[name] for name in tokens}
+    query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
+    check_lengths(Packed(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    assert cu_seqlens_q is not None
+    count = cu_seqlens_q.shape[0] - 1
+    shapes = {}
+    for name, length, shape in (
+        ("key_mask", keys, (count, 1, 1, max_seqlen_k)),
+        ("query_mask", rows, (count, 1, max_seqlen_q, 1)),
+    ):
+        if name in masks:
+            if not layout.is_shape(masks[name].shape, (1, length)):
+                fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(masks[name].shape))
+            _check_longest(max_seqlen_q, max_seqlen_k, name)
+            shapes[name] = shape
+    return shapes
 
 
 def check_append(
     key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
 ) -> None:
     check_backend(Call(new_key, new_key, new_value), backend, ())
-    new, turning = (new_key, new_value), (cos, sin, interleaved)
-    arguments = CacheArguments(key_cache, key_cache, value_cache, lengths, table, *new, *turning)
-    apply(NEW_KEY_CACHE, arguments, arguments)
-    _, heads, _, dim = key_cache.shape
-    level = key_cache.new_empty(()).expand(lengths.shape[0], heads, 0, dim)  # a query that there might be
-    cached.check_sizes(arguments._replace(query=level))
+    check_floating("key_cache", key_cache, None)
+    check_rank("key_cache", key_cache, "(B, H, C, D)")
+    check_rank("cache_seqlens", lengths, "(B)")
+    if key_cache.shape[3] == 0:
+        fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
+    # A query that there might be.
+    query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
+    cached.check_sizes(
+        CacheArguments(query, key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved)
+    )
 
 
 def check_caches(arguments: CacheArguments, added: int) -> None:
-    """Raise for wrong arguments of `decode` other than the fields of a Call."""
+    """Check arguments of `decode` other than the fields of a Call."""
     cached.check_sizes(arguments)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)

