@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn.call.form import DIFFERENTIABLE, WHOLE
+from fusedattn.call.form import INPUTS, WHOLE
 from fusedattn.cpu import cached, flash
 from fusedattn.operators.namespace import OPERATORS
 
@@ -106,7 +106,7 @@ WRONG = {
     ) + [
         wrong("cu_seqlens_q", cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)), wrong("query", **DENSE | OFFSETS)
     ],
-    "backward": of_values(dict(need=[[True] * DIFFERENTIABLE, [True] * 3]) | BACKEND),
+    "backward": of_values(dict(need=[[True] * len(INPUTS), [True] * 3]) | BACKEND),
     "tangent": of_values(dict(tangent_bias=[ones(1, 1, SQ, SK)], partial=[True]) | BACKEND),
     "block_mask": [],
     "packed block_mask": of_values(dict(rows=[-TQ], max_seqlen_k=[None])) + [
@@ -370,6 +370,6 @@ def test_a_gradient_of_what_is_absent_is_named_where_a_derivative_is_wanted(back
     out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
     incoming = torch.ones_like(out).requires_grad_()
     for place in (3, 4, 5):
-        need = [n < 3 or n == place for n in range(DIFFERENTIABLE)]
+        need = [n < 3 or n == place for n in range(len(INPUTS))]
         with pytest.raises(ValueError, match="^need: expected "):
             OPERATORS.backward(incoming, None, None, out, weights, stats, *call, backend, need)
