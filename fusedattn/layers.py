@@ -34,10 +34,9 @@ def _check_eps(eps: Any) -> None:
 
 
 def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
-    """The rows of an nn.Embedding. Ids outside of it raise; on a GPU torch stops the program by an assert."""
+    """Return rows of an nn.Embedding. Ids outside of it raise; on a GPU torch stops the program by an assert."""
     try:
-        rows: Tensor = table(ids)
-        return rows
+        return table(ids)  # type: ignore[no-any-return]
     except IndexError:
         fail(ValueError, name, f"ids from 0 to {table.num_embeddings - 1}", f"{ids.min()} to {ids.max()}")
 
@@ -49,7 +48,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """A module that can read its options from a config: attributes that this needs, may have, and one value of some."""
+    """Module that reads options from a config: attributes it needs, may have, and supports one value of."""
 
     NEEDS: tuple[str, ...]
     MAY_HAVE: tuple[str, ...] = ()
@@ -57,15 +56,15 @@ class _Configurable(nn.Module):
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
-        """A module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
+        """Return a module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
 
         Examples:
             >>> from types import SimpleNamespace
             >>> config = SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_dropout_prob=0.1)
             >>> layer = fusedattn.layers.FeedForward.from_config(config)
 
-        options of the module override config. Raises: ValueError where config asks for what this module does not
-        implement, TypeError for an attribute that config lacks.
+        options of the module override config. Raises: ValueError where config asks for what this module lacks,
+        TypeError for an attribute that config lacks.
         """
         for name in cls.IMPLEMENTS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
@@ -164,15 +163,9 @@ class Embeddings(_Configurable):
     IMPLEMENTS = ("position_embedding_type",)
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        max_position_embeddings: int,
-        dropout: float = 0.0,
-        *,
-        layer_norm_eps: float = 1e-12,
-        **factory: Any,
-    ):
+        self, vocab_size: int, hidden_size: int, max_position_embeddings: int, dropout: float = 0.0, *,
+        layer_norm_eps: float = 1e-12, **factory: Any,
+    ):  # fmt: skip
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
@@ -250,9 +243,6 @@ class TransformerEncoderLayer(_Configurable):
         layer_norm_eps: what the norms add to the variance.
         options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on;
             scale=hidden_size**-0.5 divides scores by sqrt(E).
-
-    Raises:
-        ValueError, TypeError: for sizes and options that do not fit.
 
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
@@ -337,9 +327,6 @@ class AttentionDecoder(nn.Module):
         dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
         factory: device and dtype of the parameters.
 
-    Raises:
-        ValueError, TypeError: for sizes and options that do not fit.
-
     Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
     of arXiv:1706.03762 in place of its own.
     """
@@ -365,15 +352,10 @@ class AttentionDecoder(nn.Module):
         self.fc = nn.Linear(hidden_size + encoder_size + embed_size, vocab_size, **factory)
 
     def forward(
-        self,
-        input: Tensor,
-        hidden: Tensor,
-        encoder_outputs: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One step.
+        self, input: Tensor, hidden: Tensor, encoder_outputs: Tensor, *,
+        key_mask: Tensor | None = None, need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Compute one step.
 
         Args:
             input: (B,) ids of the tokens before, int32 or int64.
@@ -382,11 +364,7 @@ class AttentionDecoder(nn.Module):
             key_mask: bool (B, S), True = a real token of the source.
             need_weights: also return the weights, after dropout.
 
-        Returns:
-            (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
-
-        Raises:
-            ValueError, TypeError: for other shapes and dtypes.
+        Returns: (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
         """
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)

@@ -128,15 +128,9 @@ def test_state_dict_names_and_initial_values():
     torch.manual_seed(1)
     layer = fa.MultiHeadAttention(8, 2, kdim=6, vdim=4, num_kv_heads=1, dtype=torch.float64)
     shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
+    weights = dict(q_proj=(8, 8), k_proj=(4, 6), v_proj=(4, 4), out_proj=(8, 8))
     assert shapes == {
-        "q_proj.weight": (8, 8),
-        "q_proj.bias": (8,),
-        "k_proj.weight": (4, 6),
-        "k_proj.bias": (4,),
-        "v_proj.weight": (4, 4),
-        "v_proj.bias": (4,),
-        "out_proj.weight": (8, 8),
-        "out_proj.bias": (8,),
+        f"{name}.{kind}": shape[:n] for name, shape in weights.items() for kind, n in (("weight", 2), ("bias", 1))
     }
     assert all(x.dtype == torch.float64 for x in layer.parameters())
     assert all(p.bias is None for p in fa.MultiHeadAttention(8, 2, bias=False).children())
@@ -181,50 +175,51 @@ def test_pairs_of_rank_3_beside_nested_inputs(name):
         layer(nested, **{name: pairs[:, :2, :2]})
 
 
-@pytest.mark.parametrize("name", ["mask", "bias"])
-def test_pairs_of_rank_3_are_named_by_the_shape_that_they_have(name):
-    """Those of torch.nn.MultiheadAttention are (B * heads, Sq, Sk)."""
-    pairs = torch.zeros(8, 10, 10, dtype=torch.bool if name == "mask" else torch.float32)
-    with pytest.raises(ValueError, match=rf"{name}: expected one of rank 3 .* \(2, 10, 10\), got \(8, 10, 10\)"):
-        fa.MultiHeadAttention(32, 4)(torch.randn(2, 10, 32), **{name: pairs})
+X = torch.ones(1, 3, 8)
+WRONG = [
+    ("embed_dim", ValueError, dict(embed_dim=0), ()),
+    ("embed_dim", TypeError, dict(embed_dim=8.0), ()),
+    ("dtype", TypeError, dict(dtype=torch.int32), ()),
+    ("num_heads", ValueError, dict(num_heads=3), ()),
+    ("num_kv_heads", ValueError, dict(num_heads=4, num_kv_heads=3), ()),
+    ("head_dim", ValueError, dict(head_dim=0), ()),
+    ("dropout", ValueError, dict(dropout=1.1), ()),
+    ("dropout", TypeError, dict(dropout=True), ()),
+    ("softcap", ValueError, dict(softcap=0.0), ()),
+    ("backend", ValueError, dict(backend="fast"), ()),
+    ("window", ValueError, dict(window=(-1, 0)), ()),
+    ("scale", ValueError, dict(scale=float("nan")), ()),
+    ("query", ValueError, {}, (torch.ones(2, 3, 9),)),
+    ("query", ValueError, {}, (X[0],)),
+    ("query", TypeError, {}, (X.long(),)),
+    ("query", ValueError, {}, (X.to("meta"),)),
+    ("key", ValueError, {}, (X, X.repeat(2, 1, 1))),
+    ("key", TypeError, {}, (X, X.half())),
+    ("value", ValueError, {}, (X, X, X[:, :2])),
+    ("value", ValueError, dict(vdim=5), (X, X)),
+    ("mask", ValueError, {}, (X, None, None, torch.ones(2, 3, 3).bool())),
+]
+
+
+@pytest.mark.parametrize("name, error, options, inputs", WRONG)
+def test_a_wrong_argument_is_named(name, error, options, inputs):
+    with pytest.raises(error, match=f"^{name}: "):
+        fa.MultiHeadAttention(**(dict(embed_dim=8, num_heads=2) | options))(*inputs or (X,))
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "make"),
+    "name, error, options, inputs",
     [
-        ("embed_dim", ValueError, lambda: fa.MultiHeadAttention(0, 1)),
-        ("dtype", TypeError, lambda: fa.MultiHeadAttention(8, 2, dtype=torch.int32)),
-        ("key", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.zeros(1, 3, 8), torch.zeros(2, 3, 8))),
-        (
-            "value",
-            ValueError,
-            lambda: fa.MultiHeadAttention(8, 2)(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), torch.zeros(1, 2, 8)),
-        ),
-        ("embed_dim", TypeError, lambda: fa.MultiHeadAttention(8.0, 1)),
-        ("num_heads", ValueError, lambda: fa.MultiHeadAttention(8, 3)),
-        ("num_kv_heads", ValueError, lambda: fa.MultiHeadAttention(8, 4, num_kv_heads=3)),
-        ("head_dim", ValueError, lambda: fa.MultiHeadAttention(8, 2, head_dim=0)),
-        ("dropout", ValueError, lambda: fa.MultiHeadAttention(8, 2, dropout=1.1)),
-        ("dropout", TypeError, lambda: fa.MultiHeadAttention(8, 2, dropout=True)),
-        ("dropout", ValueError, lambda: fa.SelfAttention(8, dropout=float("nan"))),
-        ("softcap", ValueError, lambda: fa.MultiHeadAttention(8, 2, softcap=0.0)),
-        ("backend", ValueError, lambda: fa.MultiHeadAttention(8, 2, backend="fast")),
-        ("window", ValueError, lambda: fa.MultiHeadAttention(8, 2, window=(-1, 0))),
-        ("scale", ValueError, lambda: fa.SelfAttention(8, scale=float("nan"))),
-        ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(2, 3, 9))),
-        ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(3, 8))),
-        ("value", ValueError, lambda: fa.MultiHeadAttention(8, 2, vdim=5)(torch.ones(1, 3, 8), torch.ones(1, 3, 8))),
-        ("x", TypeError, lambda: fa.SelfAttention(8)([1.0])),
-        ("x", TypeError, lambda: fa.SelfAttention(8)(torch.ones(1, 3, 8).double())),
-        ("query", TypeError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(1, 3, 8).long())),
-        ("key", TypeError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(1, 3, 8), torch.ones(1, 3, 8).half())),
-        ("query", ValueError, lambda: fa.MultiHeadAttention(8, 2)(torch.ones(1, 3, 8, device="meta"))),
-        ("mask", TypeError, lambda: fa.SelfAttention(8)(torch.ones(1, 3, 8), torch.ones(3, 3))),
+        ("dropout", ValueError, dict(dropout=float("nan")), (X,)),
+        ("scale", ValueError, dict(scale=float("nan")), (X,)),
+        ("x", TypeError, {}, ([1.0],)),
+        ("x", TypeError, {}, (X.double(),)),
+        ("mask", TypeError, {}, (X, torch.ones(3, 3))),
     ],
 )
-def test_a_wrong_argument_is_named(name, error, make):
+def test_a_wrong_argument_of_one_head_is_named(name, error, options, inputs):
     with pytest.raises(error, match=f"^{name}: "):
-        make()
+        fa.SelfAttention(8, **options)(*inputs)
 
 
 def test_it_is_printed_with_its_options():

@@ -58,11 +58,6 @@ CALLS = {
         lambda qkv: flash.flash_attn_qkvpacked_func(qkv, return_attn_probs=True),
         (torch.randn(2, 5, 3, 4, 16),),
     ),
-    "flash kv": (
-        flash.flash_attn_kvpacked_func,
-        lambda q, kv: flash.flash_attn_kvpacked_func(q, kv),
-        (Q, torch.randn(2, 7, 2, 7, 16)),
-    ),
     "flash varlen": (
         flash.flash_attn_varlen_func,
         lambda q, cu: flash.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4),
@@ -109,13 +104,6 @@ def test_a_traced_function_is_one_node(function, call, inputs):
     want = computed(function, call, inputs)
     for made in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
         same(computed(function, made, inputs), want)
-
-
-def test_a_traced_plan_is_one_node():
-    mask = torch.ones(7, 7, dtype=torch.bool).tril(2)
-    traced = fx.symbolic_trace(lambda q, mask: fa.attention(q, K, V, mask=fa.plan(mask)))
-    assert [x.target for x in traced.graph.nodes if x.op == "call_function"] == [fa.plan, fa.attention]
-    assert torch.equal(traced(Q, mask), fa.attention(Q, K, V, mask=mask))
 
 
 class Calls(nn.Module):
@@ -196,55 +184,6 @@ def test_a_subclass_of_the_drop_in_is_no_leaf():
     assert not any(x.target == "attention" for x in nodes)
 
 
-class Named(fx.Tracer):
-    """Remembers the last node of each module, as torchvision's create_feature_extractor does."""
-
-    def trace(self, *arguments):
-        self.module, self.last = "", {}
-        return super().trace(*arguments)
-
-    def call_module(self, module, *arguments):
-        before, self.module = self.module, self.path_of_module(module)
-        try:
-            return super().call_module(module, *arguments)
-        finally:
-            self.module = before
-
-    def create_proxy(self, *arguments, **options):
-        made = super().create_proxy(*arguments, **options)
-        self.last[self.module] = made.node
-        return made
-
-
-@pytest.mark.parametrize("name, of", [("converted", "attention"), ("encoder", "attention.layers.0.attention.out_proj")])
-def test_features_are_extracted_by_the_name_of_a_module(name, of):
-    module, tracer, found = MODULES[name](), Named(), []
-    extractor = fx.GraphModule(module, tracer.trace(module))
-    extractor.graph.erase_node(next(x for x in extractor.graph.nodes if x.op == "output"))
-    extractor.graph.output(tracer.last[of])
-    extractor.graph.eliminate_dead_code()
-    extractor.recompile()
-    module.get_submodule(of).register_forward_hook(lambda *all: found.append(all[2]))
-    module(X)
-    got, want = ((x[0] if isinstance(x, tuple) else x) for x in (extractor(X), found[0]))
-    assert torch.equal(got, want)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name, seen",
-    [("converted", "attention"), ("heads", "attention.q_proj"), ("encoder", "attention.layers.1.attention.k_proj")],
-)
-def test_quantization_prepares_a_model(name, seen):
-    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
-    module = MODULES[name]().eval()
-    mapping = torch.ao.quantization.get_default_qconfig_mapping("fbgemm")
-    prepared = quantize_fx.prepare_fx(copy.deepcopy(module), mapping, (X,))
-    assert torch.equal(prepared(X), module(X))
-    names = {x.target for x in prepared.graph.nodes if x.op == "call_module"}
-    assert seen in names
-
-
 class Seen(torch.Tensor):
     """Logs the functions of its tensors, and has torch compute them."""
 
@@ -322,15 +261,6 @@ def test_a_causal_bias_is_no_class_that_answers():
     bias = pytest.importorskip("torch.nn.attention.bias")
     out = compat.scaled_dot_product_attention(Q, K, V, bias.causal_lower_right(7, 7))
     assert type(out) is torch.Tensor and torch.equal(out, fa.attention(Q, K, V, causal=True))
-
-
-def test_a_default_device_changes_nothing():
-    want = fa.attention(Q, K, V, causal=True)
-    torch.set_default_device("meta")
-    try:
-        assert torch.equal(fa.attention(Q, K, V, causal=True), want)
-    finally:
-        torch.set_default_device(None)
 
 
 # Without those that break a graph: data tells the number of rows, or processes talk to each other.

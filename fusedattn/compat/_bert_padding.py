@@ -1,25 +1,26 @@
 """flash_attn.bert_padding: from padded batches to packed sequences, and back."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..call.form import is_known
-from ..call.numbers import is_int
 from ..call.overrides import overridable
 from ..call.packing import longest
-from ..call.rules import FLOATING, check_strided, fail
+from ..call.rules import check_strided, fail
 from ..modules import check_sizes
 
 
 @overridable
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows of input (n, ...), differentiable."""
+    """Return rows of input (n, ...), differentiable."""
     return input[indices]
 
 
 @overridable
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) with values (n, ...) in the rows indices (n,) and 0 elsewhere, differentiable."""
+    """Return (first_axis_dim, ...) with values (n, ...) in rows indices (n,) and 0 elsewhere, differentiable."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
@@ -27,7 +28,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The real rows of a padded batch hidden_states (B, S, ...), packed, and where they were.
+    """Pack the real rows of a padded batch hidden_states (B, S, ...).
 
     Args:
         attention_mask, unused_mask: bool or int (B, S), 1 where a row is real, and where one is kept though not real.
@@ -37,9 +38,17 @@ def unpad_input(
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
         fail(ValueError, "hidden_states", "shape (B, S, ...)", tuple(hidden_states.shape))
-    _check_mask("attention_mask", attention_mask, hidden_states)
-    if unused_mask is not None:
-        _check_mask("unused_mask", unused_mask, hidden_states)
+    masks: dict[str, Any] = dict(attention_mask=attention_mask, unused_mask=unused_mask)
+    for name, mask in masks.items():
+        if mask is None and name == "unused_mask":
+            continue
+        check_strided(**{name: mask})
+        if mask.is_complex():
+            fail(TypeError, name, "a tensor of bool or integers", mask.dtype)
+        if mask.device != hidden_states.device:
+            fail(ValueError, name, f"the device of hidden_states, {hidden_states.device}", mask.device)
+        if mask.shape != hidden_states.shape[:2]:
+            fail(ValueError, name, f"shape {tuple(hidden_states.shape[:2])}", tuple(mask.shape))
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     places = kept.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(kept.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
@@ -47,30 +56,11 @@ def unpad_input(
     return index_first_axis(hidden_states.flatten(0, 1), places), places, offsets, longest(offsets, "max_seqlen"), real
 
 
-def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
-    check_strided(**{name: mask})
-    if mask.dtype != torch.bool and mask.dtype not in (
-        *FLOATING,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    ):
-        fail(TypeError, name, "a tensor of bool or integers", mask.dtype)
-    if mask.device != like.device:
-        fail(ValueError, name, f"the device of hidden_states, {like.device}", mask.device)
-    if mask.shape != like.shape[:2]:
-        fail(ValueError, name, f"shape {tuple(like.shape[:2])}", tuple(mask.shape))
-
-
 @overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the others."""
+    """Return (batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the other rows."""
     check_strided(hidden_states=hidden_states, indices=indices)
-    for name, size in dict(batch=batch, seqlen=seqlen).items():
-        if not (is_int(size) and size == 0):
-            check_sizes(**{name: size})
+    check_sizes(**{name: size for name, size in dict(batch=batch, seqlen=seqlen).items() if size != 0})
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
     if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:

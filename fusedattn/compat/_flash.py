@@ -21,7 +21,7 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """function(*tensors, **options); its errors have the caller's names and layout, where `attention` has its own."""
+    """Call a function; its errors get the caller's names and layout of arguments."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -35,7 +35,7 @@ def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, *
 
 
 def check_tensor(name: str, x: Any, layout: str) -> None:
-    """Raise for what is no strided tensor of as many dimensions as the layout, say "(B, S, H, D)"."""
+    """Raise unless x is a strided tensor with as many dimensions as a layout, say "(B, S, H, D)"."""
     check_strided(**{name: x})
     rank = len(layout.split(", "))
     if x.dim() != rank:
@@ -43,7 +43,7 @@ def check_tensor(name: str, x: Any, layout: str) -> None:
 
 
 def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """The queries, keys and values in one tensor, or two of these: as many as its name has letters."""
+    """Split a tensor named qkv or kv into queries, keys and values, or keys and values."""
     check_tensor(name, x, layout)
     if x.shape[-3] != len(name):
         fail(ValueError, name, f"shape {layout}", tuple(x.shape))
@@ -51,21 +51,17 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
-    """The options of the scores, as `attention` takes them."""
+    """Return the options of the scores as `attention` takes them."""
     if isinstance(window_size, Tensor):
         check_strided(window_size=window_size)
-        if window_size.is_meta or window_size.shape != (2,):
-            what = f"a tensor of shape {tuple(window_size.shape)} on {window_size.device}"
-            fail(TypeError, "window_size", "(left, right), each an int", what)
-    if isinstance(window_size, Tensor) or type(window_size).__module__ == "numpy":
-        window_size = window_size.tolist()
-    if isinstance(window_size, tuple | list):
-        window_size = tuple(map(as_python, window_size))
-    if not isinstance(window_size, tuple) or len(window_size) != 2 or not all(map(is_int, window_size)):
+    is_array = type(window_size).__module__ == "numpy" or isinstance(window_size, Tensor) and not window_size.is_meta
+    sides = window_size.tolist() if is_array else window_size
+    sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
+    if len(sides) != 2 or not all(map(is_int, sides)):
         fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))
-    if any(side < -1 for side in window_size):
-        fail(ValueError, "window_size", "no side below -1, which is unbounded", window_size)
-    window = tuple(None if side == -1 else side for side in window_size)
+    if min(sides) < -1:
+        fail(ValueError, "window_size", "no side below -1, which is unbounded", sides)
+    window = tuple(None if side == -1 else side for side in sides)
     softcap = as_python(softcap)
     softcap = None if is_number(softcap) and softcap == 0 else softcap
     softmax_scale = as_python(softmax_scale)
@@ -73,7 +69,7 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
 
 
 def half_kept(q: Any) -> contextlib.AbstractContextManager[Any]:
-    """No autocast for float16 and bfloat16, which flash-attn does not cast; float32 is cast as elsewhere."""
+    """Turn autocast off for float16 and bfloat16, which flash-attn does not cast; float32 is cast as elsewhere."""
     half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
     return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
 
@@ -81,7 +77,7 @@ def half_kept(q: Any) -> contextlib.AbstractContextManager[Any]:
 def _run(
     names: Mapping[str, str], function: Callable[..., Any], tensors: Sequence[Any], options: Sequence[Any], **more: Any
 ) -> tuple[Tensor, ...]:
-    """(output,), or with return_attn_probs (output, log-sum-exp, an empty tensor); options are the caller's."""
+    """Return (output,), or with return_attn_probs (output, log-sum-exp, an empty tensor)."""
     dropout_p, *of_scores, repeatable, return_attn_probs = options
     check_flags(deterministic=repeatable, return_attn_probs=return_attn_probs)
     more |= dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
@@ -91,7 +87,7 @@ def _run(
 
 
 def attend(names: Sequence[str], tensors: Sequence[Any], options: Sequence[Any]) -> Tensor | Any:
-    """`attention` of q, k and v (B, S, H, D); names are those that the caller has for them."""
+    """Compute `attention` of q, k and v (B, S, H, D); names are the caller's names for them."""
     for name, x in zip(names, tensors, strict=True):
         check_tensor(name, x, "(B, S, H, D)")
     by_head = [x.transpose(1, 2) for x in tensors]
@@ -103,11 +99,10 @@ def attend(names: Sequence[str], tensors: Sequence[Any], options: Sequence[Any])
 def attend_packed(
     names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any]
 ) -> Tensor | Any:
-    """`attention_varlen` of its first five arguments; names are {its name: the caller's}."""
-    longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # some callers leave them a tensor
-    longest = {
-        name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else as_python(x) for name, x in longest.items()
-    }
+    """Compute `attention_varlen` of its first five arguments; names are {its name: the caller's}."""
+    longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    for name, x in longest.items():  # some callers leave them a tensor
+        longest[name] = x.item() if isinstance(x, Tensor) and x.dim() == 0 else as_python(x)
     out, *more = _run(names, attention_varlen, tensors, options, **longest)
     return (out.contiguous(), *more) if more else out.contiguous()
 
@@ -182,7 +177,7 @@ def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
 
 
 def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Tensor:
-    """cache_seqlens as a tensor (B,); room is how many keys a sequence has space for."""
+    """Return cache_seqlens as a tensor (B,); room is the capacity of a sequence."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     if cache_seqlens is None:
@@ -201,7 +196,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, room: int) -> Te
 
 
 def rotated_as_theirs(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """caches, checked, whose query and new_key are rotated as flash-attn does where `attention_decode` does not.
+    """Check caches, and rotate query and new_key as flash-attn does where `attention_decode` does not.
 
     A new key is rotated by its slot; query i by the length before the append, plus i if spread.
     """

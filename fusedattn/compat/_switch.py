@@ -30,12 +30,11 @@ def sdpa() -> AbstractContextManager[Any]:
         >>> with fusedattn.compat.torch.sdpa():
         ...     torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
 
-    For code that cannot be edited, such as transformers' "sdpa". It is a TorchFunctionMode, so it
-    also answers references that were imported before, torch.ops.aten.scaled_dot_product_attention, and
-    torch.nn.MultiheadAttention with need_weights=False, whose fast path is not taken. Gradients and autocast work;
-    torch.compile compiles inside and outside apart. `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel
-    does not. attn_mask beside is_causal raises, and so do nested tensors but those of torch.jagged without a mask. A
-    tensor whose class has a __torch_function__ is answered by its class.
+    For code that cannot be edited. It is a TorchFunctionMode, so it also answers references that were imported before,
+    torch.ops.aten.scaled_dot_product_attention, and torch.nn.MultiheadAttention with need_weights=False, whose fast
+    path is not taken. Gradients and autocast work; torch.compile compiles inside and outside apart.
+    `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel does not. attn_mask beside is_causal raises, and so
+    do nested tensors but those of torch.jagged without a mask. A tensor class with a __torch_function__ answers itself.
 
     It holds for this thread (for others see `enable_sdpa`), and for a backward that is started inside, as that of a
     model with checkpoints must be. Every call of a function of torch's takes about a microsecond longer.
@@ -74,9 +73,7 @@ def disable_sdpa() -> None:
     global _everywhere
     modes = [mode for mode in private.function_modes() if not isinstance(mode, _OursWhileEnabled)]
     private.replace_function_modes(modes)
-    if _everywhere is not None:
-        _everywhere.remove()
-        _everywhere = None
+    _everywhere = None
 
 
 def _ours(*args: Any, **kwargs: Any) -> Tensor:

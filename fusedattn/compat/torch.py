@@ -27,10 +27,8 @@ def _stay(module: nn.Module, inputs: Any) -> None:
 
 
 def _check_flags(**flags: Any) -> None:
-    """`check_flags`, which also takes 0 and 1, as torch.nn.MultiheadAttention does."""
-    check_flags(
-        **{name: bool(flag) if isinstance(flag, int) and flag in (0, 1) else flag for name, flag in flags.items()}
-    )
+    """Check flags that may be 0 and 1, as those of torch.nn.MultiheadAttention may."""
+    check_flags(**{name: bool(x) if isinstance(x, int) and x in (0, 1) else x for name, x in flags.items()})
 
 
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -104,10 +102,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_first: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         embed_dim, num_heads, dropout, kdim, vdim = map(as_python, (embed_dim, num_heads, dropout, kdim, vdim))
-        widths = dict(kdim=kdim, vdim=vdim)
-        check_sizes(
-            embed_dim=embed_dim, num_heads=num_heads, **{name: x for name, x in widths.items() if x is not None}
-        )
+        sizes = dict(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
+        check_sizes(**{name: x for name, x in sizes.items() if x is not None or name in ("embed_dim", "num_heads")})
         if embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_shares(dropout=dropout)
@@ -194,7 +190,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights
 
     def _within(self, x: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
-        """(nested output, padded weights or None): self-attention within each sequence of a nested tensor."""
+        """Attend within each sequence of a nested tensor: (nested output, padded weights or None)."""
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
         places = torch.arange(padded.shape[1], device=x.device)
@@ -203,7 +199,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """(q, k, v), projected; one product for inputs that are the same tensor."""
+        """Return q, k and v; inputs that are the same tensor take one product."""
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and query is key and key is value:
             return linear(query, weight, bias).chunk(3, -1)
@@ -215,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return q, linear(key, weights[1], biases[1]), linear(value, weights[2], biases[2])
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor]:
-        """k and v, followed by bias_k and bias_v, and by the zeros of add_zero_attn."""
+        """Return k and v, followed by bias_k and bias_v, and by the zeros of add_zero_attn."""
         shape = [1 if dim == along else size for dim, size in enumerate(k.shape)]
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (torch.cat([x, more.expand(shape)], along) for x, more in ((k, self.bias_k), (v, self.bias_v)))
@@ -268,20 +264,17 @@ def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
 
 
 def _report(model: nn.Module, replaced: int, before: int) -> None:
-    """Log how many modules `convert` replaced, and how many were ours before."""
+    """Log how many modules `convert` replaced, how many were ours before, and which subclasses it left."""
     name, what = type(model).__name__, "torch.nn.MultiheadAttention in"
+    attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
+    left = sorted({type(x).__name__ for x in attentions if not (isinstance(x, MultiheadAttention) or _is_torchs(x))})
     if replaced or before:
         already = f", {before} were converted before" if before else ""
         _log.info("convert: replaced %d %s %s%s", replaced, what, name, already)
-        attentions = (x for x in model.modules() if isinstance(x, nn.MultiheadAttention))
-        left = sorted(
-            {type(x).__name__ for x in attentions if not (isinstance(x, MultiheadAttention) or _is_torchs(x))}
-        )
         if left:
             _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", ", ".join(left))
         return
-    subclasses = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
-    but = f" but {subclasses} of subclasses, which stay as they are" if subclasses else ""
+    but = f" but {len(attentions)} of subclasses, which stay as they are" if attentions else ""
     advice = "Where it calls F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(); for a model of Hugging "
     advice += 'Face Transformers, fusedattn.compat.transformers.register() and attn_implementation="fusedattn"'
     _log.warning("convert: found no %s %s%s, and replaced nothing. %s", what, name, but, advice)

@@ -25,14 +25,14 @@ def register(name: str = "fusedattn") -> None:
 
     Attention is then ours in training, in generate() with any cache and under gradient checkpointing, in each part of a
     model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
-    and T5), or that hands it sparse indices or a sink for each query (DeepSeek-V3.2, GLM-MoE-DSA, Inkling2), computes
-    what it does with "eager", and a warning names the class of the model, once. The code is read, of
-    classes and of instances whose methods were replaced, when a model is built or loaded and when
+    and T5), or that passes sparse indices or a sink for each query (DeepSeek-V3.2), computes what it does with "eager".
+    A warning names the class of the model, once. Code is read when a model is built or loaded and when
     `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
-    name. After replacing attention in a model, call `set_attn_implementation` again. A model whose code is mixed, or
-    right only for eager's floating masks, gets these, as large as the scores; so does a name that was written into a
-    config by hand, or pickled with it. generate_batch() takes no registered name. output_attentions=True gets weights
-    in models that hand the keyword to attention; set it in the config for those that do not, such as GPT-2.
+    name. After replacing attention in a model, call `set_attn_implementation` again. A model gets eager's floating
+    masks, as large as the scores, where its code is mixed or replaced by functions that are not a method of its
+    classes, and where the name was written into a config by hand. generate_batch() takes no registered name.
+    output_attentions=True gets weights in models that hand the keyword to attention; set it in the config for those
+    that do not, such as GPT-2.
 
     Registering twice, or under two names, does no harm.
 
@@ -45,12 +45,13 @@ def register(name: str = "fusedattn") -> None:
         fail(TypeError, "name", "a string", type(name).__name__)
     if not name:
         fail(ValueError, "name", "a name", repr(name))
-    for part in (part for part in RESERVED if part in name):
-        fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {RESERVED[part]}", repr(name))
+    for part, meaning in RESERVED.items():
+        if part in name:
+            fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
     try:
         from transformers import AttentionInterface
 
-        from ._hf_models import install
+        from ._hf import install
     except ImportError as error:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     registered = AttentionInterface().get(name)
@@ -147,25 +148,23 @@ def fusedattn_forward(
 
 def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None:
     """Return where packed sequences begin, of queries and of keys, if the model was given that; else None."""
-    names = "cu_seq_lens_q", "cu_seq_lens_k"
-    given: dict[str, Any] = {name: others.get(name) for name in names}
+    given: dict[str, Any] = {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     if all(x is None for x in given.values()):
         return None
     check_strided(**given)
     if batch != 1:
-        fail(
-            ValueError, names[0], "a batch of 1, which holds all sequences one behind the other", f"a batch of {batch}"
-        )
+        fail(ValueError, "cu_seq_lens_q", "a batch of 1 beside it, which holds all sequences", f"a batch of {batch}")
     for name, x in given.items():
         if x.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "an int32 or int64 tensor", x.dtype)
         if x.dim() != 1:
             fail(ValueError, name, "rank 1, (sequences + 1,)", tuple(x.shape))
-    return given[names[0]].int(), given[names[1]].int()
+    rows, keys = (x.int() for x in given.values())
+    return rows, keys
 
 
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
-    """A mask or bias in rank 4, as torch broadcasts it, cut to so many keys."""
+    """Return a mask or bias in rank 4, as torch broadcasts it, cut to the number of keys."""
     if scores is None:
         return None
     scores = scores[(None,) * (4 - scores.dim())]

@@ -11,7 +11,7 @@ from fusedattn.compat import transformers as compat
 @pytest.fixture
 def told():
     """The warnings of ours: each test is the first to see a model."""
-    judge = pytest.importorskip("fusedattn.compat._hf_models")
+    judge = pytest.importorskip("fusedattn.compat._hf")
     before = set(judge._warned)
     judge._warned.clear()
     with warnings.catch_warnings(record=True) as caught:

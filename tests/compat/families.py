@@ -8,21 +8,26 @@ import torch
 transformers = pytest.importorskip("transformers")
 MAJOR = int(transformers.__version__.partition(".")[0])
 
-TINY = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
+_NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
+TINY = dict(zip(_NAMES, (32, 40, 2, 4, 64), strict=True), vocab_size=64, pad_token_id=0)
+TINY |= dict(bos_token_id=1, eos_token_id=None)
 GROUPED = dict(TINY, num_key_value_heads=2)
 HEADS = dict(GROUPED, head_dim=8)
-WINDOWS = ["sliding_attention", "full_attention"]
+WINDOWS = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
 SEQ2SEQ = dict(vocab_size=64, pad_token_id=0, eos_token_id=None, decoder_start_token_id=1)
+SIDES = dict(SEQ2SEQ, bos_token_id=1, d_model=32, max_position_embeddings=64)
+SIDES |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
+          dict(layers=2, attention_heads=4, ffn_dim=40).items()}  # fmt: skip
+IMAGE = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+IMAGE |= dict(image_size=12, patch_size=4)
+LATENT = dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4)
+LATENT |= dict(v_head_dim=7, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+LATENT |= dict(n_shared_experts=1, moe_intermediate_size=16, first_k_dense_replace=1)
+SPEECH = dict(num_mel_bins=6, max_source_positions=11, max_target_positions=32)
+SPEECH |= dict(suppress_tokens=None, begin_suppress_tokens=None)
+T5 = dict(d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
+T5 |= dict(relative_attention_num_buckets=8, relative_attention_max_distance=12)
+MODERN = dict(local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2)
 
 
 class Family(NamedTuple):
@@ -30,221 +35,54 @@ class Family(NamedTuple):
 
     name: str
     model: str
-    config: str
     options: dict
     kind: str = "decoder"  # or "encoder", "image", "speech", "seq2seq": what the inputs are
     since: int = 4  # the version of transformers that first calls the interface
+    config: str | None = None  # other than the first word of the model's name
 
 
 FAMILIES = [
-    Family("BERT", "BertForMaskedLM", "BertConfig", TINY, "encoder", since=5),
-    Family("BERT decoder", "BertLMHeadModel", "BertConfig", dict(TINY, is_decoder=True), since=5),
-    Family(
-        "ModernBERT",
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        dict(TINY, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
-        "encoder",
-        since=5,
-    ),
-    Family(
-        "ViT",
-        "ViTForImageClassification",
-        "ViTConfig",
-        dict(
-            hidden_size=32,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=12,
-            patch_size=4,
-            num_labels=5,
-        ),
-        "image",
-    ),
-    Family(
-        "Whisper",
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        dict(
-            SEQ2SEQ,
-            bos_token_id=1,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=40,
-            decoder_ffn_dim=40,
-            num_mel_bins=6,
-            max_source_positions=11,
-            max_target_positions=32,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        ),
-        "speech",
-    ),
-    Family(
-        "T5",
-        "T5ForConditionalGeneration",
-        "T5Config",
-        dict(
-            SEQ2SEQ,
-            d_model=32,
-            d_kv=8,
-            d_ff=40,
-            num_layers=2,
-            num_heads=4,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=12,
-        ),
-        "seq2seq",
-        since=5,
-    ),
-    Family(
-        "BART",
-        "BartForConditionalGeneration",
-        "BartConfig",
-        dict(
-            SEQ2SEQ,
-            bos_token_id=1,
-            forced_eos_token_id=None,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=40,
-            decoder_ffn_dim=40,
-            max_position_embeddings=64,
-        ),
-        "seq2seq",
-    ),
-    Family("Llama", "LlamaForCausalLM", "LlamaConfig", GROUPED),
-    Family("Mistral", "MistralForCausalLM", "MistralConfig", dict(GROUPED, sliding_window=4)),
+    Family("BERT", "BertForMaskedLM", TINY, "encoder", since=5),
+    Family("BERT decoder", "BertLMHeadModel", dict(TINY, is_decoder=True), since=5, config="BertConfig"),
+    Family("ModernBERT", "ModernBertForMaskedLM", TINY | MODERN, "encoder", since=5),
+    Family("ViT", "ViTForImageClassification", dict(IMAGE, num_labels=5), "image"),
+    Family("Whisper", "WhisperForConditionalGeneration", SIDES | SPEECH, "speech"),
+    Family("T5", "T5ForConditionalGeneration", SEQ2SEQ | T5, "seq2seq", since=5),
+    Family("BART", "BartForConditionalGeneration", dict(SIDES, forced_eos_token_id=None), "seq2seq"),
+    Family("Llama", "LlamaForCausalLM", GROUPED),
+    Family("Mistral", "MistralForCausalLM", dict(GROUPED, sliding_window=4)),
     Family(
         "Gemma 2",
         "Gemma2ForCausalLM",
-        "Gemma2Config",
-        dict(
-            HEADS,
-            sliding_window=4,
-            layer_types=WINDOWS,
-            attn_logit_softcapping=1.5,
-            query_pre_attn_scalar=5,
-            use_cache=True,
-        ),
+        dict(HEADS, **WINDOWS, attn_logit_softcapping=1.5, query_pre_attn_scalar=5, use_cache=True),
     ),
-    Family(
-        "Gemma 3",
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        dict(HEADS, sliding_window=4, layer_types=WINDOWS, query_pre_attn_scalar=5),
-    ),
-    Family(
-        "GPT-OSS",
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        dict(HEADS, sliding_window=4, layer_types=WINDOWS, num_local_experts=2, num_experts_per_tok=1),
-    ),
-    Family(
-        "DeepSeek-V3",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        dict(
-            TINY,
-            num_key_value_heads=4,
-            q_lora_rank=12,
-            kv_lora_rank=10,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
-            v_head_dim=7,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            n_shared_experts=1,
-            moe_intermediate_size=16,
-            first_k_dense_replace=1,
-        ),
-    ),
+    Family("Gemma 3", "Gemma3ForCausalLM", dict(HEADS, **WINDOWS, query_pre_attn_scalar=5), config="Gemma3TextConfig"),
+    Family("GPT-OSS", "GptOssForCausalLM", dict(HEADS, **WINDOWS, num_local_experts=2, num_experts_per_tok=1)),
+    Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
 ]
-
-GPT = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-WIDE = dict(SEQ2SEQ, bos_token_id=1, d_model=32, max_position_embeddings=64)
+TROCR = dict(SIDES, cross_attention_hidden_size=32)
+XGLM = dict(SIDES, ffn_dim=40, num_layers=2, attention_heads=4)
 # Whose attention is code of their own, in transformers 4 and 5.
 SILENT = [
-    Family("Bloom", "BloomForCausalLM", "BloomConfig", dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
-    Family("CodeGen", "CodeGenForCausalLM", "CodeGenConfig", dict(GPT, rotary_dim=4, n_ctx=64)),
-    Family("MegatronBERT", "MegatronBertForMaskedLM", "MegatronBertConfig", TINY, "encoder"),
-    Family(
-        "XGLM",
-        "XGLMForCausalLM",
-        "XGLMConfig",
-        dict(WIDE, ffn_dim=40, num_layers=2, attention_heads=4),
-    ),
-    Family(
-        "TrOCR",
-        "TrOCRForCausalLM",
-        "TrOCRConfig",
-        dict(WIDE, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=40, cross_attention_hidden_size=32),
-    ),
-    Family(
-        "MPT", "MptForCausalLM", "MptConfig", dict(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
-    ),
-    Family(
-        "LED",
-        "LEDForConditionalGeneration",
-        "LEDConfig",
-        dict(
-            SEQ2SEQ,
-            bos_token_id=1,
-            d_model=32,
-            attention_window=4,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=40,
-            decoder_ffn_dim=40,
-            max_encoder_position_embeddings=64,
-            max_decoder_position_embeddings=64,
-        ),
-        "seq2seq",
-    ),
+    Family("Bloom", "BloomForCausalLM", dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
+    Family("XGLM", "XGLMForCausalLM", XGLM),
+    Family("TrOCR", "TrOCRForCausalLM", TROCR),
+    Family("LED", "LEDForConditionalGeneration", dict(SIDES, attention_window=4), "seq2seq"),
     Family(
         "DeBERTa-v2",
         "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
         dict(TINY, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8),
         "encoder",
     ),
-    Family("ImageGPT", "ImageGPTForCausalImageModeling", "ImageGPTConfig", GPT),
-    Family("Falcon", "FalconForCausalLM", "FalconConfig", dict(TINY, new_decoder_architecture=True, num_kv_heads=2)),
-    Family(
-        "GPT Neo",
-        "GPTNeoForCausalLM",
-        "GPTNeoConfig",
-        dict(
-            vocab_size=64,
-            hidden_size=32,
-            num_layers=2,
-            num_heads=4,
-            attention_types=[[["global", "local"], 1]],
-            window_size=4,
-            max_position_embeddings=64,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-    ),
-    Family("OpenAI GPT", "OpenAIGPTLMHeadModel", "OpenAIGPTConfig", dict(GPT, pad_token_id=0)),
-    Family("YOSO, without a softmax", "YosoForMaskedLM", "YosoConfig", dict(TINY, use_expectation=True), "encoder"),
+    Family("Falcon", "FalconForCausalLM", dict(TINY, new_decoder_architecture=True, num_kv_heads=2)),
+    Family("YOSO, without a softmax", "YosoForMaskedLM", dict(TINY, use_expectation=True), "encoder"),
 ]
+BY_NAME = {family.name: family for family in FAMILIES + SILENT}
 
 
 def drawn(family, **options):
     """A model of the family with weights large enough for attention to be far from uniform."""
-    config = getattr(transformers, family.config)(**family.options)
+    config = getattr(transformers, family.config or family.model.partition("For")[0] + "Config")(**family.options)
     return weighted(getattr(transformers, family.model)._from_config(config, **options))
 
 
@@ -261,6 +99,10 @@ def tokens(batch, length):
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(batch + length))
 
 
+def images(batch):
+    return torch.randn(batch, 3, 12, 12, generator=torch.Generator().manual_seed(7))
+
+
 def padding(length):
     """(3, length): one sample padded on the left, one on the right, one not at all."""
     mask = torch.ones(3, length, dtype=torch.long)
@@ -269,12 +111,11 @@ def padding(length):
 
 
 def inputs_of(family, padded):
-    generator = torch.Generator().manual_seed(7)
     if family.kind == "image":
-        return dict(pixel_values=torch.randn(2, 3, 12, 12, generator=generator), labels=torch.tensor([1, 4]))
+        return dict(pixel_values=images(2), labels=torch.tensor([1, 4]))
     inputs, counts = dict(labels=tokens(3, 9)), padding(9)
     if family.kind == "speech":
-        inputs["input_features"] = torch.randn(3, 6, 22, generator=generator)
+        inputs["input_features"] = torch.randn(3, 6, 22, generator=torch.Generator().manual_seed(7))
     else:
         inputs["input_ids"] = tokens(3, 11) if family.kind == "seq2seq" else inputs["labels"]
     if padded:
@@ -284,3 +125,12 @@ def inputs_of(family, padded):
             counts = counts * counts.roll(1, dims=1)
         inputs["labels"] = inputs["labels"].masked_fill(counts == 0, -100)
     return inputs
+
+
+@torch.no_grad()
+def logits(model, inputs, **options):
+    inputs = {name: value for name, value in inputs.items() if name != "labels"} | options
+    if "decoder_input_ids" not in inputs and model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens(3, 9)
+    torch.manual_seed(0)
+    return model(**inputs).logits

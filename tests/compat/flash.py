@@ -1,52 +1,19 @@
 """Attention as flash-attn defines it, (B, S, H, D) and lower-right, in the dtype of the inputs; and its names."""
 
-import math
 import re
 
 import torch
 
+import fusedattn as fa
 
-def formula(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    factor=None,
-    seen=None,
-):
-    """(output (B, Sq, H, Dv), log-sum-exp (B, H, Sq)).
 
-    factor: (B, H, Sq, Sk), multiplies weights, as dropout does. seen: bool (Sk,), keys that are there at all.
-    """
-    (_, rows, heads, dim), keys = q.shape, k.shape[1]
-    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (dim**-0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    level = torch.arange(rows, device=q.device)[:, None] + keys - rows
-    key = torch.arange(keys, device=q.device)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(q.dtype).reshape(-1, heads, 1, 1) * (level - key).abs()
-    left, right = window_size
-    visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-    if left != -1:
-        visible &= key >= level - left
-    if right != -1:
-        visible &= key <= level + right
-    if causal:
-        visible &= key <= level
-    if seen is not None:
-        visible &= seen
-    scores = scores.masked_fill(~visible, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.where(visible, (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp(), 0.0)
-    if factor is not None:
-        weights = weights * factor
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+def formula(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None):
+    """(output (B, Sq, H, Dv), log-sum-exp (B, H, Sq)) by eager PyTorch."""
+    window = tuple(None if side == -1 else int(side) for side in window_size)
+    options = dict(scale=softmax_scale, causal=causal, window=window, softcap=softcap or None)
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = fa.reference.eager(*by_head, **options, alibi_slopes=alibi_slopes, return_lse=True)
+    return out.transpose(1, 2), lse
 
 
 def turned(x, places, cos, sin, interleaved):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import warnings
 
 import pytest
@@ -66,7 +67,6 @@ def transformer(**options):
 
 
 MODELS = {
-    "transformer": (transformer, (X, X + 1), {}),
     "transformer, sequence first": (lambda: transformer(batch_first=False), (X, X + 1), {}),
     "transformer, norm first": (lambda: transformer(norm_first=True, activation="gelu"), (X, X + 1), {}),
     "transformer, masks": (
@@ -74,8 +74,6 @@ MODELS = {
         (X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING, PADDING[:, :5], PADDING),
         dict(tgt_is_causal=True),
     ),
-    "encoder": (encoder, (X,), {}),
-    "encoder, causal": (encoder, (X, FLOATS), {}),
     "encoder, hint": (encoder, (X, FLOATS), dict(is_causal=True)),
     "encoder, padded": (encoder, (X,), dict(src_key_padding_mask=PADDING)),
     "encoder, both": (encoder, (X, CAUSAL, PADDING), {}),
@@ -137,35 +135,28 @@ def test_fully_padded_samples_are_finite_in_every_mode(mode):
 
 
 def test_all_is_shared_and_nothing_is_renamed():
-    model = transformer()
-    old = model.encoder.layers[0].self_attn
-    seen = []
+    model, seen = transformer(), []
+    old = model.encoder.layers[0].self_attn.eval()
     old.register_buffer("extra", torch.ones(2))
-    old.mark = "kept"
-    old.dropout = 0.25
-    old.eval()
+    old.mark, old.dropout = "kept", 0.25
     old.in_proj_bias.requires_grad_(False)
     before_hook = old.register_forward_pre_hook(lambda module, inputs: seen.append("before"))
     old.register_forward_hook(lambda module, inputs, out: seen.append("after"))
-    old.register_state_dict_post_hook(lambda *_: seen.append("state"))
-    names = [name for name, _ in model.named_modules()]
-    parameters, state = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+
+    def parts():
+        named = model.named_parameters(), model.state_dict(keep_vars=True).items()
+        return [name for name, _ in model.named_modules()], *([(name, id(x)) for name, x in each] for each in named)
+
+    before = parts()
     assert model.encoder.use_nested_tensor and compat.convert(model) is model and not model.encoder.use_nested_tensor
     new = model.encoder.layers[0].self_attn
-    assert type(new) is compat.MultiheadAttention and [name for name, _ in model.named_modules()] == names
-    assert list(model.state_dict()) == list(state)
-    assert all(x is state[name] for name, x in model.state_dict(keep_vars=True).items())
-    assert list(parameters) == [name for name, _ in model.named_parameters()]
-    assert all(x is parameters[name] for name, x in model.named_parameters())
+    assert type(new) is type(model.decoder.layers[1].multihead_attn) is compat.MultiheadAttention and parts() == before
     assert (new.mark, new.dropout, new.training, new.batch_first) == ("kept", 0.25, False, True)
     assert new.extra is old.extra and new.out_proj is old.out_proj and not new.in_proj_bias.requires_grad
-    seen.clear()
     new(X, X, X)
-    assert seen == ["before", "after"]
     before_hook.remove()
     new(X, X, X)
     assert seen == ["before", "after", "after"]
-    assert type(model.decoder.layers[1].multihead_attn) is compat.MultiheadAttention
 
 
 def test_a_shared_module_stays_one_and_subclasses_stay_as_they_are():
@@ -198,27 +189,15 @@ def test_it_says_how_many_it_replaced_and_what_else_there_is_where_it_was_none(c
         caplog.clear()
         compat.convert(model)
         (record,) = caplog.records
-        assert record.name == "fusedattn"
-        return record.levelname, record.getMessage()
+        return record.name, record.levelname, [int(n) for n in re.findall(r"\d+", record.getMessage())]
 
     model = nn.ModuleList([encoder(), nn.MultiheadAttention(16, 4)])
     model.append(model[1])
-    assert said(model) == ("INFO", "convert: replaced 3 torch.nn.MultiheadAttention in ModuleList")
-    assert said(model) == (
-        "INFO",
-        "convert: replaced 0 torch.nn.MultiheadAttention in ModuleList, 3 were converted before",
-    )
-    model.append(nn.MultiheadAttention(16, 4))
-    assert "replaced 1 " in said(model)[1] and "replaced 0 " in said(model[1])[1]
-    assert said(nn.MultiheadAttention(16, 4)) == (
-        "INFO",
-        "convert: replaced 1 torch.nn.MultiheadAttention in MultiheadAttention",
-    )
-    level, text = said(nn.Sequential(nn.Linear(2, 2)))
-    assert level == "WARNING" and "compat.torch.sdpa()" in text and "compat.transformers.register()" in text
-    assert "found no torch.nn.MultiheadAttention in Sequential, and" in text and "\n" not in text
-    level, text = said(nn.Sequential(Custom(16, 4)))
-    assert level == "WARNING" and "but 1 of subclasses, which stay as they are" in text
+    assert said(model) == ("fusedattn", "INFO", [3])
+    assert said(model) == ("fusedattn", "INFO", [0, 3])
+    assert said(nn.MultiheadAttention(16, 4))[2] == [1]
+    assert said(nn.Sequential(nn.Linear(2, 2)))[1] == "WARNING" and "compat.torch.sdpa()" in caplog.text
+    assert said(nn.Sequential(Custom(16, 4))) == ("fusedattn", "WARNING", [1])
 
 
 def test_a_bare_module_gives_one_that_shares_its_parameters():
@@ -227,7 +206,7 @@ def test_a_bare_module_gives_one_that_shares_its_parameters():
     assert type(new) is compat.MultiheadAttention and type(old) is nn.MultiheadAttention and not new.training
     assert all(a is b for a, b in zip(old.parameters(), new.parameters(), strict=True))
     assert_like(new(X, X, X), lambda: old(X, X, X))
-    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got list"):
+    with pytest.raises(TypeError, match="^model: "):
         compat.convert([old])
 
 
@@ -272,28 +251,6 @@ def test_copies_are_converted_and_share_nothing(copied, counted):
         for parameter in twin.parameters():
             parameter.zero_()
         assert torch.equal(model(X, src_key_padding_mask=PADDING), want)
-
-
-def test_a_layer_made_of_ours_computes_ours_too(counted):
-    layer = encoder_layer().eval()
-    layer.self_attn = compat.MultiheadAttention(16, 4, batch_first=True).eval()
-    with torch.no_grad():
-        layer(X, src_key_padding_mask=PADDING)
-    assert len(counted) == 1
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
-def test_an_encoder_made_of_a_converted_layer_may_pack_its_batches(counted):
-    layer = shaken(encoder_layer())
-    model = nn.TransformerEncoder(layer, 2).eval()
-    twin = nn.TransformerEncoder(compat.convert(layer), 2).eval()
-    with torch.no_grad():
-        got = twin(X, src_key_padding_mask=PADDING)
-        assert len(counted) == 2 and (got[0, 4:] == 0).all()
-        assert_like(got, lambda: model(X, src_key_padding_mask=PADDING))
-    with pytest.raises(TypeError, match="query: expected a strided tensor"):
-        packed = torch.nested.nested_tensor([X[0]])
-        layer.self_attn(packed, packed, packed, torch.zeros(1, 6).bool())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

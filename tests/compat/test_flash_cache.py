@@ -11,7 +11,6 @@ from fusedattn.compat.flash_attn import flash_attn_with_kvcache
 from fusedattn.testing.tolerance import verdict
 
 from ..caches import bits
-from ..close import assert_as_good, assert_like
 from .flash import assert_names, described, formula, turned
 
 HKV, D, DV, C = 2, 10, 6, 12
@@ -138,18 +137,13 @@ CASES = [
     Case("none new", new=0),
     Case("window", dict(window_size=(3, 1)), Sq=3, new=2),
     Case("causal window", dict(causal=True, window_size=(2, 2)), Sq=2, new=2),
-    Case("softcap", dict(softcap=1.5), new=1),
-    Case("alibi", dict(alibi_slopes=(4,)), Sq=2, new=1),
     Case("num_splits", dict(num_splits=3), new=1),
     Case("everything", EVERY | dict(window_size=(6, 0), rotary_interleaved=False), Sq=3, new=3, half=4, page=5),
-    Case("pages", dict(causal=True), Sq=2, new=2, page=4),
     Case("odd pages", dict(causal=True), Sq=2, new=3, page=5),
-    Case("views", dict(causal=True), Sq=2, new=2, views=True),
     Case("views of pages", dict(causal=True), Sq=2, new=2, page=4, views=True),
     Case("chosen caches", dict(causal=True), Sq=2, new=2, batch_idx=(3, 0, 4)),
     Case("chosen views", dict(causal=True), Sq=2, new=2, batch_idx=(3, 0, 4), views=True, half=5),
     Case("one cache for all", batch_idx=(1, 1, 1), lengths=(5, 5, 5)),
-    Case("left padding", dict(causal=True), Sq=2, new=2, leftpad=(0, 2, 9)),
     Case("left padding of the whole", leftpad=(0, 2, 7), lengths=None),
     Case("left padding of chosen caches", new=1, leftpad=(0, 3, 1), batch_idx=(4, 2, 0)),
     Case("left padding, turned", EVERY, Sq=2, new=2, leftpad=(0, 2, 4), half=2),
@@ -209,48 +203,6 @@ def check(case, device, backend):
             assert torch.equal(flash_attn_with_kvcache(**a), out)
 
 
-def test_arguments_by_position():
-    a = Case(
-        "", dict(softmax_scale=0.4, causal=True, window_size=(4, 0)), Sq=2, new=2, half=2, leftpad=(0, 1, 2)
-    ).draw()
-    cos, sin = a["rotary_cos"], a["rotary_sin"]
-    index = torch.tensor([2, 1, 0], dtype=torch.int32)
-    a |= dict(cache_batch_idx=index, k_cache=a["k_cache"][:3].nan_to_num(), v_cache=a["v_cache"][:3].nan_to_num())
-    a |= dict(softcap=2.0, rotary_interleaved=False, alibi_slopes=torch.rand(4))
-    want, exact = one_by_one(a), one_by_one(in_float64(a))
-    got = flash_attn_with_kvcache(
-        *(a[name] for name in ("q", "k_cache", "v_cache", "k", "v")),
-        cos,
-        sin,
-        *(a[name] for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad")),
-        None,
-        0.4,
-        True,
-        (4, 0),
-        2.0,
-        False,
-        a["alibi_slopes"],
-        7,
-        True,
-    )
-    for each in zip(got, want[:2], exact[:2], strict=True):
-        assert_as_good(*each)
-
-
-def test_a_generation():
-    """A prompt and then token by token, in place, is one causal call."""
-    q, k, v = torch.randn(2, 9, 4, D), torch.randn(2, 9, HKV, D), torch.randn(2, 9, HKV, DV)
-    caches, length = (torch.full((2, C, HKV, D), math.nan), torch.full((2, C, HKV, DV), math.nan)), 0
-    outs = []
-    for step in (4, 1, 1, 2, 1):
-        new = slice(length, length + step)
-        given = q[:, new], *caches, k[:, new], v[:, new]
-        outs.append(flash_attn_with_kvcache(*given, cache_seqlens=length, causal=True))
-        length += step
-    assert_like(torch.cat(outs, 1), lambda: formula(q, k, v, causal=True)[0])
-    assert torch.equal(caches[0][:, :9], k) and torch.equal(caches[1][:, :9], v)
-
-
 def test_in_one_graph():
     a = Case("", Sq=3, new=1, half=2, batch_idx=(3, 0, 4), leftpad=(0, 2, 4)).draw()
     twin = a | {cache: a[cache].clone() for cache in ("k_cache", "v_cache")}
@@ -268,72 +220,58 @@ def rotary(positions=2 * C, half=3, **more):
     return dict(rotary_cos=torch.zeros(positions, half), rotary_sin=torch.zeros(positions, half)) | more
 
 
+CACHE = torch.zeros(5, C, HKV, D)
+LONGER = torch.zeros(3, 3, 4, D)  # more queries than new keys, which are rotated before the call of attention_decode
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=INT32)
+
+
 WRONG = [
     (TypeError, "q", dict(q=None)),
     (ValueError, "q", dict(q=torch.zeros(3, 2, D))),
     (ValueError, "q", dict(q=torch.zeros(3, 2, 4, D).requires_grad_())),
-    (TypeError, "q", dict(q=torch.zeros(3, 2, 4, D, dtype=INT32))),
-    (TypeError, "k_cache", dict(k_cache=None)),
-    (TypeError, "k_cache", dict(k_cache=torch.zeros(5, C, HKV, D).half())),
+    (TypeError, "k_cache", dict(k_cache=CACHE.half())),
     (ValueError, "k_cache", dict(k_cache=torch.zeros(5, C, HKV, D + 1))),
-    (ValueError, "k_cache", dict(k_cache=torch.zeros(2, C, HKV, D), v_cache=torch.zeros(2, C, HKV, DV))),
-    (ValueError, "k_cache", dict(k_cache=torch.zeros(5, C, 3, D))),
-    (ValueError, "k_cache", dict(k_cache=torch.zeros(5, 1, HKV, D).expand(5, C, HKV, D))),
-    (ValueError, "k_cache", dict(k_cache=torch.zeros(5, C, HKV, D, device="meta"))),
+    (ValueError, "k_cache", dict(k_cache=CACHE[:2], v_cache=torch.zeros(2, C, HKV, DV))),
+    (ValueError, "k_cache", dict(k_cache=CACHE[:, :1].expand(5, C, HKV, D))),
+    (ValueError, "k_cache", dict(k_cache=CACHE.to("meta"))),
     (ValueError, "v_cache", dict(v_cache=torch.zeros(5, C + 1, HKV, DV))),
-    (TypeError, "v_cache", dict(v_cache=torch.zeros(5, C, HKV, DV).double())),
-    (ValueError, "v_cache", dict(v_cache=torch.zeros(5, C, HKV, DV).requires_grad_())),
     (ValueError, "k", dict(k=None)),
-    (TypeError, "k", dict(k=[1])),
     (TypeError, "k", dict(k=torch.zeros(3, 2, HKV, D).half())),
-    (ValueError, "k", dict(k=torch.zeros(3, 2, D))),
     (ValueError, "k", dict(k=torch.zeros(2, 2, HKV, D))),
-    (ValueError, "k", dict(k=torch.zeros(3, 2, 4, D))),
     (ValueError, "k", dict(k=torch.zeros(3, 4, HKV, D), v=torch.zeros(3, 4, HKV, DV))),
     (ValueError, "k", dict(cache_seqlens=C - 1)),
     (ValueError, "v", dict(v=None)),
     (ValueError, "v", dict(v=torch.zeros(3, 1, HKV, DV))),
-    (TypeError, "v", dict(v=torch.zeros(3, 2, HKV, DV).double())),
     (ValueError, "cache_seqlens", dict(cache_seqlens=None)),
     (TypeError, "cache_seqlens", dict(cache_seqlens=1.0)),
-    (TypeError, "cache_seqlens", dict(cache_seqlens=True)),
     (ValueError, "cache_seqlens", dict(cache_seqlens=-1)),
     (ValueError, "cache_seqlens", dict(cache_seqlens=C + 1)),
     (TypeError, "cache_seqlens", dict(cache_seqlens=torch.tensor([1, 2, 3]))),
-    (ValueError, "cache_seqlens", dict(cache_seqlens=torch.tensor([1, 2], dtype=INT32))),
-    (ValueError, "cache_seqlens", dict(cache_seqlens=torch.tensor([1, 2, -1], dtype=INT32))),
-    (ValueError, "cache_seqlens", dict(cache_seqlens=torch.tensor([1, 2, C + 1], dtype=INT32))),
-    (TypeError, "cache_batch_idx", dict(cache_batch_idx=[0, 1, 2])),
+    (ValueError, "cache_seqlens", dict(cache_seqlens=numbers(1, 2, C + 1))),
     (TypeError, "cache_batch_idx", dict(cache_batch_idx=torch.tensor([0, 1, 2]))),
-    (ValueError, "cache_batch_idx", dict(cache_batch_idx=torch.tensor([[0, 1, 2]], dtype=INT32))),
-    (ValueError, "cache_batch_idx", dict(cache_batch_idx=torch.tensor([0, 1], dtype=INT32))),
-    (ValueError, "cache_batch_idx", dict(cache_batch_idx=torch.tensor([0, 1, 5], dtype=INT32))),
-    (ValueError, "cache_batch_idx", dict(cache_batch_idx=torch.tensor([0, 1, 1], dtype=INT32), cache_seqlens=4)),
+    (ValueError, "cache_batch_idx", dict(cache_batch_idx=numbers(0, 1))),
+    (ValueError, "cache_batch_idx", dict(cache_batch_idx=numbers(0, 1, 5))),
+    (ValueError, "cache_batch_idx", dict(cache_batch_idx=numbers(0, 1, 1), cache_seqlens=4)),
     (TypeError, "cache_leftpad", dict(cache_leftpad=1)),
-    (TypeError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, 2]))),
-    (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1], dtype=INT32))),
-    (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, -1], dtype=INT32))),
-    (ValueError, "cache_leftpad", dict(cache_leftpad=torch.tensor([0, 1, C + 1], dtype=INT32))),
-    (TypeError, "softmax_scale", dict(softmax_scale="1")),
+    (ValueError, "cache_leftpad", dict(cache_leftpad=numbers(0, 1, -1))),
+    (ValueError, "cache_leftpad", dict(cache_leftpad=numbers(0, 1, C + 1))),
     (ValueError, "softmax_scale", dict(softmax_scale=math.nan)),
-    (TypeError, "causal", dict(causal=1)),
     (ValueError, "window_size", dict(window_size=(-3, 0))),
-    (TypeError, "window_size", dict(window_size=None)),
     (ValueError, "softcap", dict(softcap=-1.0)),
     (ValueError, "alibi_slopes", dict(alibi_slopes=torch.zeros(2))),
     (ValueError, "rotary_cos", rotary(k=None, v=None)),
     (ValueError, "rotary_cos", rotary(rotary_cos=None)),
     (ValueError, "rotary_cos", rotary(half=D)),
     (ValueError, "rotary_cos", rotary(positions=5)),
-    (TypeError, "rotary_cos", rotary(rotary_cos=torch.zeros(2 * C, 3, dtype=INT32))),
-    (ValueError, "rotary_sin", rotary(rotary_sin=None)),
     (ValueError, "rotary_sin", rotary(rotary_sin=torch.zeros(2 * C, 4))),
     (TypeError, "rotary_interleaved", rotary(rotary_interleaved=1)),
-    # Of those that are turned beforehand: as many as the queries reach.
-    (ValueError, "rotary_cos", rotary(positions=11, q=torch.zeros(3, 3, 4, D))),
-    (ValueError, "rotary_sin", rotary(rotary_sin=torch.zeros(2 * C, 4), q=torch.zeros(3, 3, 4, D))),
-    (ValueError, "k", rotary(q=torch.zeros(3, 3, 4, D), cache_seqlens=torch.tensor([1, 2, C - 1], dtype=INT32))),
-    (ValueError, "softcap", rotary(q=torch.zeros(3, 3, 4, D), softcap=-1.0)),
+    (ValueError, "rotary_cos", rotary(positions=11, q=LONGER)),
+    (ValueError, "rotary_sin", rotary(rotary_sin=torch.zeros(2 * C, 4), q=LONGER)),
+    (ValueError, "k", rotary(q=LONGER, cache_seqlens=numbers(1, 2, C - 1))),
+    (ValueError, "softcap", rotary(q=LONGER, softcap=-1.0)),
 ]
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8]], dtype=INT32)
 WRONG_PAGES = [
@@ -364,11 +302,3 @@ def test_what_is_refused_is_refused_before_anything_is_written(error, name, chan
     for each, was in zip(("k_cache", "v_cache"), held, strict=True):
         assert torch.equal(bits(a[each]), was)
     flash_attn_with_kvcache(**a)
-
-
-def test_gradients_are_refused_in_its_own_name():
-    a = PLAIN.draw()
-    with pytest.raises(ValueError, match="^q: .* flash_attn_with_kvcache has none"):
-        flash_attn_with_kvcache(**a | dict(q=a["q"].requires_grad_()))
-    with torch.no_grad():
-        flash_attn_with_kvcache(**a)

@@ -11,10 +11,9 @@ from fusedattn.compat import _switch, transformers as compat
 
 from .. import sample
 from ..close import assert_as_good, exactly, flat
-from .families import FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
+from .families import BY_NAME, FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
-BY_NAME = {family.name: family for family in FAMILIES}
 GENERATING = [
     family for family in FAMILIES if family.kind not in ("encoder", "image") and family.name != "BERT decoder"
 ]
@@ -23,19 +22,6 @@ GENERATING = [
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
     compat.register()
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The keywords of each call of `fusedattn.attention` by way of transformers."""
-    seen = []
-
-    def attention(*args, **options):
-        seen.append(options)
-        return fa.attention(*args, **options)
-
-    monkeypatch.setattr(compat, "attention", attention)
-    return seen
 
 
 @functools.cache
@@ -133,14 +119,6 @@ def test_generated_tokens_are_eagers(family, case, padded, calls):
     assert_as_good(scores, want_scores, exact)
 
 
-def test_a_window_that_begins_to_bind_while_tokens_are_generated():
-    model, inputs = model_of("Mistral"), dict(input_ids=tokens(3, 2))
-    for cache in ("dynamic", "static"):
-        want, _ = generated(model, "eager", inputs, cache_implementation=cache)
-        got, _ = generated(model, "fusedattn", inputs, cache_implementation=cache)
-        assert torch.equal(got, want)
-
-
 @pytest.mark.skipif(MAJOR < 5, reason="transformers 4 makes a mask there")
 def test_the_prompt_in_a_static_cache_is_causal_and_sees_no_empty_slot(calls):
     generated(model_of("Llama"), "fusedattn", dict(input_ids=tokens(2, 5)), cache_implementation="static")
@@ -175,22 +153,6 @@ def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
     assert_as_good(got, want, exactly(found, model, "eager"))
 
 
-def test_packed_sequences_do_not_see_each_other():
-    model = model_of("Llama")
-    ids, offsets = tokens(1, 7), torch.tensor([0, 3, 7], dtype=torch.int32)
-    given = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=4, max_length_k=4, use_cache=False)
-    positions = dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)
-
-    def alone(model):  # rotary embeddings know differences of positions alone
-        return torch.cat([model(part, use_cache=False).logits for part in ids.split((3, 4), dim=1)], dim=1)
-
-    model.set_attn_implementation("eager")
-    want, exact = alone(model), exactly(alone, model)
-    model.set_attn_implementation("fusedattn")
-    for packed in (given, positions):
-        assert_as_good(model(ids, **packed).logits, want, exact)
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other
 @pytest.mark.parametrize(
     ("name", "reentrant"),
@@ -212,29 +174,6 @@ def test_checkpointing_changes_no_bit_of_a_gradient(name, reentrant, calls):
     got = outcome(model, "fusedattn", inputs)
     assert len(calls) == 3 * once  # each was computed again
     assert all(torch.equal(got[key], want[key]) for key in want)
-
-
-def test_a_model_under_a_name_without_its_mask_function_is_caught():
-    """The padding mask is dropped without a word, and the comparison above would say so."""
-    transformers.AttentionInterface.register("fusedattn_without_mask", compat.fusedattn_forward)
-    model, inputs = model_of("Llama"), inputs_of(BY_NAME["Llama"], padded=True)
-    want = outcome(model, "eager", inputs)
-    wrong = outcome(model, "fusedattn_without_mask", inputs)
-    assert (wrong["logits"] - want["logits"]).abs().max() > 0.1
-    exact = exactly(outcome, model, "eager", inputs)
-    with pytest.raises(AssertionError, match="loss|logits"):
-        assert_same(wrong, want, exact)
-    assert_same(outcome(model, "fusedattn", inputs), want, exact)
-
-
-def test_a_model_that_is_loaded_with_it(tmp_path):
-    model = model_of("Llama")
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fusedattn")
-    assert loaded.config._attn_implementation == "fusedattn"
-    model.set_attn_implementation("eager")
-    exact = exactly(lambda model: model(tokens(2, 5)).logits, model)
-    assert_as_good(loaded(tokens(2, 5)).logits, model(tokens(2, 5)).logits, exact)
 
 
 def test_hidden_rows_are_finite_in_half_precision():

@@ -44,10 +44,7 @@ def by_operator(x):
 @pytest.mark.parametrize(
     ("function", "first", "everywhere"),
     [
-        (by_name, False, False),
         (by_name, True, True),
-        (by_reference, True, False),
-        (by_reference, False, True),
         (by_operator, False, False),
     ],
 )

@@ -1,0 +1,229 @@
+"""Judges which Hugging Face models use our attention, and which masks they get.
+
+transformers does not declare it: BART, T5 and Whisper call its attention interface without the flag
+`_supports_attention_backend`, and Gemma 3n has the flag beside attention of its own. So the code of each attention is
+read for a few names. A model that asks for a name of ours is built as an "eager" one. Then a config beneath which some
+attention calls the interface gets the name; any other stays "eager", with a warning. A config gets eager's masks unless
+all attention beneath it calls the interface.
+"""
+
+import functools
+import inspect
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakSet
+
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+from ._hf_names import MASKS, NAMES, REFUSED, masks_of
+
+if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
+    raise ImportError("transformers before 4.54 chooses attention in another way")
+
+# Names in code that computes attention. A softmax for something else costs eager's masks and a warning.
+_ATTENDS = re.compile(
+    r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
+    r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"
+)
+_FLAGS = "_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"
+_SPARSE = frozenset(REFUSED) - {"head_mask"}  # keywords that are hardly ever None where a model passes them
+_LIBRARIES = (
+    "torch.",
+    "transformers.utils.",
+    "transformers.integrations.",
+    "accelerate.",
+)  # whose wrappers are trusted
+_models: WeakSet[PreTrainedModel] = WeakSet()  # all that are alive
+_warned: set[type] = set()
+
+
+def install(name: str, forward: Callable[..., Any]) -> None:
+    """Register `forward` as `name`, and judge every model that asks for it from now on."""
+    if not NAMES:
+        _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
+        for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights
+            _follow(PreTrainedModel, method, _built)
+        _follow(PreTrainedModel, "set_attn_implementation", _set)
+        for method in ("to_dict", "to_diff_dict"):
+            _follow(PretrainedConfig, method, _saved)
+    NAMES.add(name)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
+    """Let a method of a class return after(self, its result, *its arguments)."""
+    static = inspect.getattr_static(cls, name)
+    original = static.__func__ if isinstance(static, classmethod) else static
+
+    @functools.wraps(original)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return after(self, original(self, *arguments, **options), *arguments, **options)
+
+    setattr(cls, name, method if static is original else classmethod(method))
+
+
+def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
+    """Return transformers' bool mask, or None, for a config whose attention takes it; otherwise eager's mask."""
+    if (masks := masks_of(config)) is None:
+        return eager_mask(*sizes, config=config, **options)
+    causal, unhidden = masks
+    # Layers that share keys may compute the last rows alone, which the absence of a mask would not tell.
+    options |= {} if causal and not getattr(config, "num_kv_shared_layers", 0) else dict(allow_is_causal_skip=False)
+    options |= {} if unhidden else dict(allow_is_bidirectional_skip=False)
+    return sdpa_mask(*sizes, config=config, **options)
+
+
+def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
+    """Build a model that asks for a name of ours as an "eager" one; its config keeps the name until it is built."""
+    if not is_init_check or name not in NAMES:
+        return name
+    setattr(model.config, MASKS, name)
+    model._asks_for_fusedattn = True
+    return "eager"
+
+
+def _built(model: Any, result: Any, *_: Any, **__: Any) -> Any:
+    built = result[0] if isinstance(result, tuple) else result
+    settle(built if isinstance(model, type) else model)
+    return result
+
+
+def _set(model: Any, result: Any, asked: Any, *_: Any, **__: Any) -> Any:
+    for config in _configs(model).values():
+        vars(config).pop(MASKS, None)
+    settle(model, asked in NAMES if isinstance(asked, str) else False)
+    return result
+
+
+def _saved(config: Any, saved: Any, *_: Any, **__: Any) -> Any:
+    saved.pop(MASKS, None)
+    return saved
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code refers to, functions within it included."""
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def _function(method: Any, module: Any = None) -> Any:
+    """Return the function that a method runs, past the wrappers of libraries; None if it is another object's."""
+    while method is not None:
+        if getattr(method, "__self__", module) is not module:
+            return None
+        within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
+        wrapper = getattr(method, "func", method)  # accelerate's are partials
+        name = getattr(wrapper, "__globals__", {}).get("__name__", "")
+        if within is None or not (name.startswith(_LIBRARIES) or hasattr(method, "__func__")):
+            return method if isinstance(method, FunctionType) else None
+        method = within
+
+
+@functools.cache
+def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool]:
+    """Return whether a module calls the attention interface, and whether it computes attention itself.
+
+    It reads the function that runs as forward and the methods of its class. forwards: those of its base classes, too.
+    beneath: there is attention within the module.
+    """
+    functions, stranger = [runs] if runs else [], True
+    if runs in forwards:
+        rest = iter(forwards[forwards.index(runs) :])
+        last = next((x for x in rest if "super" not in x.__code__.co_names), forwards[-1])
+        stranger = not last.__globals__["__name__"].startswith("transformers.")
+        for cls in kind.__mro__:
+            functions += [x for member in vars(cls).values() if (x := _function(member))]
+            if _function(vars(cls).get("forward")) is last:
+                break
+    used = set[str]().union(*(_names(x.__code__) for x in functions))
+    asks = any(isinstance(x.__globals__.get(name), AttentionInterface) for x in functions for name in used)
+    constants = [each for x in functions for each in x.__code__.co_consts if isinstance(each, tuple)]
+    calls = asks and "_attn_implementation" in used and not any(_SPARSE.intersection(each) for each in constants)
+    named = any("Attention" in cls.__name__ and not cls.__module__.startswith("torch.") for cls in kind.__mro__)
+    masked = any("mask" in name for x in functions for name in x.__code__.co_varnames[: x.__code__.co_argcount])
+    own = (named or masked) and any(map(_ATTENDS.search, used))
+    return calls, own or named and stranger and not calls and not beneath
+
+
+def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[tuple[Any, bool, bool, Any, Any]]:
+    """Yield (module, calls, own, models, configs around it) for each attention; the nearest config is the last."""
+    models = (*models, module) if isinstance(module, PreTrainedModel) else models
+    config = getattr(module, "config", None)
+    configs = (*configs, config) if models and isinstance(config, PretrainedConfig) else configs
+    beneath = [found for child in module.children() for found in _attentions(child, models, configs)]
+    yield from beneath
+    if isinstance(module, PreTrainedModel):  # names softmax for a loss
+        return
+    forwards = tuple(x for cls in type(module).__mro__ if (x := _function(vars(cls).get("forward"))))
+    kind: Any = type(module)
+    calls, own = _read(kind, _function(module.forward, module), forwards, bool(beneath))
+    if calls or own:
+        yield module, calls, own, models, configs
+
+
+def _configs(model: Any) -> dict[int, Any]:
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return {id(config): config for config in configs if isinstance(config, PretrainedConfig)}
+
+
+def _wanted(config: Any) -> str | None:
+    """Return the name of ours that a config has, or asked for when its model was built."""
+    asked = getattr(config, MASKS, None)
+    name = asked if isinstance(asked, str) else config._attn_implementation
+    return name if name in NAMES else None
+
+
+def settle(model: Any, everywhere: bool = False) -> None:
+    """Give each config of a model that asks for a name of ours the name or "eager", and warn where it is not used.
+
+    everywhere: warn of every part, for transformers itself refused some.
+    """
+    _models.add(model)
+    configs = _configs(model)
+    asks = vars(model).pop("_asks_for_fusedattn", everywhere)
+    if not asks and not any(config._attn_implementation in NAMES for config in configs.values()):
+        return
+    within = set(model.modules())
+    sharing = [other for other in list(_models) if other not in within and configs.keys() & _configs(other).keys()]
+    used, unsafe, strays = set[int](), set[int](), defaultdict[int, set[str]](set)
+    causal = defaultdict[tuple[int, Any], set[bool]](set)
+    for root in (model, *sharing):
+        for module, calls, own, models, around in _attentions(root):
+            taken = calls and _wanted(around[-1]) is not None
+            # Flags of a model say that its code takes other masks than eager's, and is_causal what None means.
+            flagged = (x for x in models if type(x.config) is type(models[-1].config))
+            able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
+            for key in map(id, around):
+                used |= {key} if taken else set()
+                unsafe |= {key} if own or calls and not (taken and able) else set()
+                causal[key, root].add(bool(getattr(module, "is_causal", True)))
+            if not calls:
+                strays[id(around[-1])].add(type(module).__name__)
+    for key, config in configs.items():
+        if name := _wanted(config):
+            config._attn_implementation_internal = name if key in used else "eager"
+            vars(config).pop(MASKS, None)
+            if key in used - unsafe:
+                seen = [each for (of, _), each in causal.items() if of == key]
+                setattr(config, MASKS, (all(True in each for each in seen), all(False in each for each in seen)))
+        if (name or everywhere) and (key in strays or key not in used):
+            _warn(model, config, strays[key] if key in used else set())
+
+
+def _warn(model: Any, config: Any, strays: set[str]) -> None:
+    alike = (x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config))
+    cls = type(next(alike, model))
+    if cls not in _warned:
+        _warned.add(cls)
+        where = (
+            ", ".join(sorted(strays)) + f" of {cls.__name__}, which do"
+            if strays
+            else f"{cls.__name__}, whose code does"
+        )
+        why = f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it does"
+        warnings.warn(f'{why} with attn_implementation="eager"', stacklevel=2)
