@@ -19,7 +19,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
-    from ..kernels.hopper.forward import forward as kernel
+    from ..kernels.hopper.forward import Form, forward as kernel
     from ..kernels.hopper.stored import (  # noqa: F401  # for `launch.run`
         grad_product as product_kernel,
         stored_backward as stored_backward_kernel,
@@ -146,11 +146,8 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         HEADS=heads,
         GROUP=group,
         DV=value.shape[3],
-        GROUPS=taken.warpgroups,
-        STAGES=taken.stages,
-        PING_PONG=taken.ping_pong,
-        REGISTERS=registers,
-        PRODUCER_REGISTERS=fewer,
+        form=Form(taken.warpgroups, taken.stages, taken.ping_pong, registers, fewer),
+        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 
@@ -257,6 +254,7 @@ def _common(call):
         GROUP=call.query.shape[1] // call.key.shape[1],
         REGISTERS=registers,
         COPYING_REGISTERS=fewer,
+        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 
