@@ -10,8 +10,7 @@ from .vocabulary import pages as paging, rotary as turning, span, tiles
 def append(
     K, V,
     cache, rotary, heads, capacity, added, pages, positions,
-    D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Write K and V, Views of (B, Hkv, added, D or DV), into the cache; what has no place in it is dropped."""
     block, plane = span.place(tl.program_id(0), added, heads, BLOCK_M)
@@ -19,11 +18,11 @@ def append(
     before = paging.length(cache, plane, capacity)
     exists = rows < tl.minimum(added, capacity - before)
     at = before + rows
-    page = paging.number(cache, plane, at, exists, PAGE)
+    page = paging.number(cache, plane, at, exists, spec.PAGE)
     if cache.table is not None:
         exists &= (page >= 0) & (page < pages)
-    lines = paging.rows(at, PAGE)
-    k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, D, ROTARY_DIM, INTERLEAVED)
-    v = tiles.load(tiles.matrix(V, plane), rows, exists, DV)
-    tiles.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), lines, exists, k, D)
-    tiles.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, DV)
+    lines = paging.rows(at, spec.PAGE)
+    k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, spec)
+    v = tiles.load(tiles.matrix(V, plane), rows, exists, spec.DV)
+    tiles.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), lines, exists, k, spec.D)
+    tiles.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)

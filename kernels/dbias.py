@@ -8,12 +8,10 @@ from .vocabulary import copies, gradient, masks as masking, scores, span, tiles,
 
 @triton.jit(do_not_specialize="heads bias_heads q_len k_len max_seqlen_q max_seqlen_k left right batches".split())
 def dbias(
-    Q, K, V, GradOut, GradWeights, Rows, GradBias,
-    extents, masks, block_mask, dropout, score,
+    Q, K, V, incoming, GradBias,
+    extents, block_mask, rules,
     heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): a program sums a tile of it over planes.
 
@@ -30,32 +28,32 @@ def dbias(
     grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     together = heads // bias_heads
     met, own_rows, own_keys = tile >= 0, q_len, k_len
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     if extents is None:
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         met = (tile >= begin) & (tile < end)
     met, every = walk.covered(
-        block_mask, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, BLOCK_MASK_SIZE
+        block_mask, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, spec.BLOCK_MASK_SIZE
     )
     for n in tl.range(0, tl.where(met, batches * together, 0)):
         batch, head = own.batch + n // together, own.head + n % together
         plane = span.Plane(batch, head, batch * heads + head, ())
         if extents is not None:
             plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len, ())
-            band = span.band(own_rows, own_keys, left, right, TOP_LEFT)
-        kv = span.kv_head(plane, GROUP)
-        real_rows = masking.real_rows(masks, plane, rows, own_rows)
-        real_keys = masking.real_keys(masks, plane, cols, own_keys)
-        q = tiles.load(tiles.of_rows(Q, plane), rows, real_rows, D)
-        do = tiles.load(tiles.of_rows(GradOut, plane), rows, real_rows, DV)
-        k = tiles.load(tiles.of_keys(K, kv), cols, real_keys, D)
-        v = tiles.load(tiles.of_keys(V, kv), cols, real_keys, DV)
-        row = gradient.down(gradient.load(Rows, plane, rows, own_rows))
-        shown = masking.shown(masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(score, band, plane, r, c, CHECK=True)
+            band = span.band(own_rows, own_keys, left, right, spec.TOP_LEFT)
+        kv = span.kv_head(plane, spec.GROUP)
+        real_rows = masking.real_rows(rules.masks, plane, rows, own_rows)
+        real_keys = masking.real_keys(rules.masks, plane, cols, own_keys)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, real_rows, spec.D)
+        do = tiles.load(tiles.of_rows(incoming.grad_out, plane), rows, real_rows, spec.DV)
+        k = tiles.load(tiles.of_keys(K, kv), cols, real_keys, spec.D)
+        v = tiles.load(tiles.of_keys(V, kv), cols, real_keys, spec.DV)
+        row = gradient.down(gradient.load(incoming.rows, plane, rows, own_rows))
+        shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
+        bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
         copies.fence()
-        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK=True)
-        dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=grad.dtype)
-        grad += gradient.of_scores(p, dp, row, r, c, band, masks, plane, dropout, GradWeights)
+        x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
+        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK=True)
+        dp = tl.dot(do, v.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
+        grad += gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
     tiles.store_pairs(tiles.matrix(GradBias, own), r, c, max_seqlen_q, max_seqlen_k, grad)

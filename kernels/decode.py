@@ -30,23 +30,20 @@ def spanned(BLOCK, GROUP):
 
 @triton.jit
 def _walk(
-    out, state, q, cache, rows, band, masks, kv, plane, begin, end, score, capacity, pages,
-    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    BY_THREADS: tl.constexpr,
-    CHECK: tl.constexpr,
+    out, state, q, cache, rows, band, rules, kv, plane, begin, end, capacity, pages,
+    spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Fold key blocks [begin, end) into the running softmax."""
-    page = paging.of_block(cache, kv, begin, capacity, PAGE, BLOCK_N)
+    page = paging.of_block(cache, kv, begin, capacity, spec.PAGE, BLOCK_N)
     for j in tl.range(begin, end):
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = masking.real_keys(masks, kv, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(rules.masks, kv, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        k_rows = paging.rows_of_block(j, PAGE, BLOCK_N)
+        k_rows = paging.rows_of_block(j, spec.PAGE, BLOCK_N)
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
-        page = paging.of_block(cache, kv, j + 1, capacity, PAGE, BLOCK_N)
+        page = paging.of_block(cache, kv, j + 1, capacity, spec.PAGE, BLOCK_N)
         out, state = attend(
-            out, state, q, k, v, 0, k_rows, exists, r, c, band, masks, plane, kv, score, None,
-            D, DV, PRECISION, BY_THREADS, CHECK,
+            out, state, q, k, v, 0, k_rows, exists, r, c, band, rules, plane, kv, spec, CHECK
         )  # fmt: skip
     return out, state
 
@@ -54,10 +51,8 @@ def _walk(
 @triton.jit(do_not_specialize=["heads", "q_len", "capacity", "added", "pages", "positions", "splits", "left", "right"])
 def decode(
     Q, Out, Lse,
-    partials, cache, rotary, masks, score, heads, q_len, capacity, added, pages, positions, splits, left, right,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
+    partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the partials of them for `combine`.
 
@@ -65,42 +60,44 @@ def decode(
     """
     # ids
     split = tl.program_id(0) % splits
-    block, kv = span.place(tl.program_id(0) // splits, q_len * GROUP, heads, BLOCK_M)
-    first = span.latest_first(block, q_len * GROUP, BLOCK_M)
+    block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
+    first = span.latest_first(block, q_len * spec.GROUP, BLOCK_M)
     folded = first + tl.arange(0, BLOCK_M)
-    rows, member = folded // GROUP, folded % GROUP
-    head, plane = span.query_head(kv, member, GROUP), span.query_head(kv, member[:, None], GROUP)
+    rows, member = folded // spec.GROUP, folded % spec.GROUP
+    head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
     # what it sees
     before = paging.length(cache, kv, capacity)
-    band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, TOP_LEFT)
-    real = masking.real_rows(masks, kv, rows, q_len)
+    band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
+    real = masking.real_rows(rules.masks, kv, rows, q_len)
     q = turning.load(
-        tiles.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, D, ROTARY_DIM, INTERLEAVED
+        tiles.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec
     )  # fmt: skip
 
-    ranges = span.blocks(band, first // GROUP, spanned(BLOCK_M, GROUP), BLOCK_N)
+    ranges = span.blocks(band, first // spec.GROUP, spanned(BLOCK_M, spec.GROUP), BLOCK_N)
     # Of all blocks that some row sees, one share: a sequence is divided by its own length, whatever that is.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     # walk it
-    out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
+    out = tl.zeros([BLOCK_M, tiles.width(spec.DV)], tiles.wide(Q.base.dtype.element_ty))
     # A sink is seen once.
-    nothing = None if score.sinks is None else tl.where(split == 0, scores.sink(score, head, out.dtype), float("-inf"))
+    nothing = None
+    if rules.score.sinks is not None:
+        nothing = tl.where(split == 0, scores.sink(rules.score, head, out.dtype), float("-inf"))
     state = softmax.start(nothing, BLOCK_M, out.dtype)
-    MASKED: tl.constexpr = masks.pairs is not None or masks.keys is not None
+    MASKED: tl.constexpr = rules.masks.pairs is not None or rules.masks.keys is not None
     for n in tl.static_range(1 if MASKED else 3):
         # The caller's masks hide pairs of any block; a band that is unbounded on the left none of those before `full`.
         if MASKED or n > 0 or left is not None:
             begin = start if MASKED else tl.maximum(ranges[n], start)
             end = stop if MASKED else tl.minimum(ranges[n + 1], stop)
             out, state = _walk(
-                out, state, q, cache, rows, band, masks, kv, plane, begin, end, score, capacity, pages,
-                D, DV, PAGE, BLOCK_N, PRECISION, BY_THREADS, CHECK=n != 1,
+                out, state, q, cache, rows, band, rules, kv, plane, begin, end, capacity, pages,
+                spec, BLOCK_N, CHECK=n != 1,
             )  # fmt: skip
 
     # store it
-    if masks.rows is not None:
+    if rules.masks.rows is not None:
         unseen = softmax.start(nothing, BLOCK_M, out.dtype)
         out = tl.where(real[:, None], out, 0.0)
         state = softmax.State(
@@ -108,9 +105,9 @@ def decode(
         )
     if partials is not None:
         some = (start < stop) | (split == 0)
-        splitting.keep(partials, head, rows * splits + split, q_len * splits, out, state, some, DV)
+        splitting.keep(partials, head, rows * splits + split, q_len * splits, out, state, some, spec.DV)
     else:
-        out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
-        tiles.store(tiles.matrix(Out, plane), rows, q_len, out, DV)
+        out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
+        tiles.store(tiles.matrix(Out, plane), rows, q_len, out, spec.DV)
         if Lse is not None:
             tiles.store_column(tiles.table(Lse, head, q_len, 1), rows, q_len, 0, lse)

@@ -12,10 +12,9 @@ from .vocabulary import copies, dropout as dropping, gradient, masks as masking,
 @triton.jit
 def _walk_rows(
     dk, dv, k, v,
-    Q, GradOut, GradWeights, GradQ, grads, Rows,
-    cols, band, masks, kv, tile_list, begin, end, score, dropout,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-    CHECK: tl.constexpr, WALK: tl.constexpr,
+    Q, incoming, GradQ, grads,
+    cols, band, rules, kv, tile_list, begin, end,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, CHECK: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
 
@@ -29,27 +28,29 @@ def _walk_rows(
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
     sums = tl.zeros(cols.shape, dk.dtype)
-    for n in tl.range(0, (end - begin) * GROUP if tile_list is None else end):
+    for n in tl.range(0, (end - begin) * spec.GROUP if tile_list is None else end):
         if tile_list is not None:
             block, member, following = walk.step(tile_list, n, following)
-        plane = span.query_head(kv, member, GROUP)
+        plane = span.query_head(kv, member, spec.GROUP)
         first = block * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
-        exists = masking.real_rows(masks, plane, rows, band.rows) if CHECK or masks.rows is not None else None
+        exists = (
+            masking.real_rows(rules.masks, plane, rows, band.rows) if CHECK or rules.masks.rows is not None else None
+        )
         r, c = rows[None, :], cols[:, None]
-        q = tiles.load(tiles.of_rows(Q, plane), rows, exists, D, first)
-        do = tiles.load(tiles.of_rows(GradOut, plane), rows, exists, DV, first)
-        row = gradient.across(gradient.load(Rows, plane, rows, band.rows))
-        shown = masking.shown(masks, band, plane, r, c, CHECK)
-        bias = scores.bias(score, band, plane, r, c, CHECK)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, exists, spec.D, first)
+        do = tiles.load(tiles.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
+        row = gradient.across(gradient.load(incoming.rows, plane, rows, band.rows))
+        shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+        bias = scores.bias(rules.score, band, plane, r, c, CHECK)
         copies.fence()
-        x = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK)
+        x = tl.dot(k, q.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+        p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK)
         if grads.v is not None:
-            w = dropping.after(dropout, p).to(do.dtype)
-            dv = tl.dot(w, do, dv, input_precision=PRECISION, out_dtype=dv.dtype)
-        dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        ds = gradient.of_scores(p, dp, row, r, c, band, masks, plane, dropout, GradWeights)
+            w = dropping.after(rules.dropout, p).to(do.dtype)
+            dv = tl.dot(w, do, dv, input_precision=spec.PRECISION, out_dtype=dv.dtype)
+        dp = tl.dot(v, do.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+        ds = gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
         if grads.bias_sums is not None:
             sums += row_sums.total(ds)
             if tile_list is None:
@@ -63,15 +64,15 @@ def _walk_rows(
         if grads.bias is not None:
             tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.k is not None or GradQ is not None:
-            ds = scores.apply_dcap(score, dcap, ds).to(q.dtype)
+            ds = scores.apply_dcap(rules.score, dcap, ds).to(q.dtype)
         if grads.k is not None:
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=spec.PRECISION, out_dtype=dk.dtype)
         if GradQ is not None:
-            dq = tl.dot(ds.T, k, input_precision=PRECISION, out_dtype=dk.dtype)
-            tiles.add(GradQ, plane, rows, first, band.rows, dq, D)
+            dq = tl.dot(ds.T, k, input_precision=spec.PRECISION, out_dtype=dk.dtype)
+            tiles.add(GradQ, plane, rows, first, band.rows, dq, spec.D)
         if tile_list is None:
             block += 1
-            if GROUP > 1:
+            if spec.GROUP > 1:
                 wrap = block == end
                 member += wrap.to(tl.int32)
                 block = tl.where(wrap, begin, block)
@@ -81,9 +82,8 @@ def _walk_rows(
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def dkdv(
     Q, K, V, GradOut, GradWeights, Rows, GradQ,
-    grads, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
 
@@ -94,33 +94,36 @@ def dkdv(
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, kv, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads // GROUP, BLOCK_N, BY_KEYS=True)
+    block, kv, q_len, k_len = span.locate(
+        sequences, pid, programs, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True
+    )
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
-    real = masking.real_keys(masks, kv, cols, k_len)
-    k = tiles.load(tiles.of_keys(K, kv), cols, real, D)
-    v = tiles.load(tiles.of_keys(V, kv), cols, real, DV)
+    real = masking.real_keys(rules.masks, kv, cols, k_len)
+    k = tiles.load(tiles.of_keys(K, kv), cols, real, spec.D)
+    v = tiles.load(tiles.of_keys(V, kv), cols, real, spec.DV)
     wide: tl.constexpr = tiles.wide(K.base.dtype.element_ty)
-    dk = tl.zeros([BLOCK_N, tiles.width(D)], wide)
-    dv = tl.zeros([BLOCK_N, tiles.width(DV)], wide)
+    dk = tl.zeros([BLOCK_N, tiles.width(spec.D)], wide)
+    dv = tl.zeros([BLOCK_N, tiles.width(spec.DV)], wide)
 
     # what it sees
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
+    incoming = gradient.Incoming(GradOut, GradWeights, Rows)
     # Of a band that is unbounded on the right walk 0 has no blocks: without its code there are fewer spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)
         begin, end = walk.extent(ranges, tile_list, n)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, GradOut, GradWeights, GradQ, grads, Rows, cols, band, masks, kv, tile_list, begin, end,
-            score, dropout, GROUP, D, DV, BLOCK_M, PRECISION, CHECK=n != 1, WALK=n,
+            dk, dv, k, v, Q, incoming, GradQ, grads, cols, band, rules, kv, tile_list, begin, end,
+            spec, BLOCK_M, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     # store it
     if grads.k is not None:
-        tiles.store(tiles.of_keys(grads.k, kv), cols, k_len, scores.grad(score, dk), D)
+        tiles.store(tiles.of_keys(grads.k, kv), cols, k_len, scores.grad(rules.score, dk), spec.D)
     if grads.v is not None:
-        tiles.store(tiles.of_keys(grads.v, kv), cols, k_len, dv, DV)
+        tiles.store(tiles.of_keys(grads.v, kv), cols, k_len, dv, spec.DV)

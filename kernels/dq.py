@@ -24,8 +24,8 @@ from .vocabulary import (
 def _walk_keys(
     dq, sums, q, do, k, v,
     GradWeights, GradQ,
-    grads, row, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+    grads, row, rows, band, rules, plane, tile_list, begin, end,
+    spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Add to dq and to the sums by row what key blocks [begin, end) give.
 
@@ -36,34 +36,35 @@ def _walk_keys(
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         first = j * BLOCK_N
-        k_tile, v_tile = tiles.load(k, cols, exists, D, first), tiles.load(v, cols, exists, DV, first)
-        shown = masking.shown(masks, band, plane, r, c, CHECK)
-        bias = scores.bias(score, band, plane, r, c, CHECK)
+        k_tile, v_tile = tiles.load(k, cols, exists, spec.D, first), tiles.load(v, cols, exists, spec.DV, first)
+        shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+        bias = scores.bias(rules.score, band, plane, r, c, CHECK)
         copies.fence()
-        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
+        x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
         known = gradient.down(row)
-        p, dcap = gradient.weights(x, shown, bias, known, r, c, band, masks, plane, score, dropout, CHECK)
-        dp = tl.dot(do, v_tile.T, input_precision=PRECISION, out_dtype=row.delta.dtype)
-        ds = gradient.of_scores(p, dp, known, r, c, band, masks, plane, dropout, GradWeights)
+        p, dcap = gradient.weights(x, shown, bias, known, r, c, band, rules, plane, CHECK)
+        dp = tl.dot(do, v_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+        ds = gradient.of_scores(p, dp, known, r, c, band, rules, plane, GradWeights)
         if grads.bias is not None:
             tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
-            sums = row_sums.add(sums, dropping.before(dropout, p), ds, scores.distance(score, band, r, c).to(ds.dtype))
+            sums = row_sums.add(
+                sums, dropping.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
+            )
         if GradQ is not None:
-            ds = scores.apply_dcap(score, dcap, ds).to(k_tile.dtype)
-            dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+            ds = scores.apply_dcap(rules.score, dcap, ds).to(k_tile.dtype)
+            dq = tl.dot(ds, k_tile, dq, input_precision=spec.PRECISION, out_dtype=dq.dtype)
     return dq, sums
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def dq(
     Q, K, V, GradOut, GradWeights, Rows, GradQ,
-    grads, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
 
@@ -75,19 +76,19 @@ def dq(
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
-    real = masking.real_rows(masks, plane, rows, q_len)
-    q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
-    do = tiles.load(tiles.of_rows(GradOut, plane), rows, real, DV)
+    real = masking.real_rows(rules.masks, plane, rows, q_len)
+    q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
+    do = tiles.load(tiles.of_rows(GradOut, plane), rows, real, spec.DV)
     row = gradient.load(Rows, plane, rows, q_len)
-    kv = span.kv_head(plane, GROUP)
+    kv = span.kv_head(plane, spec.GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
     # what it sees
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
     wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
-    grad = tl.zeros([BLOCK_M, tiles.width(D)], wide)
+    grad = tl.zeros([BLOCK_M, tiles.width(spec.D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
     # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
@@ -96,12 +97,12 @@ def dq(
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         grad, sums = _walk_keys(
-            grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, masks, plane, tile_list, begin, end,
-            score, dropout, D, DV, BLOCK_N, PRECISION, CHECK=n != 1,
+            grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, rules, plane, tile_list, begin, end,
+            spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
     # store it
     if GradQ is not None:
-        tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(score, grad), D)
+        tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
     delta = row.delta
     if grads.partial is None:
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
@@ -111,5 +112,5 @@ def dq(
     if grads.slope_sums is not None:
         tiles.store_column(tiles.table(grads.slope_sums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
     if grads.sink_sums is not None:
-        p = softmax.weights(scores.sink(score, plane, wide), row.softmax, score.softmax_scale)
+        p = softmax.weights(scores.sink(rules.score, plane, wide), row.softmax, rules.score.softmax_scale)
         tiles.store_column(tiles.table(grads.sink_sums, plane, q_len, 1), rows, q_len, 0, -p * delta)

@@ -12,20 +12,18 @@ from .vocabulary.attend import attend
 
 @triton.jit
 def _walk(
-    out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
-    CHECK: tl.constexpr,
+    out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end,
+    spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Fold key blocks [begin, end), or as many entries of an tile_list, into the running softmax."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         out, state = attend(
-            out, state, q, k, v, j * BLOCK_N, cols, exists, r, c, band, masks, plane, plane, score, dropout,
-            D, DV, PRECISION, BY_THREADS, CHECK,
+            out, state, q, k, v, j * BLOCK_N, cols, exists, r, c, band, rules, plane, plane, spec, CHECK
         )  # fmt: skip
     return out, state
 
@@ -33,9 +31,8 @@ def _walk(
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def forward(
     Q, K, V, Out, Lse, Stats,
-    sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
+    sequences, tile_lists, heads, q_len, k_len, left, right, rules,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
 
@@ -47,17 +44,17 @@ def forward(
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
-    real = masking.real_rows(masks, plane, rows, q_len)
-    q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
-    kv = span.kv_head(plane, GROUP)
+    real = masking.real_rows(rules.masks, plane, rows, q_len)
+    q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
+    kv = span.kv_head(plane, spec.GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
 
     # what it sees
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
-    out = tl.zeros([BLOCK_M, tiles.width(DV)], tiles.wide(Q.base.dtype.element_ty))
-    nothing = None if score.sinks is None else scores.sink(score, plane, out.dtype)
+    out = tl.zeros([BLOCK_M, tiles.width(spec.DV)], tiles.wide(Q.base.dtype.element_ty))
+    nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
@@ -65,22 +62,21 @@ def forward(
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         out, state = _walk(
-            out, state, q, k, v, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-            D, DV, BLOCK_N, PRECISION, BY_THREADS, CHECK=n != 1,
+            out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end, spec, BLOCK_N, CHECK=n != 1
         )  # fmt: skip
 
     # store it
-    out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
-    if masks.rows is not None:
+    out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
+    if rules.masks.rows is not None:
         out = tl.where(real[:, None], out, 0.0)
         lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
         log2_sum = tl.where(real, log2_sum, float("inf"))
     if Stats is not None:
         dtype: tl.constexpr = Out.base.dtype.element_ty
-        stats = kept.table(Stats, plane, q_len, dtype, DV)
+        stats = kept.table(Stats, plane, q_len, dtype, spec.DV)
         kept.store(stats, rows, q_len, state.row_max, log2_sum)
     if Lse is not None:
         tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
-        kept.store_tail(stats, rows, q_len, out, tl.arange(0, tiles.width(DV))[None, :], DV, dtype)
-    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, DV)
+        kept.store_tail(stats, rows, q_len, out, tl.arange(0, tiles.width(spec.DV))[None, :], spec.DV, dtype)
+    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, spec.DV)

@@ -45,8 +45,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
 def preprocess(
     Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns,
     heads, q_len, k_len, pitch, scale,
-    D: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
+    spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
 
@@ -63,8 +62,8 @@ def preprocess(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
         if UNIT is None:
-            zeros = tl.zeros([BLOCK_M, tiles.width(D)], GradQ.base.dtype.element_ty)
-            tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, D)
+            zeros = tl.zeros([BLOCK_M, tiles.width(spec.D)], GradQ.base.dtype.element_ty)
+            tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, spec.D)
         else:
             tl.static_assert(BLOCK_M % UNIT == 0)
             zeros = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -83,17 +82,17 @@ def preprocess(
     if GradLse is not None:
         dlse = tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
     if Out is not None:
-        out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, DV)
-        grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, DV)
+        out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, spec.DV)
+        grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
             # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
-            products = tl.dot(out, grad_out.T, input_precision=PRECISION, out_dtype=log2_sum.dtype)
+            products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
             line = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
         else:
             delta = tl.sum(out * grad_out.to(out.dtype), 1)
         if COLUMNS > 2:
-            delta += tl.sum(kept.lost(stats, rows, q_len, out, DV) * grad_out.to(tl.float32), 1)
+            delta += tl.sum(kept.lost(stats, rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1)
         if GradWeights is not None:
             p, dp = tiles.matrix(Weights, plane), tiles.matrix(GradWeights, plane)
             r = rows[:, None]

@@ -38,67 +38,65 @@ class Tangents(NamedTuple):
 
 
 @triton.jit
-def _of_products(q, t_q, k, t_k, like, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr):
+def _of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
     """Tangents of the products q @ k.T, from tiles and their tangents; 0 where there are none."""
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:
-        t_x = tl.dot(t_q, k.T, t_x, input_precision=PRECISION, out_dtype=dtype)
+        t_x = tl.dot(t_q, k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
     if t_k is not None:
-        copies.fence_later(BY_THREADS)
-        t_x = tl.dot(q, t_k.T, t_x, input_precision=PRECISION, out_dtype=dtype)
+        copies.fence_later(spec.BY_THREADS)
+        t_x = tl.dot(q, t_k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
     return t_x
 
 
 @triton.jit
 def _walk(
-    out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, masks, plane, tile_list, begin, end, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
-    CHECK: tl.constexpr,
+    out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, rules, plane, tile_list, begin, end,
+    spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Add to the sums over keys, out of p (t_s v + t_v) and total of p t_s, what key blocks [begin, end) give."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = masking.real_keys(masks, plane, cols, band.keys) if CHECK else None
+        exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        k_tile = tiles.load(k, cols, exists, D)
-        t_k_tile = None if t_k is None else tiles.load(t_k, cols, exists, D)
-        shown = masking.shown(masks, band, plane, r, c, CHECK)
-        bias = scores.bias(score, band, plane, r, c, CHECK)
+        k_tile = tiles.load(k, cols, exists, spec.D)
+        t_k_tile = None if t_k is None else tiles.load(t_k, cols, exists, spec.D)
+        shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+        bias = scores.bias(rules.score, band, plane, r, c, CHECK)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK)
         copies.fence()
-        x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)
-        s, dcap = scores.apply(score, x, bias, band, plane, r, c)
-        p = softmax.weights(s, row, score.softmax_scale)
-        t_x = _of_products(q, t_q, k_tile, t_k_tile, x, PRECISION, BY_THREADS)
-        t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)
+        s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
+        p = softmax.weights(s, row, rules.score.softmax_scale)
+        t_x = _of_products(q, t_q, k_tile, t_k_tile, x, spec)
+        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if CHECK:
-            seen = masking.visible(masks, shown, band, plane, r, c)
+            seen = masking.visible(rules.masks, shown, band, plane, r, c)
             p, t_s = tl.where(seen, p, 0.0), tl.where(seen, t_s, 0.0)
         if tangents.bias is not None:  # that of -inf, as the log of a shut gate has it, is not finite
             t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
-        v_tile = tiles.load(v, cols, exists, DV)
-        copies.fence_later(BY_THREADS)
-        p = dropping.drop(dropout, p, plane, r, c)
+        v_tile = tiles.load(v, cols, exists, spec.DV)
+        copies.fence_later(spec.BY_THREADS)
+        p = dropping.drop(rules.dropout, p, plane, r, c)
         t_p = tiles.opaque(p * t_s).to(v_tile.dtype)
-        out = tl.dot(t_p, v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
+        out = tl.dot(t_p, v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
         if t_v is not None:
-            t_v_tile = tiles.load(t_v, cols, exists, DV)
-            copies.fence_later(BY_THREADS)
+            t_v_tile = tiles.load(t_v, cols, exists, spec.DV)
+            copies.fence_later(spec.BY_THREADS)
             p = tiles.opaque(p).to(v_tile.dtype)
-            out = tl.dot(p, t_v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
+            out = tl.dot(p, t_v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
     return out, total
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
 def tangent(
     Q, K, V, Out, Stats, TangentOut, TangentLse,
-    tangents, sequences, masks, tile_lists, dropout, heads, q_len, k_len, left, right, score,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr,
+    tangents, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """TangentOut (B, Hq, Sq, DV), a View, and TangentLse (B, Hq, Sq), contiguous, unless None.
 
@@ -109,57 +107,56 @@ def tangent(
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
-    real = masking.real_rows(masks, plane, rows, q_len)
-    q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
-    t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, D)
+    real = masking.real_rows(rules.masks, plane, rows, q_len)
+    q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
+    t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, spec.D)
     dtype: tl.constexpr = Out.base.dtype.element_ty
-    stats = kept.table(Stats, plane, q_len, dtype, DV)
+    stats = kept.table(Stats, plane, q_len, dtype, spec.DV)
     row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
     known = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
-    kv = span.kv_head(plane, GROUP)
+    kv = span.kv_head(plane, spec.GROUP)
     k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
     t_k = None if tangents.k is None else tiles.of_keys(tangents.k, kv)
     t_v = None if tangents.v is None else tiles.of_keys(tangents.v, kv)
 
     # what it sees
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
     wide: tl.constexpr = tiles.wide(dtype)
-    t_out = tl.zeros([BLOCK_M, tiles.width(DV)], wide)
+    t_out = tl.zeros([BLOCK_M, tiles.width(spec.DV)], wide)
     t_lse = tl.zeros([BLOCK_M], wide)
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
         begin, end = walk.extent(ranges, tile_list, n)
         t_out, t_lse = _walk(
-            t_out, t_lse, q, t_q, k, v, t_k, t_v, tangents, known, rows, band, masks, plane, tile_list, begin, end,
-            score, dropout, D, DV, BLOCK_N, PRECISION, BY_THREADS, CHECK=n != 1,
+            t_out, t_lse, q, t_q, k, v, t_k, t_v, tangents, known, rows, band, rules, plane, tile_list, begin, end,
+            spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
 
     # store it
-    if masks.rows is not None:
+    if rules.masks.rows is not None:
         t_lse = tl.where(real, t_lse, 0.0)
     if tangents.sinks is not None:
-        p = softmax.weights(scores.sink(score, plane, wide), row, score.softmax_scale)
+        p = softmax.weights(scores.sink(rules.score, plane, wide), row, rules.score.softmax_scale)
         t_lse += p * tiles.cast(tiles.scalar(tangents.sinks, plane), wide)
     if TangentLse is not None:
         tiles.store_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0, t_lse)
-    out = tiles.load(tiles.of_rows(Out, plane), rows, rows < q_len, DV)
+    out = tiles.load(tiles.of_rows(Out, plane), rows, rows < q_len, spec.DV)
     if dtype.primitive_bitwidth == 16:
-        t_out -= t_lse[:, None] * kept.lost(stats, rows, q_len, out, DV)
+        t_out -= t_lse[:, None] * kept.lost(stats, rows, q_len, out, spec.DV)
     t_out -= t_lse[:, None] * out.to(wide)
-    if masks.rows is not None:
+    if rules.masks.rows is not None:
         t_out = tl.where(real[:, None], t_out, 0.0)
-    tiles.store(tiles.of_rows(TangentOut, plane), rows, q_len, t_out, DV)
+    tiles.store(tiles.of_rows(TangentOut, plane), rows, q_len, t_out, spec.DV)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
 def tangent_p(
     Q, K, Stats, TangentLse, TangentWeights,
-    tangents, sequences, masks, dropout, heads, q_len, k_len, columns, left, right, score,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """TangentWeights, a View of (B, Hq, Sq, columns), after dropout: a program a tile, as `weights` has it.
 
@@ -173,31 +170,31 @@ def tangent_p(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     dtype: tl.constexpr = Q.base.dtype.element_ty
     t_p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(dtype))
     if (tile >= begin) & (tile < end):
-        real = masking.real_rows(masks, plane, rows, q_len)
-        exists = masking.real_keys(masks, plane, cols, k_len)
-        q = tiles.load(tiles.of_rows(Q, plane), rows, real, D)
-        t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, D)
-        kv = span.kv_head(plane, GROUP)
-        k = tiles.load(tiles.of_keys(K, kv), cols, exists, D)
-        t_k = None if tangents.k is None else tiles.load(tiles.of_keys(tangents.k, kv), cols, exists, D)
-        stats = kept.table(Stats, plane, q_len, dtype, DV)
+        real = masking.real_rows(rules.masks, plane, rows, q_len)
+        exists = masking.real_keys(rules.masks, plane, cols, k_len)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
+        t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, spec.D)
+        kv = span.kv_head(plane, spec.GROUP)
+        k = tiles.load(tiles.of_keys(K, kv), cols, exists, spec.D)
+        t_k = None if tangents.k is None else tiles.load(tiles.of_keys(tangents.k, kv), cols, exists, spec.D)
+        stats = kept.table(Stats, plane, q_len, dtype, spec.DV)
         row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
         row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
-        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=t_p.dtype)
-        shown = masking.shown(masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(score, band, plane, r, c, CHECK=True)
+        x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=t_p.dtype)
+        shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
+        bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
-        s, dcap = scores.apply(score, x, bias, band, plane, r, c)
-        p = dropping.drop(dropout, softmax.weights(s, row, score.softmax_scale), plane, r, c)
-        t_x = _of_products(q, t_q, k, t_k, x, PRECISION, False)
-        t_s = scores.tangent(score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
+        p = dropping.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
+        t_x = _of_products(q, t_q, k, t_k, x, spec)
+        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if tangents.bias is not None:
             t_s = tl.where(p > 0, t_s, 0.0)
         mean = tiles.load_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
-        t_p = tl.where(masking.visible(masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
+        t_p = tl.where(masking.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
     tiles.store_pairs(tiles.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)

@@ -9,9 +9,8 @@ from .vocabulary import dropout as dropping, kept, masks as masking, scores, sof
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
 def weights(
     Q, K, Weights, Stats,
-    sequences, masks, dropout, heads, q_len, k_len, columns, left, right, score,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
+    sequences, heads, q_len, k_len, columns, left, right, rules,
+    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Weights, a View of (B, Hq, Sq, columns), after dropout, from the Stats of the forward.
 
@@ -25,22 +24,24 @@ def weights(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
     if (tile >= begin) & (tile < end):
-        q = tiles.load(tiles.of_rows(Q, plane), rows, masking.real_rows(masks, plane, rows, q_len), D)
-        kv = tiles.of_keys(K, span.kv_head(plane, GROUP))
-        k = tiles.load(kv, cols, masking.real_keys(masks, plane, cols, k_len), D)
-        stats = kept.table(Stats, plane, q_len, Q.base.dtype.element_ty, DV)
+        q = tiles.load(tiles.of_rows(Q, plane), rows, masking.real_rows(rules.masks, plane, rows, q_len), spec.D)
+        kv = tiles.of_keys(K, span.kv_head(plane, spec.GROUP))
+        k = tiles.load(kv, cols, masking.real_keys(rules.masks, plane, cols, k_len), spec.D)
+        stats = kept.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
         row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
         row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
-        x = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=p.dtype)
-        shown = masking.shown(masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(score, band, plane, r, c, CHECK=True)
-        s, dcap = scores.apply(score, x, bias, band, plane, r, c)
+        x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=p.dtype)
+        shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
+        bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
+        s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
         p = tl.where(
-            masking.visible(masks, shown, band, plane, r, c), softmax.weights(s, row, score.softmax_scale), 0.0
+            masking.visible(rules.masks, shown, band, plane, r, c),
+            softmax.weights(s, row, rules.score.softmax_scale),
+            0.0,
         )
-        p = dropping.drop(dropout, p, plane, r, c)
+        p = dropping.drop(rules.dropout, p, plane, r, c)
     tiles.store_pairs(tiles.of_rows(Weights, plane), r, c, q_len, columns, p)

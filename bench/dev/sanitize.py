@@ -15,12 +15,10 @@ import shutil
 import subprocess
 import sys
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import tuned
 
 TIMES = 1000
 FOUND = 9  # exit status of compute-sanitizer where it finds something
@@ -119,18 +117,10 @@ def results(call, device, backend):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(call.two_passes, warn_only=True)
     try:
-        with _way_back(call):
-            grads = torch.autograd.grad(found[0], learned, torch.ones_like(found[0]))
+        grads = torch.autograd.grad(found[0], learned, torch.ones_like(found[0]))
     finally:
         torch.use_deterministic_algorithms(before)
     return [*(x.detach() for x in found), *(grads if call.two_passes else grads[1:])]
-
-
-def _way_back(call):
-    """The context in which wide heads on Hopper take the backward that adds to dq, unless bits are to repeat."""
-    if call.backend != "hopper" or call.dim <= 128 or call.two_passes:
-        return contextlib.nullcontext()
-    return mock.patch.object(tuned, "prefers_stored", lambda *_: False)
 
 
 def bits(tensor):

@@ -87,13 +87,12 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
     """Inside, calls of the row's kind take its form, and other kernels their best form so far."""
-    kernels = ("hopper_bwd_256", "hopper_stored") if row.kernel == "hopper_bwd_256" else (row.kernel,)
     itemsize = getattr(torch, row.dtype).itemsize
-    keys = [(x, *row[1:4], y) for x in kernels for y in tiles.candidates(x, capability, itemsize, row.width, row.load)]
-    others = [Row(*key, why="another is measured") for key in keys if key != row[:5]]
+    forms = tiles.candidates(row.kernel, capability, itemsize, row.width, row.load)
+    others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # of the form before
     cache.forget()
-    tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel not in kernels)]))
+    tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel != row.kernel)]))
     try:
         with asking(deterministic=row.kernel in REPEATABLE):
             yield

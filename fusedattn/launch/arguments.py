@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call.form import diagonal, shift
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
+from ..kernels.vocabulary.rules import Rules, Spec
 from ..kernels.vocabulary.scores import score
 from ..kernels.vocabulary.tiles import View, width
 from ..private import has_storage, holds
@@ -154,10 +155,10 @@ def bounded(call):
 
 
 def band(call):
-    """The arguments that say which pairs there are, and which of them the band hides."""
+    """The lengths and the window of a call, as kernels take them."""
     rows, keys = call.query.shape[2], call.key.shape[2]
     left, right = (_side(side, by, rows, keys) for side, by in ((call.left, -shift(call)), (call.right, shift(call))))
-    return dict(q_len=rows, k_len=keys, left=left, right=right, TOP_LEFT=call.top_left)
+    return dict(q_len=rows, k_len=keys, left=left, right=right)
 
 
 def common(call):
@@ -167,14 +168,19 @@ def common(call):
         Q=of(query),
         K=of(key),
         V=of(value),
-        masks=masks_of(call),
-        dropout=None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin),
-        score=scored(call),
+        rules=Rules(
+            masks_of(call),
+            scored(call),
+            None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin),
+        ),
         heads=query.shape[1],
-        GROUP=query.shape[1] // key.shape[1],
-        D=query.shape[3],
-        DV=value.shape[3],
-        PRECISION=precision(query.dtype),
+        spec=Spec(
+            GROUP=query.shape[1] // key.shape[1],
+            D=query.shape[3],
+            DV=value.shape[3],
+            TOP_LEFT=call.top_left,
+            PRECISION=precision(query.dtype),
+        ),
         **band(call),
     )
 

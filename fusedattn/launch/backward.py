@@ -7,7 +7,7 @@ from triton import cdiv
 
 from ..call.form import Call, lengths_of
 from ..call.packing import packing
-from ..kernels.vocabulary.gradient import Grads
+from ..kernels.vocabulary.gradient import Grads, Incoming
 from . import arguments, blocks, failures, hopper, run, tiles, tuned
 from .tuned import SLOWER
 
@@ -131,7 +131,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, taken):
     taken: the form of the backward for Hopper that reads them, or None.
     """
     made, pitch = (p.table(stats, 4), None) if taken is None else hopper.new_rows(p.call, stats)
-    names = "GradOut", "GradWeights", "heads", "q_len", "D", "DV", "PRECISION"
+    names = "GradOut", "GradWeights", "heads", "q_len", "spec"
     launched = {name: p.launched[name] for name in names} | dict(
         Out=arguments.of(out),
         GradLse=grad_lse,
@@ -219,8 +219,13 @@ def _stored_on_hopper(name, p, grads, taken):
 
 def _postprocess(p, query_sums, grad_query, taken):
     """The gradient of queries, from what was summed in one pass."""
-    launched = {name: p.launched[name] for name in ("heads", "q_len", "score", "D")}
-    launched |= dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query))
+    launched = {name: p.launched[name] for name in ("heads", "q_len")}
+    launched |= dict(
+        score=p.launched["rules"].score,
+        D=p.launched["spec"].D,
+        Sums=arguments.of(query_sums),
+        GradQ=arguments.of(grad_query),
+    )
     launched |= _together(p, taken)
     run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched)
 
@@ -232,8 +237,12 @@ def _dbias(p, grad_bias):
     some = some if batch == p.batch else some.amax(0, keepdim=True)
     some = some if heads == p.heads else some.amax(1, keepdim=True)
     some = some.expand(batch, heads, cdiv(p.rows, p.mask_size), cdiv(p.keys, p.mask_size))
-    launched = p.launched | dict(
-        GradBias=arguments.of(grad_bias), block_mask=arguments.of(some), BLOCK_MASK_SIZE=p.mask_size
+    launched = dict(p.launched)
+    launched |= dict(
+        incoming=Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows"))),
+        GradBias=arguments.of(grad_bias),
+        block_mask=arguments.of(some),
+        spec=p.launched["spec"]._replace(BLOCK_MASK_SIZE=p.mask_size),
     )
     launched |= dict(batches=p.batch // batch, bias_heads=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
     run.run_tiled(

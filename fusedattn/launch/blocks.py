@@ -131,6 +131,7 @@ def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None)
             block_mask=arguments.of(block_mask.expand(-1, -1, cdiv(rows, mask_size), cdiv(keys, mask_size))),
             heads=planes,
             GROUP=group if by_keys else 1,
+            TOP_LEFT=call.top_left,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
             BLOCK_MASK_SIZE=mask_size,

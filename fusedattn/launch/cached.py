@@ -9,6 +9,7 @@ from ..call.form import Call
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
+from ..kernels.vocabulary.rules import Rules, Spec
 from . import arguments, run, tiles
 
 
@@ -24,11 +25,16 @@ def _common(decode: Decode):
         pages=decode.key_cache.shape[0],
         positions=1 if cos is None else cos.shape[0],
         heads=decode.key_cache.shape[1],
-        D=decode.key_cache.shape[3],
-        DV=decode.value_cache.shape[3],
-        ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
-        INTERLEAVED=decode.interleaved,
-        PAGE=None if table is None or table.shape[1] == 1 else decode.key_cache.shape[2],
+        spec=Spec(
+            GROUP=decode.call.query.shape[1] // decode.key_cache.shape[1],
+            D=decode.key_cache.shape[3],
+            DV=decode.value_cache.shape[3],
+            TOP_LEFT=decode.call.top_left,
+            PRECISION=arguments.precision(decode.call.query.dtype),
+            ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
+            INTERLEAVED=decode.interleaved,
+            PAGE=None if table is None or table.shape[1] == 1 else decode.key_cache.shape[2],
+        ),
     )
 
 
@@ -62,10 +68,9 @@ def attend(out, lse, decode: Decode):
     """Fill out, and lse unless it is empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, heads, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
-    launched = _common(decode) | dict(Q=arguments.of(call.query), masks=arguments.masks_of(call))
-    launched |= dict(score=arguments.scored(call), PRECISION=arguments.precision(call.query.dtype))
-    launched |= arguments.band(call) | dict(GROUP=heads // kv_heads)
-    launched["BY_THREADS"] = arguments.by_threads(decode.key_cache)
+    launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)
+    rules = launched["rules"] = Rules(arguments.masks_of(call), arguments.scored(call), None)
+    launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
     keys, kernel = visible_keys(call, launched["capacity"]), tiles.decoder(rows)
@@ -88,7 +93,5 @@ def attend(out, lse, decode: Decode):
 
     run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if "partials" in partials:
-        sizes = dict(
-            rows=length, heads=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, scale=launched["score"].softmax_scale
-        )
+        sizes = dict(rows=length, heads=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, scale=rules.score.softmax_scale)
         run.run_tiled("combine", call, lambda tile: batch * heads * length, results | partials | sizes)

@@ -37,7 +37,7 @@ def _forward(out, lse, stats, call):
     launched = arguments.common(call) | dict(
         Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, tile_lists=None
     )
-    launched["BY_THREADS"] = arguments.by_threads(call.key)
+    launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
     if call.cu_seqlens_q is None and not arguments.hides(call):
         run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched, described)
         return

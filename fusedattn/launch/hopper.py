@@ -19,12 +19,11 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
-    from ..kernels.hopper.forward import forward as kernel
+    from ..kernels.hopper.forward import Form, forward as kernel
     from ..kernels.hopper.stored import (  # noqa: F401  # for `launch.run`
         grad_product as product_kernel,
         stored_backward as stored_backward_kernel,
     )
-    from ..kernels.hopper.wide import wide_backward as wide_backward_kernel  # noqa: F401  # for `launch.run`
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
@@ -147,11 +146,8 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         HEADS=heads,
         GROUP=group,
         DV=value.shape[3],
-        GROUPS=taken.warpgroups,
-        STAGES=taken.stages,
-        PING_PONG=taken.ping_pong,
-        REGISTERS=registers,
-        PRODUCER_REGISTERS=fewer,
+        form=Form(taken.warpgroups, taken.stages, taken.ping_pong, registers, fewer),
+        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 
@@ -230,22 +226,18 @@ def backward_arguments(
     """
     each = tiles.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
-    at_once = 32 if _is_wide(call) else width_k if _by_rows(call) else width_k // 2  # columns of dq
+    at_once = width_k if _by_rows(call) else width_k // 2  # columns of dq
     lines = sums.view(*sums.shape[:2], -1, 32)
-    if _is_wide(call):
-        numbers = descriptor(rows[..., : call.query.shape[2]], 4, taken.rows)
-    else:
-        shape, strides, block = kernel_arguments.block(rows, taken.rows)
-        block[1] = 2  # tables of a head
-        numbers = TensorDescriptor(rows, shape, strides, block, _layout(2 * taken.rows, 16, rows.dtype))
+    shape, strides, block = kernel_arguments.block(rows, taken.rows)
+    block[1] = 2  # tables of a head
     return dict(
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
         GradOut=descriptor(grad_out, taken.rows, width_v),
-        Rows=numbers,
+        Rows=TensorDescriptor(rows, shape, strides, block, _layout(2 * taken.rows, 16, rows.dtype)),
         Sums=descriptor(lines, unit(call, taken)[0] // 2 * at_once // 16),
-        **(dict(D=call.key.shape[3]) if _is_wide(call) else dict(Turns=turns)),
+        Turns=turns,
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),
         STAGES=taken.stages,
@@ -262,6 +254,7 @@ def _common(call):
         GROUP=call.query.shape[1] // call.key.shape[1],
         REGISTERS=registers,
         COPYING_REGISTERS=fewer,
+        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 
@@ -286,18 +279,6 @@ def heads_at_a_time(call: Call) -> int:
     """How many kv heads, of all batches, have their gradients of scores stored at a time: two or more, if there are."""
     _, size = _scores_of_a_head(call)
     return min(call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size))
-
-
-def stored_fill(call: Call, multiprocessors: int) -> bool:
-    """Return whether the heads stored at a time keep the GPU busy: all heads do.
-
-    Otherwise they need a program for 95 of 100 multiprocessors; under a band, where programs are unequal, two.
-    """
-    (form,) = tiles.BACKWARDS["hopper_stored"][256]
-    heads, alike = heads_at_a_time(call), band_of(call) == "full"
-    if heads == call.key.shape[0] * call.key.shape[1]:
-        return True
-    return heads * cdiv(call.key.shape[2], form.keys) >= (0.95 if alike else 1.9) * multiprocessors
 
 
 def new_scores(call: Call) -> Tensor:

@@ -144,7 +144,6 @@ KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are othe
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
     KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_ordered"), hopper.backward_kernel)
-    KERNELS["hopper_bwd_256"] = hopper.wide_backward_kernel
     KERNELS["hopper_stored"] = hopper.stored_backward_kernel
     KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.product_kernel)
 
@@ -188,19 +187,7 @@ def backward_on_hopper(call, ordered):
     """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call."""
     if widest(call) <= tile_table.ONE_PASS:
         return "hopper_ordered" if ordered else "hopper_bwd"
-    if ordered:
-        return "hopper_stored"
-    both, device = ["hopper_bwd_256", "hopper_stored"], device_of(call.query)
-    if hopper.stored_limits(call):
-        both.pop()
-    elif tuned.prefers_stored(call, device) and hopper.stored_fill(call, multiprocessors(device)):
-        both.reverse()
-    return next((name for name in both if _is_fine(name, call, device)), both[0])
-
-
-def _is_fine(name, call, device):
-    """Whether nothing is known against a kernel for Hopper: it is not found wrong, and it loads."""
-    return _right_form(name, call, device) is not None and failures.known((name, device)) is None
+    return "hopper_stored"
 
 
 def _right_form(name, call, device):

@@ -35,7 +35,9 @@ def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Cal
         "tangent",
         call,
         lambda tile: blocks.slots(call, tile.rows) * heads,
-        shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out), BY_THREADS=by_threads),
+        shared
+        | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
+        | dict(spec=shared["spec"]._replace(BY_THREADS=by_threads)),
         lambda tile: blocks.walks(call, block_mask, mask_size, tile),
     )
     if tangent_weights is None:

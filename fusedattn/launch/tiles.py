@@ -50,13 +50,11 @@ class Backward(NamedTuple):
     """How the backward for Hopper works on a block of keys, WARPGROUP_ROWS for each of two warpgroups.
 
     rows: of the blocks that it walks. stages: how many of these are there at once, or, where gradients of scores are
-    stored, of the blocks that the kernels after it walk. shared: whether the two have the same keys, and each half of
-    the columns.
+    stored, of the blocks that the kernels after it walk.
     """
 
     rows: int
     stages: int
-    shared: bool = False
 
     @property
     def warpgroups(self):
@@ -64,7 +62,7 @@ class Backward(NamedTuple):
 
     @property
     def keys(self):
-        return WARPGROUP_ROWS if self.shared else self.warpgroups * WARPGROUP_ROWS
+        return self.warpgroups * WARPGROUP_ROWS
 
 
 def same(form):
@@ -116,7 +114,6 @@ HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 # spill; there one stores gradients of scores.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(("hopper_bwd", "hopper_ordered"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
-    "hopper_bwd_256": {256: (Backward(64, 2, shared=True),)},
     "hopper_stored": {256: (Backward(64, 3),)},
 }
 REPEATABLE = "hopper_ordered", "hopper_stored"  # of BACKWARDS: with the same bits each time
@@ -200,10 +197,8 @@ TABLE = {
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
-    ("postprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("postprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
-    ("postprocess", 80, 2, 256): (Tile(32, None, 4, 1),),
     ("weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
     ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),

@@ -168,8 +168,3 @@ def is_faster(one: str, other: str, call: Call, device: Device, load: str = "pla
 def prefers_hopper(kernel: str, call: Call, device: Device) -> bool:
     """Return whether a kernel for Hopper takes a call that names no backend: no universal kernel was faster."""
     return not any(is_faster(rival, kernel, call, device) for rival in RIVALS[kernel])
-
-
-def prefers_stored(call: Call, device: Device) -> bool:
-    """Return whether the backward that stores gradients of scores comes before the one that adds to dq."""
-    return not is_faster("hopper_bwd_256", "hopper_stored", call, device)

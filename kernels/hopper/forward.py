@@ -37,6 +37,19 @@ class Shared(NamedTuple):
     ping_pong: gl.shared_memory_descriptor
 
 
+class Form(NamedTuple):
+    """How the kernel is built: GROUPS warpgroups multiply, K and V have STAGES tiles each in shared memory.
+
+    REGISTERS: of a thread that multiplies, PRODUCER_REGISTERS: of one that copies.
+    """
+
+    GROUPS: int
+    STAGES: int
+    PING_PONG: bool
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+
 class Results(NamedTuple):
     """The outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats are as in the universal kernel."""
 
@@ -233,16 +246,17 @@ def _consume(
 def forward(
     Q, K, V, Out, Wide, Lse, Stats,
     q_len, k_len, left, right, scale, planes, section,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Out, Lse and Stats as those of the universal kernel, of any number of programs that share the blocks of rows.
 
     Either Out or Wide is None: a View of float32 (B, H, Sq, DV). Q, K, V and Out are descriptors of (B, H, S, D) with
-    blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows, and there are GROUPS warpgroups. planes is
+    blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows. form is a Form. planes is
     B * Hq; section, how many of them are worked on together. Programs that share the blocks under a causal
     mask take them in pairs: then planes is even.
     """
+    GROUPS: gl.constexpr = form.GROUPS
+    STAGES: gl.constexpr = form.STAGES
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[2]
@@ -260,7 +274,7 @@ def forward(
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
     ping_pong = None
-    if PING_PONG:
+    if form.PING_PONG:
         ping_pong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(ping_pong.index(i), count=1)
@@ -275,7 +289,7 @@ def forward(
                 (_produce, produce),
             ],
             [WARPS, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
+            [form.REGISTERS, form.PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -286,5 +300,5 @@ def forward(
                 (_produce, produce),
             ],
             [WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+            [form.REGISTERS, form.REGISTERS, form.PRODUCER_REGISTERS],
         )

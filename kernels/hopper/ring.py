@@ -22,21 +22,15 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def around(tiles, READERS: gl.constexpr):
-    """A Ring of tiles, each read by so many warpgroups."""
-    TILES: gl.constexpr = tiles.shape[0]
+def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
+    """Return a Ring of blocks of a descriptor, each read by READERS warpgroups."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TILES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=READERS)
     return Ring(tiles, ready, free)
-
-
-@gluon.jit
-def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
-    """A Ring of blocks of a descriptor, each read by so many warpgroups."""
-    return around(gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout), READERS)
 
 
 @gluon.jit
@@ -48,29 +42,18 @@ def claim(ring, step):
 
 @gluon.jit
 def publish(ring, step):
-    """A tile that threads have filled is there."""
+    """Say that a tile which threads have filled is ready."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.arrive(ring.ready.index(step % TILES), count=1)
 
 
 @gluon.jit
 def put(ring, step, value):
-    """Fill a tile, once it is free, with what threads have, for a reader that is asynchronous."""
+    """Fill a tile from registers once it is free, for a reader that is asynchronous."""
     claim(ring, step)
     tile(ring, step).store(value)
     fence_async_shared()
     publish(ring, step)
-
-
-@gluon.jit
-def put_two(ring, pair, one, other):
-    """`put` the tiles of steps 2 * pair and 2 * pair + 1, for a reader that waits for a pair, and releases each."""
-    claim(ring, 2 * pair)
-    tile(ring, 2 * pair).store(one)
-    claim(ring, 2 * pair + 1)
-    tile(ring, 2 * pair + 1).store(other)
-    fence_async_shared()
-    publish(ring, pair)
 
 
 @gluon.jit

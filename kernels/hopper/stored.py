@@ -216,8 +216,8 @@ def stored_backward(
     """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq), of `planes` kv heads, from `before` on.
 
     There is a program for each two blocks of keys of them, first those of `section` planes, then of as many others.
-    heads is Hkv. All are descriptors, with blocks of 64 keys, the rows of a block of Q, and the columns of
-    `wide_backward`, or half of these for GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores,
+    heads is Hkv. All are descriptors, with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or
+    half as many for GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores,
     only what lies in the tiles of `_met` is written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]

@@ -8,8 +8,7 @@ from . import copies, dropout as dropping, masks as masking, scores, softmax, ti
 
 @triton.jit
 def attend(
-    out, state, q, k, v, first, k_rows, exists, r, c, band, masks, plane, kv, score, dropout,
-    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, BY_THREADS: tl.constexpr, CHECK: tl.constexpr,
+    out, state, q, k, v, first, k_rows, exists, r, c, band, rules, plane, kv, spec: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
 
@@ -17,17 +16,17 @@ def attend(
     and keys from the start of their sequence, for masks, scores and dropout. plane is that of the query heads, of one
     or of each row; kv one whose batch the masks of keys are those of. Without CHECK every row sees every key.
     """
-    k_tile = tiles.load(k, k_rows, exists, D, first)  # [keys, D]
-    shown = masking.shown(masks, band, plane, r, c, CHECK)
-    bias = scores.bias(score, band, plane, r, c, CHECK)
+    k_tile = tiles.load(k, k_rows, exists, spec.D, first)  # [keys, D]
+    shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+    bias = scores.bias(rules.score, band, plane, r, c, CHECK)
     copies.fence()
-    x = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=out.dtype)  # [rows, keys]
-    s, dcap = scores.apply(score, x, bias, band, plane, r, c)
+    x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)  # [rows, keys]
+    s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     if CHECK:
-        s = tl.where(masking.visible(masks, shown, band, kv, r, c), s, float("-inf"))
-    p, decay, state = softmax.step(state, s, score.softmax_scale)
-    v_tile = tiles.load(v, k_rows, exists, DV, first)  # [keys, DV]
-    copies.fence_later(BY_THREADS)
-    p = tiles.opaque(dropping.drop(dropout, p, plane, r, c)).to(v_tile.dtype)
-    out = tl.dot(p, v_tile, out * decay[:, None], input_precision=PRECISION, out_dtype=out.dtype)
+        s = tl.where(masking.visible(rules.masks, shown, band, kv, r, c), s, float("-inf"))
+    p, decay, state = softmax.step(state, s, rules.score.softmax_scale)
+    v_tile = tiles.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
+    copies.fence_later(spec.BY_THREADS)
+    p = tiles.opaque(dropping.drop(rules.dropout, p, plane, r, c)).to(v_tile.dtype)
+    out = tl.dot(p, v_tile, out * decay[:, None], input_precision=spec.PRECISION, out_dtype=out.dtype)
     return out, state

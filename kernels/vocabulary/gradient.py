@@ -33,6 +33,14 @@ class Grads(NamedTuple):
     partial: tl.tensor
 
 
+class Incoming(NamedTuple):
+    """Gradients of the output and of the weights, Views (weights' may be None), and the rows of `preprocess`."""
+
+    grad_out: tiles.View
+    grad_weights: tiles.View
+    rows: tl.tensor
+
+
 @triton.jit
 def load(Rows, plane, rows, n):
     """The Row of each of some rows, from what `preprocess` wrote."""
@@ -55,26 +63,28 @@ def across(row):
 
 
 @triton.jit
-def weights(x, shown, bias, row, r, c, band, masks, plane, score, dropout, CHECK: tl.constexpr):
+def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
     """(weights, negative where dropout drops them; the derivative of the cap) of one tile of products x = q @ k.T.
 
     row, r and c come already broadcast, either way round.
     """
-    s, dcap = scores.apply(score, x, bias, band, plane, r, c)
-    p = softmax.weights(s, row.softmax, score.softmax_scale)
+    s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
+    p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:
-        seen = masking.visible(masks, shown, band, plane, r, c)
-        if score.slopes is not None:
+        seen = masking.visible(rules.masks, shown, band, plane, r, c)
+        if rules.score.slopes is not None:
             seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
         p = tl.where(seen, p, 0.0)
-    return tiles.opaque(dropping.sign_dropped(dropout, p, plane, r, c)), dcap
+    return tiles.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
 
 
 @triton.jit
-def of_scores(signed, dp, row, r, c, band, masks, plane, dropout, GradWeights):
+def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
     """Gradient of the scores of one tile, from what `weights` gave and dp = dout @ v.T."""
     if GradWeights is not None:
         # Incoming gradients may be anything where a row or a key is hidden.
-        exists = masking.real_rows(masks, plane, r, band.rows) & masking.real_keys(masks, plane, c, band.keys)
+        exists = masking.real_rows(rules.masks, plane, r, band.rows) & masking.real_keys(
+            rules.masks, plane, c, band.keys
+        )
         dp += tl.load(tiles.pointers(tiles.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
-    return dropping.before(dropout, signed) * (dropping.grad(dropout, signed, dp) - row.delta)
+    return dropping.before(rules.dropout, signed) * (dropping.grad(rules.dropout, signed, dp) - row.delta)

@@ -19,27 +19,25 @@ class Rotary(NamedTuple):
 
 
 @triton.jit
-def load(
-    m, rows, exists, rotary, position, positions, D: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
     """`tiles.load`, rotated by the angles of each row's position, or of the nearest that there is; rotary may be None.
 
     A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. Its other half is loaded again:
     a tile cannot be permuted along its columns.
     """
-    x = tiles.load(m, rows, exists, D)
+    x = tiles.load(m, rows, exists, spec.D)
     if rotary is None:
         return x
     else:
         dtype: tl.constexpr = tiles.wide(x.dtype)
-        c = tl.arange(0, tiles.width(D))[None, :]
-        if INTERLEAVED:
+        c = tl.arange(0, tiles.width(spec.D))[None, :]
+        if spec.INTERLEAVED:
             other, pair, first = c ^ 1, c // 2, c % 2 == 0
         else:
-            first = c < ROTARY_DIM // 2
-            other = tl.where(first, c + ROTARY_DIM // 2, c - ROTARY_DIM // 2)
+            first = c < spec.ROTARY_DIM // 2
+            other = tl.where(first, c + spec.ROTARY_DIM // 2, c - spec.ROTARY_DIM // 2)
             pair = tl.where(first, c, other)
-        turned = exists[:, None] & (c < ROTARY_DIM)
+        turned = exists[:, None] & (c < spec.ROTARY_DIM)
         y = tl.load(tiles.pointers(m, rows[:, None], other), mask=turned, other=0.0).to(dtype)
         p = tl.minimum(tl.maximum(position, 0), positions - 1)[:, None]
         cos = tiles.cast(tl.load(tiles.pointers(rotary.cos, p, pair), mask=turned, other=0.0), dtype)

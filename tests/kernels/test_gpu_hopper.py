@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import cases as timed
 
 import fusedattn as fa
-from fusedattn.launch import hopper, run, tiles, tuned
+from fusedattn.launch import hopper, run, tiles
 from fusedattn.launch.tiles import HOPPER
 from fusedattn.replay import cache
 from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
@@ -137,8 +137,7 @@ def launched(monkeypatch):
 
 
 def in_any_order(monkeypatch):
-    """From now on dq is added in whatever order programs come, for wide heads too."""
-    monkeypatch.setattr(tuned, "prefers_stored", lambda *_: False)
+    """From now on dq is added in whatever order programs come."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     cache.forget()
 
@@ -158,7 +157,7 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison,
     assert ("hopper_ordered" if width <= tiles.ONE_PASS else "hopper_stored") in launched
     in_any_order(monkeypatch)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_bwd" if width <= tiles.ONE_PASS else "hopper_bwd_256") in launched
+    assert ("hopper_bwd" if width <= tiles.ONE_PASS else "hopper_stored") in launched
 
 
 @pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
@@ -169,12 +168,9 @@ def test_backwards_of_head_dimensions(options, number, cuda, monkeypatch, poison
     """With keys that nobody sees, and rows that see none."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
-    if max(DIMS[number]) > tiles.ONE_PASS:
-        check(case, cuda)
-        assert "hopper_stored" in launched
     in_any_order(monkeypatch)
     check(case, cuda)
-    assert {"hopper_bwd", "hopper_bwd_256"} & {*launched}
+    assert ("hopper_bwd" if max(DIMS[number]) <= tiles.ONE_PASS else "hopper_stored") in launched
 
 
 @pytest.mark.parametrize("width", HOPPER)

@@ -32,7 +32,7 @@ from ..inside import by, draw, same
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
 
-from fusedattn.kernels.hopper import backward, forward as written, halves, ring, steps, stored, turns, wide
+from fusedattn.kernels.hopper import backward, forward as written, halves, ring, steps, stored, turns
 
 from . import gluon
 
@@ -55,8 +55,8 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
         way_back: of a backward; with heads of up to 64 it has twice the rows.
         other: {name: module} to take for one of those of the backwards.
     """
-    way, steps_of, halves_of, wide_of, stored_of = (
-        other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, wide, stored)
+    way, steps_of, halves_of, stored_of = (
+        other.get(x.__name__.split(".")[-1], x) for x in (backward, steps, halves, stored)
     )
     adds = way.backward, ring, steps_of, turns, halves_of, way
     stores = ring, steps_of, stored_of
@@ -64,7 +64,6 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
         hopper=(module.forward, ring, module),
         hopper_bwd=adds,
         hopper_ordered=adds,
-        hopper_bwd_256=(wide_of.wide_backward, ring, steps_of, wide_of),
         hopper_stored=(stored_of.stored_backward, *stores),
         hopper_dk=(stored_of.grad_product, *stores),
         hopper_dq=(stored_of.grad_product, *stores),
@@ -74,7 +73,7 @@ def emulate(monkeypatch, module=written, taken=SMALL, way_back=WAY_BACK, multipr
     monkeypatch.setattr(run, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(backends, "hopper_reasons", lambda device: ())
     monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 16)
-    ways = {name: way_back._replace(shared=name == "hopper_bwd_256") for name in tiles.BACKWARDS}
+    ways = dict.fromkeys(tiles.BACKWARDS, way_back)
     of_small = {
         name: {width: ((ways | dict(hopper=taken))[name],) for width in rows} for name, rows in tiles.ON_HOPPER.items()
     }

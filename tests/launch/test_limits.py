@@ -94,7 +94,8 @@ def launched(monkeypatch):
     def gpu(limit=None, itemsize=2):
         def load(kernel):
             names, constants = kernel.src.fn.arg_names, kernel.src.constants
-            m, n, d = (constants.get((names.index(x),), 0) if x in names else 0 for x in ("BLOCK_M", "BLOCK_N", "D"))
+            m, n = (constants.get((names.index(x),), 0) if x in names else 0 for x in ("BLOCK_M", "BLOCK_N"))
+            d = constants[(names.index("spec"),)].D if "spec" in names else 0
             needed = (m + 2 * n * kernel.metadata.num_stages) * max(64, d) * itemsize
             if limit is not None and n and needed > limit:
                 raise OutOfResources(needed, limit, "shared memory")

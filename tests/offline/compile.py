@@ -98,10 +98,9 @@ def _faults_on_hopper(row, report, length):
         yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
     for number, step in enumerate(report.loops):
         under, exponentials = hazards.overlapped(step)
-        none = kernels.differ(row) or row.kernel in tile_table.PRODUCTS  # or nothing of the kernel computes any
-        if under < exponentials or not (exponentials or none):
+        if under < exponentials or not (exponentials or row.kernel in tile_table.PRODUCTS):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
-    for number, step in enumerate(kernels.steps(row, report)):
+    for number, step in enumerate(report.loops):
         few = 4 if row.kernel in tile_table.PRODUCTS else 0  # by which warpgroups differ, of loops that are short
         if length is not None and abs(len(step) - length) > max(DRIFT * length, few):
             yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
@@ -208,9 +207,7 @@ def table(capabilities=(80, 90)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
                 continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all
-            if kernel == "one_pass" and width > tile_table.ONE_PASS:
-                continue
-            if kernel == "postprocess" and width > tile_table.ONE_PASS and (capability, dtype) != (90, "bf16"):
+            if kernel in ("one_pass", "postprocess") and width > tile_table.ONE_PASS:
                 continue
             size = DTYPES[dtype].itemsize
             of = functools.partial(tile_table.tiles, kernel, capability, size, width)

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from fusedattn.call.form import Call, inputs
-from fusedattn.launch import run as launch, tiles as tile_table, tuned
+from fusedattn.launch import run as launch, tiles as tile_table
 from fusedattn.operators import attention, backward, cached, tangent
 
 from . import absent, flow, fusing, hazards, operands
@@ -200,8 +200,7 @@ def _call(row):
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_p")
     need_weights = row.kernel in ("weights", "tangent_p") or everything
-    wide = row.kernel == "postprocess" and row.dim > tile_table.ONE_PASS  # what only a kernel in Gluon has
-    backend = "hopper" if row.kernel in ON_HOPPER or wide else "triton"
+    backend = "hopper" if row.kernel in ON_HOPPER else "triton"
     of_forward = "hopper" if row.kernel == "hopper" else "triton"
     out, _, weights, stats = attention._forward(*call, True, need_weights, True, of_forward)
     if moves:
@@ -212,11 +211,7 @@ def _call(row):
         if row.kernel in ONE_PASS:
             need[-2:] = False, False  # what is summed over whole rows is never among its gradients
         repeatable = row.kernel not in ONE_PASS or row.kernel in REPEATABLE
-        adds = row.kernel in ("hopper_bwd_256", "postprocess")  # wide heads, in the way that is not the first
-        with (
-            mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable),
-            mock.patch.object(tuned, "prefers_stored", lambda *_: not adds),
-        ):
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
             backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
 
 

@@ -16,28 +16,17 @@ measured.**
   for Hopper have four more warps, which load tiles. `regs`: registers of a thread when it starts. `spills`: bytes that
   a thread stores. `shared`: bytes of a block.
 - `loop`: instructions of one warp in one step of the loop over blocks that take no mask, by kind. `alu` is selections,
-  conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles and branches. The two
-  warpgroups of `hopper_bwd_256` do different work: `loop` counts a warp of each. A dash: no loop over blocks.
+  conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles and branches. A dash: no
+  loop over blocks.
 """
-
-
-def differ(row):
-    """Whether the warpgroups of a row do different work, each in a loop of its own."""
-    return getattr(row.tile, "shared", False)
-
-
-def steps(row, report):
-    """A step of each main loop, or where warpgroups differ of all of them together."""
-    return (sum(report.loops, ()),) if differ(row) else report.loops
 
 
 def _row(row, report):
     used = f"{report.registers:>4} {report.spills:>6} {report.shared:>6}"
     if report.loop is None:
         return f"{row}{used}     -"
-    loop = min(steps(row, report) or (report.loop,), key=len)
-    kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in sass.mix(loop).items())
-    return f"{row}{used}  {len(loop):>4} {kinds}"
+    kinds = " ".join(f"{count:>{max(4, len(kind))}}" for kind, count in sass.mix(report.loop).items())
+    return f"{row}{used}  {len(report.loop):>4} {kinds}"
 
 
 def _columns():

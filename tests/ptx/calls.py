@@ -11,7 +11,7 @@ import torch
 
 import fusedattn as fa
 from fusedattn import reference
-from fusedattn.launch import run, tiles, tuned
+from fusedattn.launch import run, tiles
 from fusedattn.replay import cache
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
@@ -133,8 +133,7 @@ def _attention(entry, device):
     elif entry.far is not None:
         tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
-    stored = mock.patch.object(tuned, "prefers_stored", lambda *_: entry.two_passes)  # else wide heads add to dq
-    with _rounding(entry.tf32), two_passes, stored, _of(entry.multiprocessors):
+    with _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
         for _ in range(entry.times):
             device.launches.clear()
             got = with_gradients(attend, tensors, given, case.grads)

@@ -32,9 +32,7 @@ def _first(capability):
     """Each tile that a call may take of a kernel, where all fit."""
     axes = tiles.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
     for kernel, itemsize, width, load, narrow in itertools.product(*axes):
-        wide = width > tiles.ONE_PASS  # whose backward is one pass only on Hopper, of 16 bits
-        alone = kernel == "postprocess" and (capability, itemsize, load, narrow) == (HOPPER, 2, "plain", False)
-        if kernel not in ("one_pass", "postprocess") or not wide or alone:
+        if kernel not in ("one_pass", "postprocess") or width <= tiles.ONE_PASS:
             for tile in tiles.tiles(kernel, capability, itemsize, width, load, narrow)[:1]:
                 yield calls.Taken(kernel, itemsize, width, tile)
     if capability == HOPPER:
