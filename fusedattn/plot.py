@@ -125,7 +125,6 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
 
 
 def _matplotlib(figure: Any) -> Any:
-    """The package. Raises where it is missing, and for a figure that is none of its own."""
     try:
         import matplotlib.figure
         import matplotlib.ticker
@@ -137,7 +136,6 @@ def _matplotlib(figure: Any) -> Any:
 
 
 def _numbers(name: str, tensor: Tensor, rank: int) -> Tensor:
-    """A tensor as matplotlib takes it; of a batch of one, its first, of this rank."""
     check_strided(**{name: tensor})
     if tensor.is_complex() or tensor.is_quantized:
         fail(TypeError, name, "real numbers", tensor.dtype)
@@ -148,7 +146,7 @@ def _numbers(name: str, tensor: Tensor, rank: int) -> Tensor:
 
 
 def _maps(weights: Tensor) -> Tensor:
-    """weights as (H, Sq, Sk)."""
+    """Return weights as (H, Sq, Sk)."""
     maps = _numbers("weights", weights, 3)
     maps = maps[None] if maps.dim() == 2 else maps
     if maps.dim() != 3:
@@ -163,7 +161,6 @@ def _maps(weights: Tensor) -> Tensor:
 
 
 def _masked(maps: Tensor, mask: Tensor) -> Tensor:
-    """maps with NaN where mask hides."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
     check_strided(mask=mask)
@@ -188,7 +185,7 @@ def _names(argument: str, names: Sequence[object] | None, length: int) -> list[s
 
 
 def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -> None:
-    """Write names, or numbers, along an axis on which each has `cell` inches."""
+    """Write labels along an axis with `cell` inches each."""
     if names is None:
         axis.get_major_locator().set_params(integer=True)
         axis.set_tick_params(labelsize=LARGEST, labelcolor=INK, length=2, color=INK)
@@ -203,7 +200,7 @@ def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -
 
 
 def _with_bar(figure: "Figure", image: Any, panels: list[Any], label: str, ticks: Any = None) -> "Figure":
-    """The figure with the scale of an image's colours beside panels."""
+    """Add the colour bar of an image beside the panels."""
     bar = figure.colorbar(image, ax=panels, fraction=0.025, aspect=50, pad=0.015, ticks=ticks)
     bar.set_label(label, color=INK, fontsize=10)
     bar.ax.tick_params(labelsize=9, colors=INK, length=2)

@@ -18,14 +18,14 @@ COPIED_BYTES = 16  # addresses and strides that the copy engine knows are multip
 
 
 def precision(dtype):
-    """How products of float32 may be rounded: as torch was told for its own, at the time of the call."""
+    """Return how float32 products may be rounded, by torch's setting at the time of the call."""
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"
 
 
 def of(tensor):
-    """The View of a tensor; None of None."""
+    """Return the View of a tensor, or None."""
     if tensor is None:
         return None
     # The stride of a single element means nothing; left in, it would only make another kernel.
@@ -35,7 +35,7 @@ def of(tensor):
 
 
 def strided(tensor: Tensor) -> bool:
-    """Whether the copy engine can read and write a (B, H, S, D) tensor, as far as its strides say."""
+    """Return whether the copy engine can read a (B, H, S, D) tensor with these strides."""
     *strides, last = tensor.stride()
     *shape, columns = tensor.shape
     pairs = zip(strides, shape, strict=True)
@@ -66,7 +66,7 @@ def by_threads(tensor: Tensor) -> bool:
 
 
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
-    """(shape, strides, shape of a block) of a descriptor of a `strided` tensor, so many rows of one head at a time."""
+    """Return (shape, strides, block shape) of a descriptor that copies some rows of one head."""
     # The stride of a single element means nothing, and may not be what the copy engine wants.
     least = COPIED_BYTES // tensor.element_size()
     strides = [least if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
@@ -74,7 +74,7 @@ def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """A (B, H, S, D) tensor that the copy engine can reach, as so many rows of one head at a time."""
+    """Return a descriptor that copies some rows of one head of a (B, H, S, D) tensor."""
     return TensorDescriptor(tensor, *block(tensor, rows))
 
 
@@ -91,12 +91,12 @@ def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, 
 
 
 def _bytes(mask, *shape):
-    """The View that Masks wants of a bool tensor; absent stays None."""
+    """Return a View of a bool tensor as bytes, or None."""
     return None if mask is None else of(mask.view(torch.uint8).expand(shape))
 
 
 def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
-    """The Masks of those of a Call, each of which may be None. Those of packed rows and keys are as long as these."""
+    """Return views of a Call's masks; an absent mask stays None. Packed masks are (1, total tokens)."""
 
     def tokens(mask, length):
         if mask is None:
@@ -107,17 +107,17 @@ def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
 
 
 def each_head(tensor, batch, heads):
-    """The View of one number a head of a (1 or B, Hq) tensor."""
+    """Return the View of a (1 or B, Hq) tensor."""
     return None if tensor is None else of(tensor[:, :, None, None].expand(batch, heads, 1, 1))
 
 
 def _side(side, shift, rows, keys):
-    """A side of the window, shifted, in 32 bits; past all rows and keys it is as good as unbounded, or as closed."""
+    """Return one side of the window in 32 bits; larger distances are clamped."""
     return None if side is None else max(-(rows + keys), min(side + shift, rows + keys))
 
 
 def sizes(call):
-    """(B, Hq, Sq, Sk); of packed sequences their number and longest lengths, or totals where those are None."""
+    """Return (B, Hq, Sq, Sk); of packed sequences their number and maximum lengths, or totals where those are None."""
     batch, heads, rows, _ = call.query.shape
     keys = call.key.shape[2]
     if call.cu_seqlens_q is None:
@@ -129,12 +129,10 @@ def sizes(call):
 
 
 def masks_of(call):
-    """The Masks of a call."""
     return masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.cu_seqlens_q is not None)
 
 
 def scored(call):
-    """The Score of a call."""
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     slopes, sinks = (each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
@@ -142,12 +140,12 @@ def scored(call):
 
 
 def hides(call):
-    """Whether the caller's masks, or a bias, may hide blocks of pairs."""
+    """Return whether masks or a bias may hide whole blocks of pairs."""
     return not (call.mask is call.key_mask is call.query_mask is call.bias is call.block_mask is None)
 
 
 def bounded(call):
-    """Return a call without the bounds of its window that hide nothing."""
+    """Return a call without window bounds that hide nothing."""
     rows, keys, level = call.query.shape[2], call.key.shape[2], diagonal(call)
     left = None if call.left is None or call.left >= level + rows - 1 else call.left
     right = None if call.right is None or call.right + level >= keys - 1 else call.right
@@ -155,14 +153,14 @@ def bounded(call):
 
 
 def band(call):
-    """The lengths and the window of a call, as kernels take them."""
+    """Return the lengths and window of a call as kernels take them."""
     rows, keys = call.query.shape[2], call.key.shape[2]
     left, right = (_side(side, by, rows, keys) for side, by in ((call.left, -shift(call)), (call.right, shift(call))))
     return dict(q_len=rows, k_len=keys, left=left, right=right)
 
 
 def common(call):
-    """The arguments that kernels over pairs share."""
+    """Return the arguments that all kernels over pairs share."""
     query, key, value = call.query, call.key, call.value
     return dict(
         Q=of(query),
@@ -186,12 +184,12 @@ def common(call):
 
 
 def _merges(tensor):
-    """Whether the rows of one head lie behind those of the head before, all equally far apart."""
+    """Return whether the rows of consecutive heads are equally far apart in memory."""
     return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
 def can_pack_gqa(call, out):
-    """Whether the query heads of a kv head can be rows of one head: few rows, that differ in nothing but the query."""
+    """Return whether the query heads of a key head can be packed into one head's rows."""
     (_, heads, rows, _), kv_heads, within = sizes(call), call.key.shape[1], bounded(call)
     each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
@@ -207,7 +205,7 @@ def can_pack_gqa(call, out):
 
 
 def pack_gqa(call, out):
-    """(call, output) with the query heads of each kv head as rows of one head."""
+    """Return (call, output) with the query heads of each key head packed as rows of one head."""
 
     def rows(tensor):
         return tensor.unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)

@@ -32,16 +32,15 @@ class _Pass(NamedTuple):
     length: int
 
     def blocks_of_rows(self, tile):
-        """How many blocks there are of all rows of memory."""
         return cdiv(self.length, tile.rows) * self.batches * self.heads
 
     def table(self, like, columns):
-        """An uninitialised buffer (batches, heads, length, columns)."""
+        """Return an uninitialised buffer (batches, heads, length, columns)."""
         return like.new_empty((self.batches, self.heads, self.length, columns))
 
 
 def _bias_sum(call):
-    """Which loop sums the bias gradient, by how the bias broadcasts: rows, keys, pairs or planes."""
+    """Return which loop sums the bias gradient: rows, keys, pairs or planes."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -51,12 +50,11 @@ def _bias_sum(call):
 
 
 def _is_deterministic(call):
-    """Whether gradients are to have the same bits each time."""
     return call.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _lacks_on_hopper(call, need, kernel):
-    """Say what keeps a kernel of `run.backward_on_hopper` from a call, wherever gradients lie."""
+    """Return why a Hopper backward cannot take a call."""
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not all(need[:3]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
@@ -64,7 +62,7 @@ def _lacks_on_hopper(call, need, kernel):
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
-    """Why the backward of a call is not by a kernel for Hopper, on a GPU that has them; empty if it is by one."""
+    """Return why a Hopper GPU does not run the backward by its own kernel; empty if it does."""
     kernel = run.backward_on_hopper(call, _is_deterministic(call))
     lacks = _lacks_on_hopper(call, need, kernel)
     if lacks or run.is_to_take(kernel, call, backend):
@@ -105,14 +103,14 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
 
 
 def _spread(sums, offsets, most):
-    """(n, H, most, 1) of sums by row (1, H, T, 1) of packed sequences, padded with zeros; others as they are."""
+    """Pad sums by row of packed sequences to (n, H, most, 1); return others unchanged."""
     if offsets is None:
         return sums
     return packing(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
 def _totals(sums, offsets, batch):
-    """(B, H) of sums by row (B, H, S, 1); of packed sequences (n, H), or, if a batch of 1 is enough, (1, H)."""
+    """Sum over rows: return (B, H), or (n, H) for packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Offsets that fall name nothing that they have passed. A scatter would sum in any order.
@@ -121,7 +119,6 @@ def _totals(sums, offsets, batch):
 
 
 def _together(p, taken):
-    """The rows and columns of `hopper.unit`, as `preprocess` and `postprocess` have them."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if taken is None else hopper.unit(p.call, taken), strict=True))
 
 
@@ -151,7 +148,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, taken):
 
 
 def _dq(p, grad_query, grads):
-    """The gradient of queries, and what is summed along keys."""
+    """Compute the gradient of queries, and the sums by row."""
     call, launched = p.call, p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
 
     def more(tile):
@@ -162,7 +159,7 @@ def _dq(p, grad_query, grads):
 
 
 def _dkdv(name, p, query_sums, grads):
-    """The gradients of keys and values, what is summed along rows, and in one pass what dq is the sum of."""
+    """Compute the gradients of keys and values and the sums by key; in one pass also the sum that becomes dq."""
     call, packed = p.call, p.call.cu_seqlens_q is not None
 
     def programs(tile):
@@ -182,7 +179,7 @@ def _dkdv(name, p, query_sums, grads):
 
 
 def _on_hopper(name, p, query_sums, turns, grads, taken):
-    """The gradients of keys and values, and what dq is the sum of, by a kernel for Hopper."""
+    """Compute the gradients of keys and values, and the sum that becomes dq, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
     rows = p.launched["Rows"]
     launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, turns, grads[1:3], taken)
@@ -193,7 +190,7 @@ def _on_hopper(name, p, query_sums, turns, grads, taken):
 
 
 def _stored_on_hopper(name, p, grads, taken):
-    """The gradients of queries, keys and values, by way of those of the scores of some heads at a time."""
+    """Compute all three gradients from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
     registers, *_ = tiles.REGISTERS[2]
     scores = hopper.new_scores(call)
@@ -218,7 +215,7 @@ def _stored_on_hopper(name, p, grads, taken):
 
 
 def _postprocess(p, query_sums, grad_query, taken):
-    """The gradient of queries, from what was summed in one pass."""
+    """Convert the summed dq to the gradient of queries."""
     launched = {name: p.launched[name] for name in ("heads", "q_len")}
     launched |= dict(
         score=p.launched["rules"].score,
@@ -231,7 +228,7 @@ def _postprocess(p, query_sums, grad_query, taken):
 
 
 def _dbias(p, grad_bias):
-    """The gradient of a bias that planes share."""
+    """Compute the gradient of a bias that batches or heads share."""
     batch, heads = grad_bias.shape[:2]
     some = p.block_mask & 1
     some = some if batch == p.batch else some.amax(0, keepdim=True)
@@ -271,10 +268,7 @@ def _add_up(p, grads, grad_bias, grad_slopes, grad_sinks):
 
 
 def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
-    """Fill grads, of the first fields of a Call; None for what is not needed.
-
-    grad_lse and grad_weights may be None; weights are those of the forward, if there are gradients of them.
-    """
+    """Fill the gradients of the INPUTS of a Call; None for those not needed."""
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     gradients = [grad_out, *(x for x in grads[:3] if x is not None)]
     reachable = grad_weights is None and hopper.reachable(*gradients)

@@ -9,14 +9,14 @@ from . import arguments, run, tiles
 
 
 def _narrow(tensor):
-    """A tensor before it was expanded: one element along each dimension in which it repeats itself."""
+    """Undo an expand: keep one element along each dimension with stride 0."""
     if tensor is None or 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
 def _narrowed(mask, key_mask, query_mask, bias, lengths):
-    """Masks and a bias, narrow where they lie in a grid of pairs: of packed rows each has its own place."""
+    """Return masks and a bias without expanded dimensions; packed rows keep theirs."""
     tokens = (key_mask, query_mask) if lengths is not None else map(_narrow, (key_mask, query_mask))
     return _narrow(mask), *tokens, _narrow(bias)
 
@@ -43,7 +43,7 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    """A block mask of mask_size x mask_size pairs a byte, as the kernel `block_mask` writes it."""
+    """Return a block mask with one byte for mask_size x mask_size pairs."""
     block_mask, (rows, keys) = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
     mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
     batch, heads = block_mask.shape[:2]
@@ -66,7 +66,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def slots(call, block, by_keys=False):
-    """How many slots blocks of so many rows, or keys, may take: of packed sequences, what there can be at most."""
+    """Return the maximum number of blocks; for packed sequences an upper bound."""
     batch, _, rows, keys = arguments.sizes(call)
     if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch
@@ -74,7 +74,7 @@ def slots(call, block, by_keys=False):
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0):
-    """The Sequences of Lengths, with `count` slots of blocks of so many rows, or keys; None of None."""
+    """Return the Sequences of Lengths, or None."""
     if lengths is None:
         return None
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
@@ -100,19 +100,19 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
 
 
 def sequences_of(call, block, by_keys=False):
-    """The Sequences of a call, with slots of blocks of so many rows, or keys; None if it is not packed."""
+    """Return the Sequences of a call, or None if it is not packed."""
     if call.cu_seqlens_q is None:
         return None
     return packed_sequences(lengths_of(call), block, by_keys, slots(call, block, by_keys))
 
 
 def extents(lengths):
-    """The Extents of the sequences of Lengths; None of None."""
+    """Return the Extents of packed sequences, or None."""
     return None if lengths is None else packed_sequences(lengths, 1).extents
 
 
 def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None):
-    """The `lists` of a kernel that walks the tiles of a call in one direction or the other."""
+    """Return the tile lists for a walk over keys or over rows."""
     batch, heads, rows, keys = arguments.sizes(call)
     group = heads // call.key.shape[1]
     planes, length, across = block_mask.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
@@ -143,7 +143,7 @@ def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None)
 
 
 def block_mask_of(call):
-    """(block mask, its mask_size) of a call: its own, or else a new one; None where nothing but a band hides pairs."""
+    """Return (block mask, mask_size) of a call; None if only a band hides pairs."""
     if not arguments.hides(call):
         return None, None
     size = block_mask_size()
@@ -155,7 +155,7 @@ def block_mask_of(call):
 
 
 def walks(call, block_mask, mask_size, tile, by_keys=False):
-    """The arguments `sequences` and `tile_lists` of a kernel with a program for each block of rows, or of keys."""
+    """Return the `sequences` and `tile_lists` arguments of a kernel."""
     block = tile.keys if by_keys else tile.rows
     sequences = sequences_of(call, block, by_keys)
     return dict(
@@ -165,5 +165,4 @@ def walks(call, block_mask, mask_size, tile, by_keys=False):
 
 
 def block_mask_size():
-    """Rows and keys of a block that is marked as seen or not."""
     return tiles.block_mask_size(run.interpreting())

@@ -14,7 +14,6 @@ from . import arguments, run, tiles
 
 
 def _common(decode: Decode):
-    """The arguments that kernels that know a cache share."""
     capacity, cos, sin = room(decode), decode.cos, decode.sin
     table = decode.table if capacity else None  # without room nothing is read
     return dict(
@@ -39,7 +38,7 @@ def _common(decode: Decode):
 
 
 def append(decode: Decode):
-    """Write what is new into the caches."""
+    """Write the new keys and values into the caches."""
     key, value = apart(decode)
     batch, heads, added, _ = key.shape
     launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
@@ -48,18 +47,18 @@ def append(decode: Decode):
 
 
 def visible_keys(call: Call, capacity: int) -> int:
-    """The most keys that some query of a sequence sees: from shapes alone, so that a graph may be replayed."""
+    """Return an upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay."""
     side = call.right if call.top_left else call.left
     return capacity if side is None else min(call.query.shape[2] + side, capacity)
 
 
 def _rows_of_a_tile(decode: Decode) -> int:
-    """Rows that read one kv head: those of all its query heads."""
+    """Return the number of rows that read one key head."""
     return decode.call.query.shape[2] * (decode.call.query.shape[1] // decode.key_cache.shape[1])
 
 
 def failed(decode: Decode):
-    """Why one of the kernels of a call to a cache is known not to run; None if none is."""
+    """Return why a kernel of this call is known to fail, or None."""
     reading = tiles.decoder(_rows_of_a_tile(decode)), "combine"
     return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
 
@@ -78,7 +77,7 @@ def attend(out, lse, decode: Decode):
     partials: dict[str, Any] = {}
 
     def programs(tile):
-        """Without splits."""
+        """Return the grid size without splits."""
         return cdiv(rows, tile.rows) * batch * kv_heads
 
     def targets(tile):

@@ -25,13 +25,13 @@ def forget() -> None:
 
 
 def known(key: tuple) -> "Unusable | None":
-    """Why a kernel is known not to run for calls of a kind; None if it is not."""
+    """Return why a kernel is known to fail for a kind of calls, or None."""
     why = known_kinds.get(("every kernel", key[1])) or known_kinds.get(key) if known_kinds else None
     return None if why is None else Unusable(why)
 
 
 def remember(key: tuple, error: Exception) -> "Unusable":
-    """Keep that a kernel failed for calls of a kind, unless that may pass; returns what to raise."""
+    """Remember a failure unless it may pass, and return the error to raise."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
@@ -41,28 +41,28 @@ def remember(key: tuple, error: Exception) -> "Unusable":
 
 
 def take_next(why: "Unusable", named: bool) -> None:
-    """Let another backend take a call, with a warning for each cause; or raise, if the call names its backend."""
+    """Warn once for each cause, or raise if the call names its backend."""
     if named:
         raise NotImplementedError(f"backend: the one named cannot take this call: {why}") from why
     warn_once(str(why), str(why), stacklevel=2)
 
 
 def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
-    """Say why kernels do not take calls, the first time that this is the reason."""
+    """Warn, the first time for this reason, that another backend takes the calls."""
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"fusedattn takes a slower path: {sentence}", stacklevel=stacklevel + 1)
 
 
 def cause(error: Exception) -> str:
-    """The type of an error and the line of its message that says most: one that says "error", or the last."""
+    """Return the type of an error and its most telling line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     text = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def _judge(name: str, error: Exception) -> tuple[bool, str, str]:
-    """(whether every kernel fails so, what does not work, what to do about it)."""
+    """Return (whether every kernel fails this way, what fails, what to do)."""
     if isinstance(error, subprocess.SubprocessError) or "C compiler" in str(error):
         advice = "install a C compiler and Python's headers (apt install gcc python3-dev)"
         return True, "Triton cannot build what launches kernels", advice

@@ -7,7 +7,7 @@ from . import arguments, blocks, hopper, run, tiles
 
 
 def _forward_on_hopper(out, lse, stats, call):
-    """`forward` without weights, by the kernel for Hopper; it copies what the compiler passed on without asking."""
+    """Run the Hopper kernel. Tensors that the copy engine cannot read are copied first."""
     call = arguments.bounded(call)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
@@ -25,7 +25,6 @@ def _forward_on_hopper(out, lse, stats, call):
 
 
 def _forward(out, lse, stats, call):
-    """`forward` without weights, by the kernel for every GPU."""
     planes = call.query.shape[0] * call.key.shape[1]
     if arguments.can_pack_gqa(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
         call, out = arguments.pack_gqa(call, out)
@@ -65,10 +64,7 @@ def _weights(weights, stats, call):
 
 
 def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
-    """Fill out and, unless None, lse, weights and stats; weights need stats.
-
-    on_hopper: out, lse and stats by the kernel for Hopper, which must have no reason not to take the call.
-    """
+    """Fill out and, unless None, lse, weights and stats; weights need stats."""
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
         _weights(weights, stats, call)

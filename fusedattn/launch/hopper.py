@@ -28,7 +28,9 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
-_LACKS = ("mask", "key_mask", "query_mask", "block_mask", "bias", "alibi_slopes", "sinks", "softcap")
+# Options that may be None and that its kernels take, or that `limits` names in another way. It lacks all others.
+_KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
 )
@@ -36,7 +38,7 @@ _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: f
 
 
 def limits(call: Call) -> list[str]:
-    """What the kernel does not know of a call, wherever its tensors lie."""
+    """Return which options of a call the forward does not know."""
     lacks = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
     if call.cu_seqlens_q is not None:
         lacks.append("it knows no packed sequences")
@@ -57,14 +59,14 @@ def limits(call: Call) -> list[str]:
 
 
 def reasons(call: Call) -> list[str]:
-    """Why a call cannot take the kernel, whatever the machine; empty if it can."""
+    """Return why the forward cannot take a call on any machine; empty if it can."""
     if missing is not None:
         return [missing]
     return limits(call) + unreachable(call)
 
 
 def unreachable(call: Call) -> list[str]:
-    """Say which of query, key and value the copy engine cannot read."""
+    """Return which of query, key and value the copy engine cannot read."""
     lacks = []
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
@@ -76,7 +78,7 @@ def unreachable(call: Call) -> list[str]:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """A tensor, or a copy of it that the copy engine can read."""
+    """Return the tensor, or a copy that the copy engine can read."""
     if reachable(tensor):
         return tensor
     *shape, columns = tensor.shape
@@ -99,18 +101,17 @@ def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "Tensor
 
 
 def is_descriptor(value) -> bool:
-    """Whether an argument is one that `descriptor`, here or in `launch.arguments`, has made."""
     return isinstance(value, _DESCRIPTORS)
 
 
 def band_of(call: Call) -> str:
-    """Name what a call is to these kernels: "full", "causal" if one side is bounded, or "window"."""
+    """Return the kind of band: "full", "causal" if one side is bounded, or "window"."""
     call = kernel_arguments.bounded(call)
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
 
 def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
-    """Return how many programs are launched. If they are fewer than the blocks of rows, each takes several."""
+    """Return the grid size. Programs take several blocks if there are fewer of them than blocks."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, band, keys = cdiv(rows, taken.rows) * batch * heads, band_of(call), call.key.shape[2]
     if call.left is not None and call.right is not None:
@@ -128,7 +129,7 @@ def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
 
 
 def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
-    """The kernel's arguments without Lse, Stats."""
+    """Return the kernel's arguments without Lse and Stats."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each = heads // key.shape[1], tiles.WARPGROUP_ROWS
@@ -153,7 +154,7 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
 
 
 def backward_limits(call: Call) -> list[str]:
-    """What the kernel's backward does not know of a call, wherever its tensors lie."""
+    """Return which options of a call the backward does not know."""
     lacks = limits(call)
     if call.partial:
         lacks.append("it knows no keys of which there are more elsewhere")
@@ -163,7 +164,7 @@ def backward_limits(call: Call) -> list[str]:
 
 
 def reachable(*tensors: Tensor) -> bool:
-    """Whether the copy engine can read and write (B, H, S, D) tensors where they lie."""
+    """Return whether the copy engine can access all of these tensors."""
     return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
 
 
@@ -177,22 +178,22 @@ def _widths(call: Call) -> tuple[int, int]:
 
 
 def _by_rows(call):
-    """Whether a warpgroup has half of the rows of dq, not half of its columns."""
+    """Return whether a warpgroup has half the rows of dq, rather than half its columns."""
     return tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
 
 
 def _is_wide(call):
-    """Whether heads are wider than 128, whose kernels load the numbers of rows."""
+    """Return whether heads are wider than 128."""
     return max(call.key.shape[3], call.value.shape[3]) > tiles.ONE_PASS
 
 
 def unit(call: Call, taken: Backward) -> tuple[int, int]:
-    """Rows and columns of dq whose sums lie together, in an order of their own."""
+    """Return the rows and columns of dq whose sums are stored together."""
     return taken.rows // 2 if _by_rows(call) else taken.rows, _widths(call)[0]
 
 
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
-    """What `preprocess` is to write the numbers of rows to, and its pitch."""
+    """Return the buffer of row statistics that `preprocess` fills, and its pitch."""
     batch, heads, length, _ = call.query.shape
     if not _is_wide(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
@@ -201,13 +202,13 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
 
 
 def new_sums(call: Call, stats: Tensor, taken: Backward) -> Tensor:
-    """What dq is added up in."""
+    """Return the buffer in which dq is summed."""
     (batch, heads, length, _), (rows, columns) = call.query.shape, unit(call, taken)
     return stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
 
 
 def new_turns(call: Call) -> Tensor:
-    """What programs count with who has added to dq: `preprocess` has them begin."""
+    """Return the counters that order the additions to dq."""
     return call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
 
 
@@ -246,7 +247,7 @@ def backward_arguments(
 
 
 def _common(call):
-    """What the kernels of the backward share."""
+    """Return the arguments that all backward kernels share."""
     _, registers, fewer = tiles.REGISTERS[2]
     return dict(
         scale=kernel_arguments.scored(call).softmax_scale,
@@ -260,14 +261,14 @@ def _common(call):
 
 
 def _scores_of_a_head(call):
-    """(the shape of what holds the gradients of scores of the query heads that share a kv head, its bytes)."""
+    """Return (shape, bytes) of the stored gradients of scores of one key head."""
     group = call.query.shape[1] // call.key.shape[1]
     shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # rows begin with a line of L2
     return shape, math.prod(shape) * call.query.element_size()
 
 
 def stored_limits(call: Call) -> list[str]:
-    """What keeps the backward that stores gradients of scores from a call that `backward_limits` does not."""
+    """Return why the backward that stores gradients of scores cannot take a call."""
     _, size = _scores_of_a_head(call)
     if size <= tiles.SCORES_BYTES:
         return []
@@ -276,13 +277,13 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def heads_at_a_time(call: Call) -> int:
-    """How many kv heads, of all batches, have their gradients of scores stored at a time: two or more, if there are."""
+    """Return how many key heads have their gradients of scores stored at a time."""
     _, size = _scores_of_a_head(call)
     return min(call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size))
 
 
 def new_scores(call: Call) -> Tensor:
-    """What gradients of scores are stored in, (query heads, 1, Sk, Sq)."""
+    """Return the buffer for gradients of scores, (query heads, 1, Sk, Sq)."""
     (group, *shape), _ = _scores_of_a_head(call)
     return call.query.new_empty((heads_at_a_time(call) * group, *shape))
 
@@ -312,7 +313,7 @@ def stored_arguments(
     taken: Backward,
     multiprocessors: int,
 ) -> dict:
-    """The arguments, but `planes` and `before`, of the kernel that makes the gradients of scores and of values."""
+    """Return the arguments of the kernel for gradients of scores and values, less `planes` and `before`."""
     each, length = tiles.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
     common, blocks = _common(call), cdiv(call.key.shape[2], taken.keys)
@@ -330,14 +331,14 @@ def stored_arguments(
 
 
 def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
-    """How many programs share the blocks of a gradient of key, or of query; where these differ, one has each."""
+    """Return the grid size of the kernel for the gradient of key, or of query."""
     return min(blocks, multiprocessors) if call.left is None and call.right is None else blocks
 
 
 def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward, multiprocessors: int
 ) -> dict:
-    """The arguments, but `planes` and `before`, of the kernel that makes of these the gradient of key, or of query."""
+    """Return the arguments of the kernel for the gradient of key, or of query, less `planes` and `before`."""
     each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)

@@ -19,7 +19,7 @@ from triton.runtime import interpreter as upstream
 
 
 def _wide(handle):
-    """A bfloat16 handle as float32, anything else as it is. Bits of bfloat16 are the upper half of a float32."""
+    """Return a bfloat16 handle as float32, others unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     bits = handle.data.view(numpy.uint16).astype(numpy.uint32) << 16
@@ -27,7 +27,7 @@ def _wide(handle):
 
 
 def _narrow(handle):
-    """A handle of float32, or float64, as bfloat16, rounded to nearest even."""
+    """Return a float handle as bfloat16, rounded to nearest even."""
     bits = handle.data.astype(numpy.float32).view(numpy.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     nan = numpy.uint32(0x7FC0)
@@ -69,12 +69,12 @@ def repair():
 
 
 def quiet():
-    """A context without NumPy's warnings, which it has of every infinity: the interpreter computes with NumPy."""
+    """Return a context without NumPy's warnings about infinities."""
     return numpy.errstate(all="ignore")
 
 
 @contextlib.contextmanager
 def turn():
-    """Inside, this thread alone interprets kernels, without those warnings."""
+    """Hold the interpreter's lock, without NumPy's warnings."""
     with upstream.InterpreterBuilder.turn, quiet():
         yield

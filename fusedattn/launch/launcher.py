@@ -42,7 +42,7 @@ def _hash(function: object) -> None:
 
 
 def load(kernel, programs: int, arguments: dict, options: dict):
-    """The compiled kernel of these arguments, ready to launch. Raises whatever Triton raises where there is none."""
+    """Compile and load a kernel for these arguments. Raises whatever Triton raises."""
     with _hashing:
         _hash(kernel)
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
@@ -84,7 +84,7 @@ def launched(compiled, encodes: bool = True) -> Callable:
 
 
 def _run_of(compiled) -> Any:
-    """The `run` of a compiled kernel, which launches it; None where its signature is not known."""
+    """Return the `run` of a compiled kernel, or None if its signature is not known."""
     if not all(hasattr(compiled, name) for name in ("function", "packed_metadata", "launch_metadata")):
         return None
     *named, rest = inspect.signature(compiled.run).parameters.values()
@@ -93,19 +93,19 @@ def _run_of(compiled) -> Any:
 
 
 def _launcher_of(run) -> Any:
-    """What a function that encodes descriptors at each launch hands them on to; None where it is not to be seen."""
+    """Return the inner function of a launcher that encodes descriptors, or None."""
     wrapped: Any = getattr(run, "launch", None)
     names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
     return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
 
 
 def rebased(descriptor, tensor: Tensor):
-    """A descriptor of another tensor."""
+    """Return a descriptor with another base tensor."""
     return dataclasses.replace(descriptor, base=tensor)
 
 
 class Encoded:
-    """Encodes a descriptor for tensors that differ in address alone, and caches the result by address."""
+    """Encodes a descriptor for tensors that differ only in address; cached by address."""
 
     MOST = 256
 

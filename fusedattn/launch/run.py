@@ -33,7 +33,7 @@ from . import failures, hopper, launcher, tiles as tile_table, tuned
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 asks before Triton is imported."""
+    """Return whether kernels run in Triton's interpreter."""
     return knobs.runtime.interpret
 
 
@@ -48,7 +48,7 @@ _local = threading.local()  # .recorder: what keeps the launches of this thread 
 
 @contextlib.contextmanager
 def recording(recorder):
-    """Inside, launches on tensors without data go to recorder.add(kernel, programs, arguments, options)."""
+    """Record launches on tensors without data: call recorder.add for each."""
     _local.recorder = recorder
     try:
         yield
@@ -98,7 +98,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
 
 @functools.cache
 def capability(device):
-    """90 for compute capability (9, 0); None where kernels are interpreted."""
+    """Return 90 for compute capability (9, 0); None in the interpreter."""
     if isinstance(device, AssumedGPU):
         return device.capability
     if interpreting():
@@ -108,13 +108,12 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Whether the kernel for Hopper runs where a tensor is: a graph may come from another machine."""
+    """Return whether Hopper kernels run on the device of a tensor: a graph may come from another machine."""
     return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
 @functools.cache
 def multiprocessors(device):
-    """The SM count."""
     if isinstance(device, AssumedGPU):
         return tile_table.MULTIPROCESSORS
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
@@ -149,19 +148,19 @@ if hopper.kernel is not None:
 
 
 def widest(call):
-    """Columns of the wider tiles of a call, of its queries and keys or of its values."""
+    """Return the larger of D and Dv, rounded up to a tile width."""
     return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
 
 
 def load_of(call):
-    """The load per pair, as `tiles` names it: "plain", "masked" or "rich"."""
+    """Return the load per pair, as `tiles` names it: "plain", "masked" or "rich"."""
     if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
     return "plain" if call.mask is None else "masked"
 
 
 def kind_of(name, call):
-    """The key of calls that take the same tiles of a kernel, and for which it fails together."""
+    """Return the key of calls that share tiles, and fail together."""
     query, rows = call.query, call.query.shape[2]
     if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
         rows = call.max_seqlen_q
@@ -172,7 +171,7 @@ def kind_of(name, call):
 
 
 def candidates(name, call):
-    """Tiles that a kernel may take for a call, best first, less those that the device is known not to hold."""
+    """Return the tiles of a kernel for a call, best first, without those known not to fit."""
     kind = kind_of(name, call)
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
@@ -184,7 +183,7 @@ def candidates(name, call):
 
 
 def backward_on_hopper(call, ordered):
-    """The backward for Hopper, of BACKWARDS, for heads as wide as those of a call."""
+    """Return the Hopper backward for this head dimension."""
     if widest(call) <= tile_table.ONE_PASS:
         return "hopper_ordered" if ordered else "hopper_bwd"
     return "hopper_stored"
@@ -200,17 +199,17 @@ def _right_form(name, call, device):
 
 
 def form_on_hopper(name, call):
-    """How a kernel for Hopper works on a call; None if every way is known to be wrong."""
+    """Return the pipeline of a Hopper kernel for a call; None if a tuning file found all of them wrong."""
     return _right_form(name, call, device_of(call.query))
 
 
 def is_default(name, call, device):
-    """Return whether a kernel for Hopper takes calls that name no backend on a device: interpreted it does not."""
+    """Return whether Hopper kernels are chosen by default on a device."""
     return capability(device) == 90 and tuned.prefers_hopper(name, call, device)
 
 
 def is_to_take(name, call, backend):
-    """Return whether a backward for Hopper takes a call that it covers: it is named, or nothing is known against it."""
+    """Return whether a Hopper backward takes a call that it covers."""
     device = device_of(call.query)
     if call.named:
         wanted = backend == "hopper"
@@ -220,31 +219,31 @@ def is_to_take(name, call, backend):
 
 
 def any_on_hopper_failed(call):
-    """Whether a backward for Hopper is known not to run where a call is: other kernels may take it."""
+    """Return whether a Hopper backward is known to fail on the device of a call."""
     device = device_of(call.query)
     return any(failures.known((name, device)) is not None for name in tile_table.BACKWARDS)
 
 
 def form_of(name, call):
-    """How a kernel works on a call, as `explain` gives it; None if every way is known to be wrong."""
+    """Return the tile or pipeline of a kernel for a call, or None."""
     if name in tile_table.ON_HOPPER:
         return form_on_hopper(name, call)
     return next(iter(candidates(name, call)), None)
 
 
 def none_is_right(name, device):
-    """Return what to raise where a tuning file says of every form of a kernel that it is wrong."""
+    """Return the error for a kernel whose every form is wrong by a tuning file."""
     return failures.Unusable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
 
 
 def prefers_two_passes(call):
-    """Return whether a backward in two passes was faster on this GPU, or the one in one pass is wrong."""
+    """Return whether a tuning file prefers the backward in two passes."""
     device = device_of(call.query)
     return not candidates("one_pass", call) or tuned.is_faster("two_passes", "one_pass", call, device, load_of(call))
 
 
 def surroundings(device):
-    """What a launch needs around it: the device of its tensors, or a turn of the interpreter."""
+    """Return the context of a launch: the device of its tensors, or the interpreter's lock."""
     if interpreting():
         return interpreter.turn()
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -281,7 +280,7 @@ def run_tiled(name, call, programs, arguments, more=None):
 
 
 def failed(call: Call, names) -> "failures.Unusable | None":
-    """Why one of these kernels, or of those that go before them, is known not to run for a call; None if none is."""
+    """Return why one of these kernels is known to fail for a call, or None."""
     device = device_of(call.query)
     for name in names:
         if form_of(name, call) is None:
@@ -296,6 +295,6 @@ def failed(call: Call, names) -> "failures.Unusable | None":
 
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
-    """{kernel: its form} of what a call would launch, with the kernels of its backward."""
+    """Return {kernel: tile or pipeline} of a call and its backward."""
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
     return {name: form_of(name, call) for name in names}

@@ -8,7 +8,6 @@ from . import arguments, blocks, run
 
 
 def _tangents(call, given):
-    """The Tangents of those of the first fields of a call, each None where it is zero."""
     query, key, value, bias, slopes, sinks = given
     batch, heads, rows, keys = arguments.sizes(call)
     bias = None if bias is None else bias.expand(batch, heads, rows, keys)
@@ -17,15 +16,12 @@ def _tangents(call, given):
 
 
 def passes(need_weights: bool) -> tuple[str, ...]:
-    """The kernels that make the tangents, in their order."""
+    """Return the kernels that compute the tangents, in order."""
     return ("tangent", *["tangent_p"] * need_weights)
 
 
 def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Call):
-    """Fill the tangents of output, lse and, unless None, weights, from those of the first fields of a call.
-
-    given: each of them, or None where it is zero. out, stats: of the forward.
-    """
+    """Fill the tangents of output, lse and, unless None, weights, from those of the INPUTS of a call."""
     block_mask, mask_size = blocks.block_mask_of(call)
     shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_tangents(call, given))
     heads, columns = call.query.shape[1], None if tangent_weights is None else tangent_weights.shape[3]

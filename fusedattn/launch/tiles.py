@@ -66,7 +66,7 @@ class Backward(NamedTuple):
 
 
 def same(form):
-    """A Tile without what it may spill, which says nothing of what it computes; another form as it is."""
+    """Return a Tile without its allowed spills; anything else unchanged."""
     return form._replace(spills=0) if isinstance(form, Tile) else form
 
 
@@ -339,22 +339,21 @@ fitting: dict[tuple, tuple[Tile, ...]] = {}
 
 
 def architecture(capability):
-    """Whose rows of the table a GPU takes first: 86, 89 and 120 have little shared memory, 90 and 100 have much."""
+    """Return the architecture whose rows a GPU takes first: 86, 89 and 120 have little shared memory."""
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
 def block_mask_size(interpreted: bool) -> int:
-    """Rows and keys of a block that is marked as seen or not: the same on every GPU."""
+    """Return the size of a block of the block mask, the same on every GPU."""
     return 16 if interpreted else 64
 
 
 def row_width(width: int) -> int:
-    """The width that a row of a table has for the wider of D and Dv."""
+    """Return the table width for a head dimension."""
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
 def small_enough(tiles):
-    """Those of at most 64 rows and 64 keys."""
     return tuple(tile for tile in tiles if max(tile.rows, tile.keys or 0) <= 64)
 
 
@@ -393,7 +392,7 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
 
 
 def candidates(kernel, capability, itemsize, width, load="plain"):
-    """Return the forms that `fusedattn tune` measures: tiles without `spills`, pipelines, (None,) for two_passes."""
+    """Return the forms that `fusedattn tune` measures."""
     if kernel == "two_passes":
         return (None,)
     if kernel in ON_HOPPER:
@@ -423,7 +422,7 @@ def forms_on_hopper(kernel, width, length, band, ranked=()):
 
 
 def decoder(rows):
-    """The kernel, of DECODE, for so many rows that read one kv head."""
+    """Return the decode kernel for a number of rows that read one key head."""
     return next((name for name, most in DECODE.items() if rows <= most), "decode_64")
 
 

@@ -45,14 +45,14 @@ class Row(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """By (kernel, dtype, width, load): the right forms, the fastest first; the wrong forms; times of the fastest."""
+    """Measured forms by (kernel, dtype, width, load), fastest first."""
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
     best: Mapping[tuple, Mapping[str, float]]
 
     def tiles(self, place: tuple, table: tuple[tiles.Tile, ...]) -> tuple[tiles.Tile, ...]:
-        """Return the tiles to try: the right ones, then those of a table that were not measured."""
+        """Return the tiles to try: measured ones first, then the rest of the table."""
         right, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*right, *(tile for tile in table if same(tile) not in (*right, *wrong)))
 
@@ -61,7 +61,7 @@ NOTHING = Choices({}, {}, {})
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the forms of each place by their times. A form that lacks a time comes last."""
+    """Rank the forms of each place by their times. A form without a time comes last."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)
@@ -77,12 +77,12 @@ def choose(rows: Iterable[Row]) -> Choices:
 
 
 def place(kernel: str, dtype: torch.dtype, width: int, load: str = "plain") -> tuple[str, str, int, str]:
-    """Return the place of a call's kernel; width: of the wider of D and Dv."""
+    """Return the place of a call's kernel."""
     return kernel, str(dtype).removeprefix("torch."), row_width(width), load
 
 
 def about(device: torch.device) -> dict[str, str]:
-    """Return what a file must be about to count on a GPU; capability: 90 for 9.0."""
+    """Return what a file must say of its GPU to count."""
     import triton
     from torch.utils.collect_env import get_nvidia_driver_version, run
 
@@ -124,7 +124,6 @@ _asked: Choices | None = None
 
 @functools.cache
 def _found(device):
-    """Return the Choices of a GPU, from a loaded file or the one in the folder."""
     if not (loaded or os.path.isdir(path("").parent)):
         return NOTHING
     name = torch.cuda.get_device_name(device)
@@ -145,7 +144,7 @@ def of(device: Device) -> Choices:
 
 
 def ask(choices: Choices | None) -> None:
-    """Have these choices count in this process, on any device; None has files count, which are read again."""
+    """Use these choices in this process, on any device; None goes back to files."""
     global _asked
     _asked = choices
     _found.cache_clear()
@@ -160,11 +159,11 @@ def _is_faster(device: Device, one: str, other: str, where: tuple, banded: bool)
 
 
 def is_faster(one: str, other: str, call: Call, device: Device, load: str = "plain") -> bool:
-    """Return whether one kernel's best form was faster than another's on calls like this one, causal or not."""
+    """Return whether one kernel's best form was faster than another's."""
     _, *where = place(one, call.query.dtype, max(call.query.shape[3], call.value.shape[3]), load)
     return _is_faster(device, one, other, (*where,), call.left is not None or call.right is not None)
 
 
 def prefers_hopper(kernel: str, call: Call, device: Device) -> bool:
-    """Return whether a kernel for Hopper takes a call that names no backend: no universal kernel was faster."""
+    """Return whether a Hopper kernel is chosen by default: no universal kernel was measured faster."""
     return not any(is_faster(rival, kernel, call, device) for rival in RIVALS[kernel])

@@ -11,7 +11,7 @@ from .tolerance import Verdict
 
 
 class Case(NamedTuple):
-    """One call: sizes that suit an interpreter, and options."""
+    """A call: sizes that suit an interpreter, and options."""
 
     name: str  # without a comma: a list of them has those
     batch: int = 1
@@ -27,20 +27,20 @@ class Case(NamedTuple):
     grads: str = "out and lse"  # what the loss is made of
 
     def grown(self) -> "Case":
-        """The same case in sizes that suit a GPU; what is odd stays odd."""
+        """Return the case in sizes that suit a GPU; odd sizes stay odd."""
         more = {name: 3 * getattr(self, name) for name in ("batch", "heads", "kv_heads")}
         more |= {name: 11 * getattr(self, name) for name in ("rows", "keys")}
         more |= {name: 4 * getattr(self, name) for name in ("dim", "value_dim")}
         return Case(**{**self._asdict(), **more})
 
     def at_width(self, width: int) -> "Case":
-        """The same case where the wider of D and Dv takes the tiles of a width; what is odd stays odd."""
+        """Return the case at a head dimension of this tile width; odd sizes stay odd."""
         times = width // (1 << (max(self.dim, self.value_dim) - 1).bit_length())
         dim, value_dim = (dim * times - dim % 2 * (times - 1) for dim in (self.dim, self.value_dim))
         return self._replace(dim=dim, value_dim=value_dim)
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """(query, key, value and the gradients of out, lse and weights; options). What masks hide is NaN."""
+        """Return (query, key, value and the gradients of out, lse and weights; options). Hidden elements are NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
@@ -101,6 +101,6 @@ RESULTS["alibi_slopes"] = "d slopes"
 
 
 def compare(case: Case, backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:
-    """{name of a result: how it compares}: what `with_gradients` gives."""
+    """Return {name of a result: Verdict}."""
     tensors, options = case.draw(device, dtype)
     return held(with_gradients(attention, tensors, options, case.grads, backend=backend), tensors, options, case.grads)

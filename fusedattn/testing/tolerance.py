@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """Whether a result is right; its errors, what eager PyTorch's allow, and in `why` what is wrong ("" if nothing)."""
+    """Whether a result is right, its errors, those allowed, and in `why` what is wrong."""
 
     ok: bool
     max_error: float
@@ -106,7 +106,7 @@ def _floor(dtype, size, share, terms):
 
 
 def _wrong_kind(got, expected, infinite, zero):
-    """What is wrong with a result that no error in it can tell: NaN, infinities, zeros."""
+    """Return what is wrong with NaN, infinities or zeros of a result."""
     if got.isnan().any():
         return f"{int(got.isnan().sum())} of {got.numel()} elements are NaN"
     if not torch.equal(got.isinf(), infinite) or not torch.equal(got[infinite], expected[infinite]):
