@@ -85,14 +85,13 @@ def forget() -> None:
 
 def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
     """Compute `attention`: replay an earlier call like this one, or check and run it."""
-    tensors = _take_tensors(arguments) + _NOT_WRITTEN
-    if type(arguments.mask) is Plan:
-        tensors = _of_plan(arguments)
     named = asked.backend if backend is None else backend
-    numbers = *_take_numbers(arguments), return_lse, return_weights, named, torch.is_grad_enabled()
-    replay = find(tensors, numbers)
-    if replay is not None:
-        return replay(tensors)
+    known = None
+    if not is_compiling():
+        tensors = _of_plan(arguments) if type(arguments.mask) is Plan else _take_tensors(arguments) + _NOT_WRITTEN
+        known = tensors, (*_take_numbers(arguments), return_lse, return_weights, named, torch.is_grad_enabled())
+        if (replay := find(*known)) is not None:
+            return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call, rank = checked(arguments, named is not None), arguments.query.dim()
     if (own := dtensors.own(call, arguments.seed)) is not None:
@@ -100,8 +99,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
         out, lse, weights = run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
-    replay = learn(tensors, numbers, call, chosen)
-    if replay is not None:
+    if known is not None and (replay := learn(*known, call, chosen)) is not None:
         return replay((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
     out, lse, weights = chosen.run(call, return_lse, return_weights)
     return results(rank, out, lse if return_lse else None, weights)
@@ -160,7 +158,7 @@ def _is_seen() -> bool:
 
     They pass over some modes of dispatch, such as those of selective checkpoints.
     """
-    return is_compiling() or dispatch_modes() != 0 or forward_level() >= 0
+    return dispatch_modes() != 0 or forward_level() >= 0
 
 
 def _signature(present: tuple, most: tuple) -> Signature | None:
