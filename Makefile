@@ -26,10 +26,10 @@ test: interpreter compile ptx on-gpu ## whether it works here, in minutes: the f
 test-all: FEW := and not planted
 test-all: MATRIX := and not sample and not planted
 test test-all: ROWS := --few
-test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and the benchmarks
+test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and the tests of the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/benchmarks --ignore=tests/ptx $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/ptx $(ARGS)
 
 compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here, where it changed (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ROWS) $(ARGS); \
@@ -43,10 +43,8 @@ on-gpu: $(READY) ## tier 4: the same kernels on the GPU, if there is one
 	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m "gpu $(MATRIX)" $(ARGS); \
 	else echo "make: there is no GPU here, so its tests are left out"; fi
 
-benchmarks: $(READY) ## the tests of bench/ and of the commands, and every benchmark once, small, for an answer that is right
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/bench tests/cli
-	@if $(PY) -c "import pytest_benchmark"; then $(PY) -m pytest tests/benchmarks --benchmark-disable $(ARGS); \
-	else echo "make: there is no pytest-benchmark here, so the benchmarks are left out"; fi
+benchmarks: $(READY) ## the tests of bench/ and of the commands
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/bench tests/cli $(ARGS)
 
 versions: $(READY) $(OTHERS:%=.triton-%) ## what knows Triton from inside, warmup and check, by the other versions of Triton
 	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) $(KNOWING) || exit 1; done
@@ -74,14 +72,14 @@ dist: $(READY) ## the source archive and the wheel, built twice into the same by
 hub: $(READY) ## the package as a repository of Hugging Face's kernels, into out/hub
 	$(PY) .ci/hub.py $(ARGS)
 
-gpu: ## all that wants a GPU machine, from a bare clone and without a network (OUT: where the results go; ARGS="--resume out/results.tgz")
+gpu: ## everything that needs a GPU, from a bare clone and without a network (OUT: where the results go)
 	bash bench/gpu.sh $(ARGS)
 
 bench: $(READY) ## time attention against its peers on this machine (ARGS=--help)
-	$(PY) -m fusedattn.bench $(ARGS)
+	$(PY) -m fusedattn bench $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf .venv .triton-* .torch-* .kernels build dist out demo.png bench.png *.egg-info .benchmarks .hypothesis .*_cache
+	rm -rf .venv .triton-* .torch-* .kernels build dist out demo.png bench.png *.egg-info .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when the Python is another one.

@@ -1,1 +1,1 @@
-"""Benchmarks: rows of one CSV format, and tables, sentences and pictures of the rows alone. dev/ is not installed."""
+"""Benchmarks: six questions, one CSV format, and tables and plots of the rows."""

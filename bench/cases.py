@@ -1,4 +1,4 @@
-"""Cases that benchmarks measure: sizes and options, by tables, the most important first."""
+"""The cases of the six questions: sizes and options, the most important first."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,12 @@ from torch import Tensor
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # of inputs, and of our dropout
+TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
+PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}  # matrix products over the forward's
 
 
 class Tensors(NamedTuple):
-    """The inputs of one case, and the gradient of its output; masks are keyword arguments of `fusedattn.attention`."""
+    """The inputs of a case, the gradient of its output, and its masks as keyword arguments of `attention`."""
 
     query: Tensor
     key: Tensor
@@ -21,18 +23,16 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """Query, key, value, and the bias if there is one: the tensors that have a gradient."""
+        """The tensors that have a gradient: query, key, value and, if there is one, the bias."""
         return self[:3] if self.bias is None else (*self[:3], self.bias)
 
 
 class Case(NamedTuple):
-    """Sizes as in the columns of the CSV; dtype is the name of a torch dtype.
+    """Sizes, as in the columns of the CSV; dtype is the name of a torch dtype.
 
-    options are words with a space between them: bias (1, Hq, Sq, Sk); documents=N, a mask of as many in a row with
-    random ends; padding=SHARE of tokens that are real, random lengths; keys=SHARE, the same of keys alone; filled=SHARE
-    of a cache, of each sequence; lengths=KIND, one of LENGTHS, of sequences of up to Sq tokens; window=LEFT,RIGHT;
-    softcap=CAP; dropout=P; weights, which are returned too. Documents, padding and lengths are of as many queries as
-    keys. module, or model=NAME: attention is timed inside of it. threads=N of a CPU; memory: what it adds to a process.
+    options are words: bias (1, Hq, Sq, Sk); documents=N, a mask of N documents in a row; keys=SHARE of keys that are no
+    padding; lengths=KIND of packed sequences, one of LENGTHS; filled=SHARE of a cache; window=LEFT,RIGHT; softcap=CAP;
+    dropout=P; weights, which are returned too; module, attention inside of a module with projections.
     """
 
     B: int
@@ -48,101 +48,120 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Sizes as `fusedattn bench --shape` takes them, and what else it is."""
-        sizes = ",".join(map(str, self[:6]))
+        """Sizes as `fusedattn bench --shape` takes them, then everything else."""
         words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
-        return " ".join([sizes, *words, DTYPES.get(self.dtype, self.dtype), *self.options.split()])
+        return " ".join([",".join(map(str, self[:6])), *words, DTYPES.get(self.dtype, self.dtype), *self.words])
 
     @property
-    def words(self) -> dict:
-        """{name: value, "" if it has none} of the options."""
-        return dict(word.partition("=")[::2] for word in self.options.split())
+    def words(self) -> list[str]:
+        return self.options.split()
 
-    @property
-    def padded(self) -> bool:
-        """Whether some of its tokens are not real."""
-        return "padding" in self.words or "lengths" in self.words
+    def option(self, name: str) -> str | None:
+        """Return the value of an option: "" if it has none, None if the case lacks the option."""
+        return dict(word.partition("=")[::2] for word in self.words).get(name)
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """How many keys a row sees before and after its own, causal included."""
-        left, right = map(int, self.words["window"].split(",")) if "window" in self.words else (None, None)
-        return left, 0 if self.causal else right
+        """The window (left, right), causal included."""
+        left, right = map(int, (self.option("window") or "-1,-1").split(","))
+        return None if left < 0 else left, 0 if self.causal else None if right < 0 else right
 
     def draw(self, device) -> Tensors:
-        """Tensors of normal numbers, the same for each call: on zeros a GPU would be faster than on real inputs."""
+        """Return normal random tensors, the same ones each time. A GPU would be faster on zeros."""
         generator = torch.Generator(device).manual_seed(SEED)
-        shapes = (
+        shapes = [
             (self.B, self.Hq, self.Sq, self.D),
             (self.B, self.Hkv, self.Sk, self.D),
             (self.B, self.Hkv, self.Sk, self.Dv),
             (self.B, self.Hq, self.Sq, self.Dv),
-            *([(1, self.Hq, self.Sq, self.Sk)] if "bias" in self.words else []),
-        )
+        ] + [(1, self.Hq, self.Sq, self.Sk)] * ("bias" in self.words)
         dtype = getattr(torch, self.dtype)
-        tensors = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes)
+        tensors = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
         return Tensors(*tensors)._replace(masks=self.masks(device))
 
     def documents(self, device) -> Tensor:
-        """(S,): the number of the document that a token belongs to."""
+        """Return (S,): the number of each token's document."""
         generator = torch.Generator().manual_seed(SEED)
-        ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.words["documents"]) - 1] + 1
+        ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.option("documents")) - 1] + 1
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """(B,): how many of the first tokens of a sequence are real; the mean is the SHARE of padding or keys."""
+        """Return (B,): the number of real tokens, or of filled slots of a cache, of each sequence."""
         generator = torch.Generator().manual_seed(SEED)
-        if share := self.words.get("padding", self.words.get("keys")):
+        if share := self.option("keys"):
             half = torch.rand(self.B // 2, generator=generator)
             lengths = torch.cat([1 + half, 1 - half, torch.ones(self.B % 2)]) * float(share) * self.Sk
-        elif "filled" in self.words:
-            lengths = torch.full((self.B,), float(self.words["filled"]) * self.Sk)
+        elif share := self.option("filled"):
+            lengths = torch.full((self.B,), float(share) * self.Sk)
         else:
-            lengths = LENGTHS[self.words.get("lengths", "equal")](self.B, self.Sk)
+            kind = self.option("lengths")
+            lengths = LENGTHS[kind](self.B, self.Sk) if kind else torch.full((self.B,), self.Sk)
             lengths = lengths[torch.randperm(self.B, generator=generator)]
         return lengths.round().long().clamp(1, self.Sk).to(device)
 
     def masks(self, device) -> dict:
-        """The masks among the options, as keyword arguments of `fusedattn.attention`."""
+        """Return the masks of the options, as keyword arguments of `attention`."""
         masks = {}
-        if "documents" in self.words:
+        if "documents" in self.options:
             owner = self.documents(device)
             masks["mask"] = (owner[:, None] == owner[None, :])[None, None]
-        if self.padded or {"keys", "filled"} & set(self.words):
-            real = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
-            masks |= dict(key_mask=real) | (dict(query_mask=real) if self.padded else {})
+        if any(word in self.options for word in ("keys", "lengths", "filled")):
+            masks["key_mask"] = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
+        if "lengths" in self.options:
+            masks["query_mask"] = masks["key_mask"]
         return masks
 
     def arguments(self, masks) -> dict:
-        """Keyword arguments of `fusedattn.attention`, all but the bias and what is returned."""
-        options, words = dict(causal=self.causal) | masks, self.words
-        if "window" in words:
+        """Return the keyword arguments of `attention`, all but the bias and `return_weights`."""
+        options = dict(causal=self.causal) | masks
+        if "window" in self.options:
             options["window"] = self.sides
-        if "softcap" in words:
-            options["softcap"] = float(words["softcap"])
-        if "dropout" in words:
-            options |= dict(dropout_p=float(words["dropout"]), seed=SEED)
+        if cap := self.option("softcap"):
+            options["softcap"] = float(cap)
+        if rate := self.option("dropout"):
+            options |= dict(dropout_p=float(rate), seed=SEED)
         return options
+
+    def visible(self, masks) -> Tensor:
+        """Return which pairs are visible, as a bool mask (1 or B, 1, Sq, Sk)."""
+        device = next(iter(masks.values())).device if masks else None
+        distance = torch.arange(self.Sk, device=device) - torch.arange(self.Sq, device=device)[:, None]
+        distance, (left, right) = distance - (self.Sk - self.Sq), self.sides
+        seen = torch.ones_like(distance, dtype=torch.bool)[None, None]
+        seen = seen if left is None else seen & (distance >= -left)
+        seen = seen if right is None else seen & (distance <= right)
+        seen = seen & masks.get("mask", seen)
+        return seen & masks["key_mask"][:, None, None] if "key_mask" in masks else seen
+
+    def flops(self, mode: str) -> float:
+        """Return the operations of the matrix products; a causal mask halves them, another mask does not."""
+        pairs = int(self.lengths("cpu").square().sum()) if "lengths" in self.options else self.B * self.Sq * self.Sk
+        operations = 2 * self.Hq * pairs * (self.D + self.Dv) / (2 if self.causal else 1)
+        if "module" in self.words:  # four projections, whose backward is twice their forward
+            passes = 1 if mode == "forward" else 3
+            operations += passes * 8 * self.B * self.Sq * (self.Hq * self.D) ** 2 / PASSES[mode]
+        return operations * PASSES[mode]
+
+    def moved(self) -> int:
+        """Return the bytes of query, key, value and output."""
+        element = getattr(torch, self.dtype).itemsize
+        return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
 
 
 def _uniform(count, longest):
-    """Uniform random lengths up to the longest, whose mean is half of it; one is the longest."""
+    """Return random lengths whose mean is half of the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
     lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest
     return lengths
 
 
-# {kind: function(count, longest) -> (count,) lengths, in an order that `Case.lengths` changes}
+# {kind: function(count, longest) -> (count,) lengths}
 LENGTHS = {
-    "equal": lambda count, longest: torch.full((count,), longest),
     "uniform": _uniform,
     "one-long": lambda count, longest: torch.tensor([longest] + [longest // 16] * (count - 1)),
     "zipf": lambda count, longest: longest / torch.arange(1, count + 1),  # the nth has an nth of the longest
 }
-
-TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D: the convention of the FlashAttention papers
-_BOTH = (True, False)
 
 
 def _paper(length, dim, causal, dtype="bfloat16", options=""):
@@ -150,157 +169,116 @@ def _paper(length, dim, causal, dtype="bfloat16", options=""):
     return Case(TOKENS // length, heads, heads, length, length, dim, dim, causal, dtype, options)
 
 
-# Prompts of training and prefill. The goals are of S >= 2048, so those come first.
-LONG = [
-    _paper(length, dim, causal, dtype)
-    for lengths in ((2048, 4096, 8192, 16384), (512, 1024))
-    for dtype in ("bfloat16", "float16")
-    for length in lengths
+_BOTH = False, True
+LENGTHS_OF_PAPERS = 4096, 16384, 2048, 8192, 1024, 512
+PAPER = [_paper(x, dim, causal) for x in LENGTHS_OF_PAPERS for dim in (128, 64, 256) for causal in _BOTH]
+MORE = [  # each differs from PAPER in one thing
+    Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
+    Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),
+    Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
+    Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
+    _paper(4096, 128, True, "float16"),
+    _paper(4096, 64, False, "float32"),
+]
+_WIDE = _paper(4096, 128, False)
+OPTIONS = [
+    *(_WIDE._replace(options=x) for x in ("bias", "documents=8", "keys=0.5", "window=1024,0", "weights")),
+    *(_WIDE._replace(causal=True, options=x) for x in ("dropout=0.1", "softcap=30")),
+    *(_paper(4096, 64, False, options=x) for x in ("bias", "documents=8", "dropout=0.1")),
+    *(_paper(16384, 128, False, options=x) for x in ("documents=8", "window=1024,0")),
+]
+PACKED = [  # about 32k tokens; equal lengths need no option
+    Case(count, WIDTH // dim, WIDTH // dim, longest, longest, dim, dim, causal, "bfloat16", kind)
     for dim in (128, 64)
+    for count, longest, kind in (
+        (8, 4096, ""),
+        (31, 8192, "lengths=zipf"),
+        (16, 4096, "lengths=uniform"),
+        (113, 4096, "lengths=one-long"),
+    )
     for causal in _BOTH
 ]
-
-# Each differs from LONG in one thing.
-MORE = [
-    *(_paper(length, 256, causal) for length in (2048, 8192) for causal in _BOTH),
-    Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
-    Case(4, 32, 4, 4096, 4096, 64, 64, True, "bfloat16"),
-    Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),  # Dv is not D
-    Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
-    Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),  # an odd length
-    *(_paper(4096, dim, False, "float32") for dim in (64, 128)),
-]
-
-# For the forward on Hopper, the most telling first; for the backward the long ones.
-HOPPER = [
-    _paper(length, dim, causal)
-    for lengths in ((4096, 16384), (2048, 8192, 1024, 512))
-    for dim in (128, 64, 256)
-    for length in lengths
-    for causal in (False, True)
-]
-BACKWARD = [case for case in HOPPER if case.Sq >= 2048]
-
-# The cost of an option, and which peer has it.
-_WIDE = Case(4, 16, 16, 4096, 4096, 128, 128, False, "bfloat16")
-OPTIONS = [
-    *(_WIDE._replace(options=options) for options in ("bias", "documents=8")),
-    _WIDE._replace(causal=True, options="dropout=0.1"),
-    *(_WIDE._replace(D=64, Dv=64, options=options) for options in ("bias", "documents=8", "dropout=0.1")),
-    _WIDE._replace(causal=True, options="softcap=30"),
-    *(_WIDE._replace(options=options) for options in ("window=1024,0", "weights")),
-]
-
-# So little work that the host's part shows; the last is a decoding step.
-_little = Case(1, 8, 8, 128, 128, 64, 64, False, "bfloat16")
-_CHANGES = (dict(B=4), dict(D=128, Dv=128), dict(Hkv=2), dict(Sq=1, Sk=512))
-SMALL = [
-    *(_little._replace(Sq=length, Sk=length, causal=c) for length, c in ((128, False), (128, True), (64, False))),
-    *(_little._replace(Sq=length, Sk=length) for length in (256, 512)),
-    *(_little._replace(**change) for change in _CHANGES),
-]
-
-# One query of each sequence to a cache: from one that stays in a GPU's cache to what fills an eighth of its memory.
 DECODE = [
     Case(batch, 32, 32 // group, 1, keys, 128, 128, False, "bfloat16")
-    for batches, lengths in (
-        ((1, 16, 64), (1024, 8192, 32768)),
-        ((4, 256), (1024, 8192, 32768)),
-        ((1, 4, 16), (131072,)),
-    )
+    for batches, lengths in (((1, 16, 64), (1024, 8192, 32768)), ((1, 4, 16), (131072,)))
     for group in (4, 8, 1)
     for keys in lengths
     for batch in batches
     if batch * (32 // group) * keys * 128 * 2 * 2 <= 8 << 30
 ]
-
-# Attention inside a module: with projections of its width, 2048.
 MODULE = [
     *(_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in _BOTH),
-    _paper(2048, 64, True, options="module"),
-    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in (False, True)),  # of width 1024
-    _paper(512, 128, False, options="module weights"),
+    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in _BOTH),
 ]
 
-# Attention inside a model of Hugging Face.
-TINY_MINILM = [Case(4, 12, 12, 64, 64, 32, 32, False, "float32", "model=all-MiniLM-L6-v2")]
-MINILM = [
-    TINY_MINILM[0]._replace(B=batch, Sq=length, Sk=length, dtype=dtype)
-    for batch, length, dtype in ((256, 128, "float16"), (32, 512, "float16"), (32, 512, "float32"))
-]
-
-# Forward mode, which is beside the forward.
-TANGENT = [_paper(length, dim, causal) for dim in (64, 128) for length in (2048, 8192) for causal in _BOTH]
-TINY_TANGENT = [Case(1, 2, 1, 24, 24, 16, 16, causal, "float32") for causal in _BOTH]
-
-# Mostly hidden: half of the tokens, the other documents, all but the last 1024 keys.
-SKIPPING = [
-    Case(batch, 16, 16, 16384, 16384, 128, 128, False, "bfloat16", options)
-    for batch, options in ((4, "padding=0.5"), (1, "documents=8"), (1, "window=1024,0"))
-]
-
-# About 32k tokens in sequences of unequal lengths, and of equal ones, which need no option.
-_MIXTURES = ((8, 4096, ""), (31, 8192, "lengths=zipf"), (16, 4096, "lengths=uniform"), (113, 4096, "lengths=one-long"))
-VARLEN = [
-    Case(count, WIDTH // dim, WIDTH // dim, longest, longest, dim, dim, causal, "bfloat16", options)
-    for dim in (128, 64)
-    for count, longest, options in _MIXTURES
-    for causal in _BOTH
-]
-
-# On a CPU: over the lengths; what hides nothing or little; keys, a window and packed sequences that hide much; a token
-# after a cache; modules and models; a call of next to nothing; and what is too long to hold all weights.
-_cpu = Case(4, 8, 8, 512, 512, 64, 64, False, "float32")
-CPU_LENGTHS = [
+# The same questions on a CPU.
+_CPU = Case(4, 8, 8, 512, 512, 64, 64, False, "float32")
+CPU_PAPER = [
     Case(4 if length == 512 else 1, 8, 8, length, length, 64, 64, causal, dtype)
-    for dtype, lengths in (("float32", (128, 256, 512, 1024, 2048, 4096)), ("bfloat16", (128, 512, 2048, 4096)))
-    for causal in (False, True)
+    for dtype, lengths in (("float32", (128, 512, 1024, 2048, 4096)), ("bfloat16", (128, 512, 2048)))
+    for causal in _BOTH
     for length in lengths
-]
-CPU_OPTIONS = [_cpu._replace(options="documents=4"), _cpu._replace(options="bias"), _cpu._replace(Hkv=2)]
-CPU_KEYS = [_cpu._replace(options="keys=0.5")]
-CPU_WINDOW = [_cpu._replace(options="window=64,0")]
-CPU_PACKED = [_cpu._replace(B=8, causal=causal, options="lengths=uniform") for causal in (False, True)]
+] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # next to nothing: the host's time
+CPU_OPTIONS = [_CPU._replace(options=x) for x in ("bias", "documents=4", "keys=0.5", "window=64,0")]
+CPU_OPTIONS += [_CPU._replace(Hkv=2)]
+CPU_PACKED = [_CPU._replace(B=8, causal=causal, options="lengths=uniform") for causal in _BOTH]
 CPU_DECODE = [
     Case(1, 8, 8, 1, 1024, 64, 64, False, "float32", "filled=1"),
     Case(8, 8, 2, 1, 2048, 64, 64, False, "float32", "filled=0.5"),
 ]
-CPU_LLAMA = [Case(1, 8, 2, 1024, 1024, 64, 64, True, "float32", "model=llama")]
-CPU_MODULE = [_cpu._replace(Sq=length, Sk=length, options="module") for length in (128, 512)]
-CPU_ENCODER = [_cpu._replace(Sq=length, Sk=length, options="model=encoder") for length in (128, 512)]
-CPU_CALL = [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]
-CPU_MEMORY = [Case(1, 4, 4, 8192, 8192, 64, 64, False, "float32", "memory")]
+CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length in (128, 512)]
 
-# For a CPU, and to see that the benchmark itself works.
-_TINY = Case(2, 2, 2, 64, 64, 16, 16, False, "float32")
-TINY = [
-    _TINY._replace(B=1),
-    _TINY._replace(causal=True),
-    Case(1, 4, 2, 48, 80, 16, 16, False, "float32"),
-    Case(1, 2, 2, 64, 64, 16, 8, True, "bfloat16"),
-]
-TINY_OPTIONS = [
-    _TINY._replace(options="bias"),
-    _TINY._replace(causal=True, dtype="bfloat16", options="bias documents=3"),
-    Case(2, 4, 2, 48, 80, 16, 8, True, "float32", "dropout=0.1"),
-    _TINY._replace(causal=True, options="softcap=2"),
-    *(_TINY._replace(options=options) for options in ("window=9,3", "padding=0.5")),
-    _TINY._replace(causal=True, options="weights"),
-]
-TINY_BACKWARD = [Case(1, 2, 1, 40, 40, dim, dim, dim == 64, "bfloat16") for dim in (64, 128, 256)]
-_MASKS = ("padding=0.5", "documents=3", "window=64,0")
-TINY_SKIPPING = [_TINY._replace(Sq=512, Sk=512, options=options) for options in _MASKS]
-TINY_VARLEN = [
-    _TINY._replace(B=3, Sq=48, Sk=48),
-    Case(4, 4, 2, 64, 64, 16, 16, True, "float32", "lengths=uniform"),
-    _TINY._replace(B=5, options="lengths=one-long"),
-    _TINY._replace(B=6, Sq=48, Sk=48, dtype="bfloat16", options="lengths=zipf"),
-]
-TINY_SMALL = [Case(1, 8, 8, length, length, 64, 64, False, "float32") for length in (8, 16)]
-TINY_DECODE = [Case(2, 4, heads, 1, 256, 16, 16, False, "float32") for heads in (4, 1)]
-_MODULES = ((True, "float32", "module"), (False, "bfloat16", "module"), (False, "float32", "module weights"))
-TINY_MODULE = [Case(2, 4, 4, 24, 24, 8, 8, *each) for each in _MODULES]
 
-# By name: "all", and those above, as "tiny-options".
-TABLES = {name.lower().replace("_", "-"): table for name, table in list(vars().items()) if isinstance(table, list)}
-TABLES["all"] = LONG + MORE
+class Question(NamedTuple):
+    """A question: its modes, and its cases and providers on a GPU and on a CPU."""
+
+    asks: str
+    modes: tuple
+    on_gpu: list[Case]
+    providers: tuple
+    on_cpu: list[Case]
+    cpu_providers: tuple
+
+    def here(self, device: str) -> tuple[list[Case], tuple, tuple]:
+        """Return (cases, providers, modes) for a device."""
+        if torch.device(device).type == "cuda":
+            return self.on_gpu, self.providers, self.modes
+        modes = tuple(mode for mode in self.modes if mode != "graph")
+        return self.on_cpu, self.cpu_providers, tuple("forward_backward" if x == "backward" else x for x in modes)
+
+
+_SDPA = "sdpa:cudnn", "sdpa:flash", "sdpa:efficient"
+_PEERS = "fusedattn", *_SDPA, "flash-attn", "flex", "naive"
+_PACKED = "fusedattn+packed", "fusedattn", "torch:varlen", "flash-attn+packed", "flex+packed"
+_DECODE = "fusedattn:cache", "sdpa:flash", "sdpa:cudnn", "flash-attn", "fusedattn:pages=256", "fusedattn:pages=16"
+_BACK, _CPU_PEERS, _CPU_DECODE = (
+    ("forward", "backward"),
+    ("fusedattn", "sdpa", "naive"),
+    ("fusedattn:cache", "sdpa+slice"),
+)
+_MODULE = "fusedattn", "fusedattn.compat", "torch.nn"
+QUESTIONS = {
+    "forward": Question(
+        "Does the forward keep up with its peers?", ("forward",), PAPER + MORE, _PEERS, CPU_PAPER, _CPU_PEERS
+    ),
+    "backward": Question(
+        "Does the backward keep up with its peers?", ("backward",), PAPER + MORE, _PEERS, CPU_PAPER, _CPU_PEERS[:2]
+    ),
+    "options": Question(
+        "What does an option cost, and which peer has it?", _BACK, OPTIONS, _PEERS, CPU_OPTIONS, _CPU_PEERS[:2]
+    ),
+    "packed": Question(
+        "Are packed sequences faster than padded ones?",
+        _BACK,
+        PACKED,
+        _PACKED,
+        CPU_PACKED,
+        ("fusedattn+packed", "sdpa"),
+    ),
+    "decode": Question(
+        "How long does one token take after a cache?", ("forward", "graph"), DECODE, _DECODE, CPU_DECODE, _CPU_DECODE
+    ),
+    "module": Question(
+        "Is our module faster than torch.nn's?", ("forward", "forward_backward"), MODULE, _MODULE, CPU_MODULE, _MODULE
+    ),
+}

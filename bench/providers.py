@@ -1,52 +1,111 @@
-"""Providers of attention, by name: ours, the eager formula, and the peers."""
+"""Providers of attention, by name: ours, the eager formula, and the peers.
 
+A provider is setup(case, tensors) -> function of query, key, value and the bias if there is one, or a Call where the
+layout differs. It raises Unsupported(why) if it cannot take the case.
+"""
+
+import contextlib
 import functools
+import importlib
+import operator
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedattn as fa
-from fusedattn import backends
-from fusedattn.call.packed import Packed, checked_packed
+from fusedattn.backends import BACKENDS
 
-from . import calls, cases, peers
-from .calls import Call, Unsupported, offsets_of, packing_of
+from .cases import SEED
+
+COMPILERS = ("g++", "clang++", "cl")  # torch.compile needs one of them on a CPU
+
+
+class Unsupported(Exception):
+    """A provider cannot take a case; the text says why."""
+
+
+class Call(NamedTuple):
+    """A function of query, key, value and bias, and the layout of its tensors.
+
+    by_token: (B, S, H, D). real: (B, S), the tokens that are left when sequences are packed; (T, H, D) by token, else
+    (1, H, T, D). inside: makes the context to call it in.
+    """
+
+    attend: Callable
+    by_token: bool = False
+    real: torch.Tensor | None = None
+    inside: Callable = contextlib.nullcontext
+
+    def pack(self, tensors):
+        """Return tensors (B, H, S, D) in the layout of the call; a fourth one, the bias, as it is."""
+        return (*map(self._pack, tensors[:3]), *tensors[3:])
+
+    def _pack(self, x):
+        if self.real is not None:
+            x = x.transpose(1, 2)[self.real]
+            return x if self.by_token else x.transpose(0, 1)[None].contiguous()
+        return x.transpose(1, 2).contiguous() if self.by_token else x
+
+    def unpack(self, x):
+        """Return a result as (B, H, S, D); padding is 0."""
+        if self.real is None:
+            return x.transpose(1, 2) if self.by_token else x
+        x = x if self.by_token else x[0].transpose(0, 1)
+        padded = x.new_zeros(*self.real.shape, *x.shape[1:])
+        padded[self.real] = x
+        return padded.transpose(1, 2)
+
+
+def _refuse(case, *names):
+    """Refuse a case that has one of these options."""
+    for name in names:
+        if case.option(name) is not None:
+            raise Unsupported(f"it has no {name}")
+
+
+def _number(case, name):
+    return float(case.option(name) or 0)
+
+
+def _window(case):
+    return tuple(-1 if side is None else side for side in case.sides)  # flash-attn's -1 is no limit
 
 
 def _with_bias(function, options):
-    """call(query, key, value[, bias]) of a function with the arguments of `fusedattn.attention`."""
     return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
 
-def _explain(case, tensors, backend=None):
-    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **_arguments(case, tensors.masks))
-
-
 def _arguments(case, masks):
-    """Arguments of `fusedattn.attention`, all but the bias."""
     return case.arguments(masks) | dict(return_weights="weights" in case.words)
 
 
+def explain(case, tensors, backend=None):
+    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **_arguments(case, tensors.masks))
+
+
 def fusedattn(case, tensors, backend=None):
-    explanation = _explain(case, tensors, backend)
+    explanation = explain(case, tensors, backend)
     if explanation.backend is None:
         raise Unsupported("; ".join(explanation.reasons[backend]))
     return _with_bias(fa.attention, _arguments(case, tensors.masks) | dict(backend=backend))
 
 
 def cached(page, case, tensors):
-    """Ours, of a cache: in one piece, or in shuffled pages of so many keys."""
-    if set(case.words) - {"filled"}:
-        raise Unsupported("it is timed without options")
-    device, kernel = tensors.query.device, "triton" if tensors.query.is_cuda else None
-    options = dict(cache_seqlens=case.lengths(device).int(), causal=case.causal, backend=kernel)
+    """Decode from a cache in one piece, or in shuffled pages of a number of keys."""
+    _refuse(case, "bias", "documents", "keys", "lengths", "window", "softcap", "dropout", "weights")
+    device = tensors.query.device
+    options = dict(cache_seqlens=case.lengths(device).int(), causal=case.causal)
     if page is None:
         return lambda query, key, value: fa.attention_decode(query, key, value, **options)
     if case.Sk % page:
         raise Unsupported(f"its keys are no multiple of the page, {page}")
-    table = torch.randperm(case.B * case.Sk // page, generator=torch.Generator().manual_seed(cases.SEED))
-    table = table.view(case.B, -1).to(device, torch.int32)
-    pool = []
+    table = torch.randperm(case.B * case.Sk // page, generator=torch.Generator().manual_seed(SEED))
+    table, pool = table.view(case.B, -1).to(device, torch.int32), []
     for whole in (tensors.key, tensors.value):
         pages = whole.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
         pool.append(torch.empty_like(pages, memory_format=torch.contiguous_format))
@@ -54,107 +113,187 @@ def cached(page, case, tensors):
     return lambda query, key, value: fa.attention_decode(query, *pool, block_table=table, **options)
 
 
-def planned(case, tensors):
-    """Ours, with a plan of the masks made before."""
-    if not tensors.masks:
-        raise Unsupported("there is no mask to plan")
-    return _with_bias(fa.attention, _arguments(case, {"mask": fa.plan(**tensors.masks)}))
-
-
-def _by_sequence(case, masks):
-    """Arguments of `fusedattn.attention_varlen` that are not offsets: packed sequences need no mask of padding."""
-    return case.arguments({name: mask for name, mask in masks.items() if name == "mask"})
-
-
-def packed(case, tensors):
-    """Ours, on packed sequences."""
-    if "weights" in case.words:
-        raise Unsupported("its weights are packed, and the reference's are not")
-    packing = packing_of(case, tensors)
-    cu_q, cu_k, longest_q, longest_k = offsets_of(packing)
-    options = _by_sequence(case, tensors.masks) | dict(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
-
-    def attend(query, key, value, bias=None):
-        return fa.attention_varlen(query, key, value, cu_q, cu_k, bias=bias, **options)
-
-    return Call(attend, by_token=True, packing=packing)
-
-
-def _packed_backend(case, tensors):
-    """The backend that takes packed sequences of a case."""
-    packing = packing_of(case, tensors)
-    inputs = calls.packed(Call(None, by_token=True, packing=packing), tensors[:3])
-    options = _by_sequence(case, tensors.masks) | dict(bias=tensors.bias)
-    return backends.choose(checked_packed(Packed(*inputs, *offsets_of(packing)), options, False), False).name
-
-
 def naive(case, tensors):
     """The formula as eager PyTorch computes it in the dtype of its inputs."""
     return _with_bias(fa.reference.eager, _arguments(case, tensors.masks))
 
 
+def _real(case, tensors):
+    """Return (B, S): the tokens of packed sequences."""
+    _refuse(case, "bias", "documents", "keys", "filled", "weights")
+    if case.Sq != case.Sk:
+        raise Unsupported("it packs as many keys as queries")
+    return tensors.masks.get("key_mask", torch.ones(case.B, case.Sk, dtype=torch.bool, device=tensors.query.device))
+
+
+def packed(function, arguments, case, tensors):
+    """A function of packed sequences (T, H, D) and flash-attn's four offsets; arguments(case): its other options."""
+    options, real = arguments(case), _real(case, tensors)
+    lengths = real.sum(1)
+    offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
+    given = offsets, offsets, longest, longest
+    return Call(lambda *inputs: function(*inputs, *given, **options), by_token=True, real=real)
+
+
+def _attend_varlen(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
+    return fa.attention_varlen(query, key, value, cu_q, cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options)
+
+
+def torch_varlen(case, tensors):
+    """torch's function of packed sequences, which is FlashAttention-2."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def arguments(case):
+        _refuse(case, "dropout", "softcap")
+        return dict(window_size=_window(case)) | (dict(enable_gqa=True) if case.Hq != case.Hkv else {})
+
+    return packed(varlen_attn, arguments, case, tensors)
+
+
+def sdpa(backend, case, tensors):
+    _refuse(case, "softcap", "weights")
+    options = dict(dropout_p=_number(case, "dropout"), enable_gqa=case.Hq != case.Hkv)
+    square = case.Sq == case.Sk
+    masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.causal and not square
+    visible = case.visible(tensors.masks).to(tensors.query.device) if masked else None
+
+    def attend(query, key, value, bias=None):
+        mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
+        causal = case.causal and not masked  # it takes no causal mask beside another
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **options)
+
+    with torch.no_grad(), sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attend(*tensors.inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch warns of what each backend misses, then raises "No available kernel"
+            texts = [str(one.message).partition(" (Triggered")[0].strip() for one in caught]
+            texts = [text for text in texts if not text.endswith(("not used because:", "runtime disabled."))]
+            raise Unsupported("; ".join([*texts, str(error).partition("\n")[0]])) from error
+    return Call(attend, inside=functools.partial(sdpa_kernel, backend))
+
+
+def sliced(case, tensors):
+    """torch's SDPA of a cache, sliced by hand to its filled part."""
+    _refuse(case, "bias", "documents", "keys", "lengths", "window", "softcap", "dropout", "weights")
+    length, grouped = int(case.lengths("cpu").max()), case.Hq != case.Hkv
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key[:, :, :length], value[:, :, :length], enable_gqa=grouped)
+
+    return attend
+
+
+def flex_function(case):
+    """Return the function that `flex` compiles: FlexAttention with the options of a case."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    _refuse(case, "dropout", "weights")
+    cap, grouped = _number(case, "softcap"), case.Hq != case.Hkv
+
+    def attend(query, key, value, bias=None, block_mask=None):
+        def modify(score, b, h, row, column):
+            if cap:
+                score = cap * torch.tanh(score / cap)
+            return score if bias is None else score + bias[0, h, row, column]
+
+        modified = modify if cap or bias is not None else None
+        return flex_attention(query, key, value, modified, block_mask, enable_gqa=grouped)
+
+    return attend
+
+
+def block_mask(case, device, real=None):
+    """Return FlexAttention's mask of a case as its users would write it, or None; real: (B, S), to pack sequences."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, shape, (left, right) = None, (case.Sq, case.Sk), case.sides
+    document = case.documents(device) if "documents" in case.options else None
+    lengths = None
+    if real is not None:
+        document = torch.repeat_interleave(torch.arange(case.B, device=device), real.sum(1))
+        shape = (len(document), len(document))
+    elif "keys" in case.options:
+        batch, lengths = case.B, case.lengths(device)
+    diagonal = shape[1] - shape[0]
+    conditions = [
+        left is not None and (lambda b, row, column: column >= row + diagonal - left),
+        right is not None and (lambda b, row, column: column <= row + diagonal + right),
+        document is not None and (lambda b, row, column: document[row] == document[column]),
+        lengths is not None and (lambda b, row, column: column < lengths[b]),
+    ]
+    if not (conditions := list(filter(None, conditions))):
+        return None
+
+    def seen(b, h, row, column):
+        return functools.reduce(operator.and_, (condition(b, row, column) for condition in conditions))
+
+    return create_block_mask(seen, batch, None, *shape, device=device)
+
+
+def flex(case, tensors, real=None):
+    """FlexAttention as its users run it: compiled for the shape, with a block mask where something is hidden."""
+    attend, device = flex_function(case), tensors.query.device
+    if real is None:
+        _refuse(case, "lengths", "filled")
+    if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+        raise Unsupported(f"there is no C++ compiler here to compile it with: {', '.join(COMPILERS)}")
+    torch._dynamo.reset()  # it compiles eight shapes and then no more
+    torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
+    compiled = torch.compile(attend, dynamic=False)
+    return Call(functools.partial(compiled, block_mask=block_mask(case, device, real)), real=real)
+
+
+def flex_packed(case, tensors):
+    """FlexAttention on packed sequences, as documents of one sequence."""
+    return flex(case, tensors, _real(case, tensors))
+
+
+def flash(case, tensors):
+    """FlashAttention-2, the package flash-attn."""
+    _refuse(case, "lengths", "filled", "keys")
+    return Call(functools.partial(_flash_attn("flash_attn_func"), **_flash_options(case)), by_token=True)
+
+
+def flash_packed(case, tensors):
+    return packed(_flash_attn("flash_attn_varlen_func"), _flash_options, case, tensors)
+
+
+def _flash_attn(name):
+    try:
+        return getattr(importlib.import_module("flash_attn"), name)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"flash_attn.{name} is not installed: {error}") from error
+
+
+def _flash_options(case):
+    _refuse(case, "bias", "documents", "weights")
+    if case.Dv != case.D:
+        raise Unsupported("it wants a value as wide as its key")
+    options = dict(dropout_p=_number(case, "dropout"), softcap=_number(case, "softcap"))
+    return options | dict(causal=case.causal, window_size=_window(case))
+
+
+_ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 PROVIDERS = {
     "fusedattn": fusedattn,
-    "sdpa:cudnn": functools.partial(peers.sdpa, SDPBackend.CUDNN_ATTENTION),
-    "sdpa:flash": functools.partial(peers.sdpa, SDPBackend.FLASH_ATTENTION),
-    "sdpa:efficient": functools.partial(peers.sdpa, SDPBackend.EFFICIENT_ATTENTION),
-    "flash-attn": peers.flash,
-    "fa4": peers.fa4,
-    "xformers": peers.xformers,
-    "flex": peers.flex,
-    "naive": naive,
-    "sdpa:math": functools.partial(peers.sdpa, SDPBackend.MATH),
-    "fusedattn:naive": functools.partial(fusedattn, backend="naive"),
-}
-ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Only where they are named: "sdpa" runs the backend that torch chooses, which is one of those above.
-ASIDE = {
-    "fusedattn+plan": planned,
-    "sdpa": functools.partial(peers.sdpa, ANY),
+    **{f"fusedattn:{name}": functools.partial(fusedattn, backend=name) for name in BACKENDS},
+    "fusedattn+packed": functools.partial(packed, _attend_varlen, lambda case: case.arguments({})),
     "fusedattn:cache": functools.partial(cached, None),
     "fusedattn:pages=256": functools.partial(cached, 256),
     "fusedattn:pages=16": functools.partial(cached, 16),
-    "fusedattn+packed": packed,
-    "sdpa+slice": peers.sliced,
-    "torch:varlen": peers.torch_varlen,
-    "flash-attn+packed": peers.flash_packed,
-    "sdpa+packed": peers.jagged,
-    "flex+packed": peers.flex_packed,
+    "sdpa": functools.partial(sdpa, _ANY),  # the backend that torch chooses
+    "sdpa:cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa:flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa:efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa:math": functools.partial(sdpa, SDPBackend.MATH),
+    "sdpa+slice": sliced,
+    "torch:varlen": torch_varlen,
+    "flash-attn": flash,
+    "flash-attn+packed": flash_packed,
+    "flex": flex,
+    "flex+packed": flex_packed,
+    "naive": naive,
 }
-OURS = ("fusedattn", "fusedattn+plan", "fusedattn+packed", "fusedattn.compat")  # a row names the backend as well
-
-
-def usual(device, *without):
-    """The providers that are compared where none is named: on a GPU all that are installed, without some prefixes."""
-    on_gpu = torch.device(device).type == "cuda"
-    names = filter(peers.is_installed, PROVIDERS) if on_gpu else ("fusedattn", "naive", "sdpa:math")
-    return [name for name in names if not name.startswith(without)]
-
-
-def usual_packed(device):
-    """Those that take packed sequences, and ours with padding."""
-    if torch.device(device).type != "cuda":
-        return ["fusedattn+packed", "fusedattn", "naive", "sdpa+packed"]
-    others = ("torch:varlen", "flash-attn+packed", "sdpa+packed", "flex+packed")
-    return ["fusedattn+packed", "fusedattn", *filter(peers.is_installed, others)]
-
-
-def unchecked(case, name):
-    """Why the rule does not apply to a provider's answer, or ""."""
-    ours = name == "naive" or name.startswith("fusedattn")
-    return "" if ours or "dropout" not in case.words else "its dropout has bits of its own"
-
-
-def find(name):
-    """The provider of a name: one of PROVIDERS or ASIDE, or fusedattn:BACKEND."""
-    if (known := PROVIDERS | ASIDE).get(name) is None and not name.startswith("fusedattn:"):
-        raise ValueError(f"provider: expected one of {', '.join(known)} or fusedattn:BACKEND, got {name}")
-    return known.get(name) or functools.partial(fusedattn, backend=name.removeprefix("fusedattn:"))
-
-
-def label(name, case, tensors):
-    """The provider of a row: of OURS with the backend that takes the case."""
-    if name not in OURS:
-        return name
-    backend = _packed_backend(case, tensors) if name == "fusedattn+packed" else _explain(case, tensors).backend
-    return f"{name}:{backend}"

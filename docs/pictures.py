@@ -1,10 +1,5 @@
-"""Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0.
+"""Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0."""
 
-python -m docs.pictures FOLDER    # what `make docs` draws, as files
-"""
-
-import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -188,12 +183,3 @@ PICTURES = dict(
     causal=_causal, align=_align, window=_window, window_causal=_window_causal, masks=_masks, bias=_bias,
     packed=_packed, cache=_cache, heads=_heads, shards=_shards,
 )  # fmt: skip
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("python -m docs.pictures FOLDER")
-    folder = pathlib.Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in PICTURES.items():
-        (folder / f"{name}.svg").write_text(draw())

@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import os
-import pathlib
 from dataclasses import replace
 
 import pytest
@@ -123,37 +122,10 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     upstream.interpreter_builder.options = replace(_careful, sanitize_overflow=False)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--but", metavar="FILE", help="leave out the tests that a file names, one a line")
-    parser.addoption("--reasons", metavar="FILE", help="write why a test failed as soon as it has")
-
-
-class Reasons:
-    """Writes why tests failed as soon as they have: a run that is ended before its time says no more."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            with open(self.path, "a") as file:
-                file.write(f"{report.nodeid}: {report.when}\n{report.longreprtext}\n\n")
-
-
-def pytest_collection_modifyitems(config, items):
-    """What passed in a run that ended before its time is not run again by the next."""
-    if config.getoption("but") is not None:
-        named = set(pathlib.Path(config.getoption("but")).read_text().splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in named])
-        items[:] = [item for item in items if item.nodeid not in named]
-
-
 def pytest_configure(config):
     """Workers of xdist are as many as there are cores: threads of torch would only wait for each other."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
-    elif config.getoption("reasons") is not None:
-        config.pluginmanager.register(Reasons(config.getoption("reasons")))
 
 
 def pytest_collection_finish():
@@ -251,13 +223,9 @@ def one_thread():
 @pytest.fixture
 def at_once(monkeypatch):
     """Where it is not asked how long a step takes."""
-    from fusedattn.bench import timing
+    from fusedattn.bench import measure
 
-    def measure(step, *_):
-        step()
-        return timing.Times(1.0, 2.0, 3.0)
-
-    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(measure, "times", lambda steps, *_: dict.fromkeys(steps, (1.0, 2.0, 3.0)))
 
 
 @pytest.fixture(autouse=True)

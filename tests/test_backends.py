@@ -222,8 +222,8 @@ def test_with_a_triton_that_is_broken_all_else_works():
         "for attend in (fa.attention, decode):\n"
         "    try: attend(x, x.clone(), x.clone(), backend='triton')\n"
         "    except NotImplementedError as error: print(error)\n"
-        "from fusedattn.cli import machine\n"
-        "assert machine.versions()['triton'] is None\n"
+        "from fusedattn.bench import rows\n"
+        "assert rows.versions()['triton'] is None\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

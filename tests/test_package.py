@@ -34,6 +34,7 @@ ROOMS = {
     "layers": {"call", "distributed", "modules"},
     "compat": {"api", "backends", "call", "modules", "naive", "operators", "private"},
     "testing": {"api", "reference"},
+    "bench": {"", "backends", "testing"},
 }
 # What imports Triton before a call asks for it: the launches, and of them neither the tables of tiles nor the failures.
 LAUNCHES = {
@@ -44,11 +45,8 @@ LAUNCHES = {
     )
 }
 KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
-ASKS_FOR_TRITON = {"backends", "cli.machine", "launch.tuned"}  # whether it is there, and which version
+ASKS_FOR_TRITON = {"backends", "launch.tuned"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}
-# What `fusedattn bench` needs, and __main__, which says where the questions of developers are; they are not installed.
-BENCH = {"__init__", "__main__", "accuracy", "attention", "calls", "cases", "cost", "cpu", "engine", "module"}
-BENCH |= {"peers", "plots", "providers", "report", "rows", "timing"}
 
 
 def sources(folder):
@@ -90,7 +88,7 @@ def test_kernels_import_triton_and_each_other_and_nothing_else():
 
 def inner_imports():
     """{module of fusedattn: the modules of fusedattn that it imports, at whatever time}, names without "fusedattn."."""
-    modules = dict(sources("fusedattn"))
+    modules = dict(sources("fusedattn")) | dict(sources("bench"))
     found = {}
     for module, path in modules.items():
         inner = found.setdefault(module.removeprefix("fusedattn."), set())
@@ -106,7 +104,7 @@ def test_rooms_import_one_way():
     wrong = []
     for module, names in inner_imports().items():
         room = module.partition(".")[0]
-        allowed = ROOMS.get(room, {*ROOMS, "cli", "bench", ""} - {"kernels"})  # the public names, and the command line
+        allowed = ROOMS.get(room, {*ROOMS, "cli", ""} - {"kernels"})  # the public names, and the command line
         wrong += [f"{module} imports {name}" for name in names if name.partition(".")[0] not in {room, *allowed}]
     assert not wrong
 
@@ -226,10 +224,10 @@ def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
     assert {name.split("/")[0] for name in names} == {"fusedattn", info}
     modules = {
         ("" if folder == "fusedattn" else "fusedattn/") + path.relative_to(ROOT).as_posix()
-        for folder in ("fusedattn", "kernels")
+        for folder in ("fusedattn", "kernels", "bench")
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert {name for name in names if name.endswith(".py")} == modules | {f"fusedattn/bench/{x}.py" for x in BENCH}
+    assert {name for name in names if name.endswith(".py")} == modules
     assert "fusedattn/py.typed" in names, "without it a type checker takes the package for untyped"
     assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
 
@@ -254,12 +252,10 @@ def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     where = run("import fusedattn as a, fusedattn.kernels as k; print(*a.__path__, *k.__path__, sep='\\n')", tmp_path)
     assert where.splitlines() == [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
-    (tmp_path / "needs.py").write_text("import fusedattn.cli.bench as b; print(b.__file__)")
-    assert run(ALONE, tmp_path, "needs").strip() == str(tmp_path / "fusedattn" / "cli" / "bench" / "__init__.py")
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, "fusedattn.bench"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", ALONE, "fusedattn", "bench", "--help"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "`fusedattn bench`" in done.stderr
+    assert done.returncode == 0 and "QUESTION" in done.stdout, done.stderr
 
 
 def test_launching_kernels_needs_no_numpy():

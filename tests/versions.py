@@ -5,7 +5,7 @@
     .venv/bin/python -m tests.versions                                  the table alone, from earlier runs
 
 A torch comes with the Triton that it pins, and with gigabytes of CUDA: run this by hand, not in CI. Each run adds a row
-to bench/results/versions.csv; the table has the last row of each kind.
+to tests/versions.csv; the table has the last row of each kind.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent
-ROWS = ROOT / "bench" / "results" / "versions.csv"
+ROWS = ROOT / "tests" / "versions.csv"
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- versions: tests/versions.py -->\n", "<!-- end of versions -->\n"
 TESTS = [
@@ -33,7 +33,6 @@ TESTS = [
     "worksteal",
     "-m",
     "not gpu",
-    "--ignore=tests/benchmarks",
     "--ignore=tests/ptx",  # which needs compiled kernels
 ]
 LAUNCH = ["tests/replay/test_launch_path.py", "tests/launch/test_failures.py"]

@@ -3,28 +3,21 @@
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
-from .screen import Problem
+from .output import Problem
 
+SIZES = "B,Hq,Hkv,Sq,Sk,D"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, and where help is."""
-
-    def print_help(self, file: Any = None) -> None:
-        (file or sys.stdout).write(self.format_help())  # argparse passes over a disk that is full
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # said here, of a command that is the command's, which has the help
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -40,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         return added
 
+    def option(command, name, help, **more):
+        command.add_argument(f"--{name}", action="append", help=f"{help} (may be repeated)", **more)
+
     command(
         "info",
         "versions, GPUs, and which backend takes what here",
@@ -52,9 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         "outputs, lse and gradients with float64, beside eager PyTorch in that dtype. Exit status 1 if any is wrong, "
         "or if nothing ran.",
     )
-    check.add_argument("--backend", action="append", metavar="NAME", help="only this backend (may be repeated)")
-    check.add_argument("--dtype", action="append", choices=DTYPES, help="only this dtype (may be repeated)")
-    check.add_argument("--case", action="append", metavar="NAME", help="only this case (may be repeated)")
+    option(check, "backend", "only this backend", metavar="NAME")
+    option(check, "dtype", "only this dtype", choices=DTYPES)
+    option(check, "case", "only this case", metavar="NAME")
     check.add_argument("--device", choices=("cpu", "cuda"), help="only on this device")
     bench = command(
         "bench",
@@ -62,28 +58,24 @@ def _parser() -> argparse.ArgumentParser:
         "Time attention by fusedattn, by PyTorch's own and by the plain formula on this machine, the GPU or else the "
         "CPU; say how much faster ours is than each, and whether every result is right. Exit status 1 if ours is not.",
     )
+    bench.add_argument(
+        "questions", nargs="*", metavar="QUESTION", help="forward, backward, options, packed, decode or module, in full"
+    )
     what = bench.add_mutually_exclusive_group()
     what.add_argument(
         "--preset",
         choices=("quick", "paper", "full"),
-        help="quick, the default, takes a minute or two; paper: sizes of the FlashAttention papers; full: everything. "
-        "On a CPU quick and full, with no other option of these, are what its user gets: attention, modules, a model",
+        help="quick, the default, takes minutes; paper: forward and backward in full; full: every question",
     )
-    what.add_argument(
-        "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="this size instead (may be repeated)"
-    )
-    bench.add_argument("--dtype", action="append", choices=DTYPES, help="in this dtype (may be repeated)")
+    option(what, "shape", "this size instead", metavar=SIZES, type=_sizes)
+    option(bench, "dtype", "in this dtype", choices=DTYPES)
     bench.add_argument("--causal", action="store_true", help="--shape with a causal mask; of a preset the causal cases")
-    bench.add_argument("--mode", action="append", metavar="LIST", help="some of forward,backward,forward_backward")
-    bench.add_argument("--providers", action="append", metavar="LIST", help="these, as fusedattn,sdpa,sdpa:flash,naive")
+    option(bench, "mode", "some of forward,backward,forward_backward,graph", metavar="LIST")
+    option(bench, "providers", "these, as fusedattn,sdpa,sdpa:flash,naive", metavar="LIST")
     bench.add_argument("--csv", metavar="FILE", help="append every row to this file as soon as it is measured")
-    bench.add_argument(
-        "--plot",
-        nargs="?",
-        const="bench.png",
-        metavar="PNG",
-        help="draw speeds and a roofline, over an older picture (bench.png)",
-    )
+    bench.add_argument("--commit", help="the commit that the rows name, where git cannot tell")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="on this device")
+    bench.add_argument("--plot", nargs="?", const="bench.png", metavar="PNG", help="draw speeds (bench.png)")
     tune = command(
         "tune",
         "measure the kernels on this GPU, and have calls take the fastest",
@@ -91,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         "and write a file to the user's cache folder, over an earlier one. Calls on the same GPU, driver, torch, "
         "Triton and version of fusedattn take the fastest by it, and none that was wrong.",
     )
-    tune.add_argument("--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", help="this size (may be repeated)")
-    tune.add_argument("--dtype", action="append", choices=DTYPES[:3], help="bfloat16, or these (may be repeated)")
+    option(tune, "shape", "this size", metavar=SIZES, type=_sizes)
+    option(tune, "dtype", "bfloat16, or these", choices=DTYPES[:3])
     warmup = command(
         "warmup",
         "compile the kernels of given shapes ahead, several at a time",
@@ -101,10 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "the same head_dim, dtype and Hq / Hkv. Kernels for Hopper also need the same Hq, and depend on the length: "
         "name the shortest and the longest. Exit status 1 if one fails.",
     )
-    warmup.add_argument(
-        "--shape", action="append", metavar="B,Hq,Hkv,Sq,Sk,D", required=True, help="of a call (may be repeated)"
-    )
-    warmup.add_argument("--dtype", action="append", choices=DTYPES[:3], help="bfloat16, or these (may be repeated)")
+    option(warmup, "shape", "of a call", metavar=SIZES, type=_sizes, required=True)
+    option(warmup, "dtype", "bfloat16, or these", choices=DTYPES[:3])
     warmup.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, help="only calls that are causal, or that are not"
     )
@@ -113,57 +103,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(kind: Callable[[str], Any], expected: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """What argparse makes a number by."""
-
-    def read(text: str) -> Any:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = None
-        if number is None or not right(number):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
-        return number
-
-    return read
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(word) if word.isdecimal() else 0 for word in text.split(","))
+    if len(sizes) != 6 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2]:
+        raise argparse.ArgumentTypeError(f"expected {SIZES}, whole numbers, Hq a multiple of Hkv; got {text}")
+    return sizes
 
 
-_positive = _number(int, "1 or more", lambda number: 1 <= number < 2**31)
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if a check failed, 2 if it could not be run, and those of signals.
+    """Run one command and return its exit status.
 
-    130 if it was interrupted, 141 if nobody reads any more.
+    0; 1 if a check failed; 2 if it could not be run; 130 if it was interrupted; 141 if nobody reads its output.
     """
     command = "fusedattn"
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # a caller has closed it, who wants the exit status alone
-            setattr(sys, name, open(os.devnull, "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters of a user's text
     try:
-        try:
-            options = _parser().parse_args(arguments)
-        finally:
-            sys.stdout.flush()  # of --help
+        options = _parser().parse_args(arguments)
         command += f" {options.command}"
         status: int = importlib.import_module(f".{options.command}", __package__).run(options)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
-    except Problem as problem:
-        print(f"{command}: {problem}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # who reads has seen enough
         _drop_output()
         return 141
-    except OSError as error:  # a disk that is full
+    except Problem as problem:
+        print(f"{command}: {problem}", file=sys.stderr)
+    except OSError as error:  # a full disk
         _drop_output()
         print(f"{command}: {error}", file=sys.stderr)
-        return 2
+    return 2
 
 
 def _drop_output() -> None:
-    """Have Python not try again, when it ends, to write what could not be written."""
+    """Keep Python from writing once more, when it ends, what could not be written."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

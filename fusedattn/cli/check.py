@@ -7,61 +7,64 @@ import time
 import torch
 
 from ..backends import BACKENDS
+from ..bench import rows
+from ..bench.report import error
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
-from .screen import Problem, Screen, listed
+from .output import Output, Problem
 
 
 def run(arguments) -> int:
-    screen, began = Screen(arguments.json), time.monotonic()
+    output, began = Output(arguments.json), time.monotonic()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise Problem("device: torch finds no GPU")
     here = machine.device()  # has Triton interpret kernels where there is no GPU, whatever device is named
     devices = [arguments.device] if arguments.device else list(dict.fromkeys((here, "cpu")))
     cases = _named(arguments.case, {case.name: case for case in CASES}, "case")
     backends = _named(arguments.backend, {name: name for name in BACKENDS}, "backend")
-    parts: list[tuple[str, str, str]] = []
+    parts: list[dict[str, str]] = []
     left_out: list[dict] = []
     for device, backend, dtype in itertools.product(devices, backends, arguments.dtype or DTYPES):
+        part = dict(backend=backend, device=device, dtype=dtype)
         if reasons := machine.explained(device, dtype, backend).reasons.get(backend, []):
-            left_out.append(dict(backend=backend, device=device, dtype=dtype, reasons=reasons))
+            left_out.append(part | dict(reasons=reasons))
         else:
-            parts.append((backend, device, dtype))
+            parts.append(part)
 
-    verdicts: dict[tuple, dict[str, dict[str, Verdict]]] = {part: {} for part in parts}
-    with screen.progress("cases", len(parts) * len(cases)) as advance:
-        for backend, device, dtype in parts:
+    results: list[dict] = []
+    with output.progress("cases", len(parts) * len(cases)) as advance:
+        for part in parts:
+            table = []
             for case in cases:
-                advance(f"{backend} {dtype}: {case.name}")
-                found, reason = _check(case, backend, device, dtype)
-                verdicts[backend, device, dtype][case.name] = found
+                advance(f"{part['backend']} {part['dtype']}: {case.name}")
+                found, reason = _check(case, **part)
+                results += [part | {"case": case.name, "result": x} | one._asdict() for x, one in found.items()]
                 if reason:
-                    about = dict(backend=backend, device=device, dtype=dtype)
-                    left_out.append(about | dict(case=case.name, reasons=[reason]))
+                    left_out.append(part | dict(case=case.name, reasons=[reason]))
+                cells = (f"{x} {error(one.max_error)} / {error(one.max_eager)}" for x, one in found.items())
+                right = "ok" if all(one.ok for one in found.values()) else "FAIL"
+                table.append([case.name, right if found else "left out", "  ".join(cells)])
+            name = torch.cuda.get_device_name() if part["device"] == "cuda" else "cpu (interpreted)"
+            where = part["device"] if part["backend"] in ("cpu", "naive") else name
+            title = f"{part['backend']} on {where}, {part['dtype']}"
+            output.table(title, ["", "", "largest error / that of eager PyTorch, against float64"], table)
 
-    for (backend, device, dtype), of_cases in verdicts.items():
-        fused = torch.cuda.get_device_name() if device == "cuda" else "cpu (interpreted)"
-        where = device if backend in ("cpu", "naive") else fused
-        title = f"{backend} on {where}, {dtype}: largest error / that of eager PyTorch, against float64"
-        screen.verdicts(title, of_cases, [*RESULTS.values()])
     for line in _left_out(left_out):
-        screen.say(line)
-    wrong, results = 0, []
-    for (backend, device, dtype), of_cases in verdicts.items():
-        wrong += screen.failures(of_cases, f"{backend} on {device} in {dtype}, ")
-        about = dict(backend=backend, device=device, dtype=dtype)
-        results += [about | row for row in listed(of_cases, "case")]
-    seconds, total = round(time.monotonic() - began, 1), len(results)
-    summary = f"{total - wrong} of {total} results are as good as eager PyTorch's" if results else "nothing ran"
-    screen.say(f"{summary} ({seconds} s).", style="bold")
-    ok = bool(results) and not wrong
-    screen.finish(dict(ok=ok, seconds=seconds, versions=machine.versions(), results=results, left_out=left_out))
+        output.say(line)
+    wrong = [one for one in results if not one["ok"]]
+    for one in wrong:
+        where = f"{one['backend']} on {one['device']} in {one['dtype']}, {one['case']}, {one['result']}"
+        output.say(f"FAIL {where}: {one['why']}")
+    seconds, total, ok = round(time.monotonic() - began, 1), len(results), bool(results) and not wrong
+    summary = f"{total - len(wrong)} of {total} results are as good as eager PyTorch's" if results else "nothing ran"
+    output.say(f"{summary} ({seconds} s).")
+    output.finish(dict(ok=ok, seconds=seconds, versions=rows.versions(), results=results, left_out=left_out))
     return 0 if ok else 1
 
 
 def _named(names, known, what):
-    """What is known by these names, everything if there are none; a Problem for an unknown name."""
+    """Return what is known by these names, everything if there are none; raise a Problem for an unknown name."""
     for name in names or ():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.7)
@@ -71,7 +74,7 @@ def _named(names, known, what):
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:
-    """({result: verdict}, ""), or ({}, why) where the backend refuses the case."""
+    """Return ({result: verdict}, ""), or ({}, why) where the backend refuses the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError as refused:
@@ -83,7 +86,7 @@ def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str,
 
 
 def _left_out(parts):
-    """One line for the dtypes, and the cases, that a backend leaves out for the same reasons."""
+    """Return one line for the dtypes, and the cases, that a backend leaves out for the same reasons."""
     alike: dict[tuple, dict[str, None]] = {}
     for part in parts:
         cases = f", {part['case']}" if "case" in part else ""

@@ -8,15 +8,14 @@ import json
 import torch
 
 from .. import attention, explain
-from ..bench import accuracy, engine, timing
+from ..bench import measure as timer
 from ..bench.cases import TOKENS, WIDTH, Case
 from ..call.form import asking
 from ..launch import failures, tiles, tuned
 from ..launch.tuned import Row
 from ..replay import cache
 from . import machine
-from .bench import presets
-from .screen import Problem, Screen
+from .output import Output, Problem
 
 OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {load: options of its cases}
 # What a kernel is judged by and timed on; a backward by all three gradients.
@@ -25,25 +24,25 @@ GRADIENTS = "query", "key", "value"
 REPEATABLE = ("dq", "dkdv", "two_passes", *tiles.REPEATABLE)  # kernels with the same bits each time
 LENGTH, CHECKED = 4096, 611  # of usual calls, and of those that are held to float64: no multiple of a tile
 BUDGET_MS, REPEATS = 60.0, 5
-truth = functools.lru_cache(maxsize=2)(lambda case, device: accuracy.truth(case, case.draw(device)))
+truth = functools.lru_cache(maxsize=2)(lambda case, device: timer.truth(case, case.draw(device)))
 
 
 def run(arguments) -> int:
-    screen = Screen(arguments.json)
+    output = Output(arguments.json)
     machine.need_gpu("checks and times kernels on")
     device = torch.device("cuda", torch.cuda.current_device())
     about, rows = tuned.about(device), dict[tuple, Row]()
-    usual = [f"{TOKENS // LENGTH},{WIDTH // d},{WIDTH // d},{LENGTH},{LENGTH},{d}" for d in (128, 64, 256)]
-    texts = itertools.product(arguments.dtype or ["bfloat16"], arguments.shape or usual)
-    cases = [presets.shape(text, False, dtype) for dtype, text in texts]
+    usual = [(TOKENS // LENGTH, WIDTH // d, WIDTH // d, LENGTH, LENGTH, d) for d in (128, 64, 256)]
+    every = itertools.product(arguments.dtype or ["bfloat16"], arguments.shape or usual)
+    cases = [Case(*shape, shape[-1], False, dtype) for dtype, shape in every]
     sizes = [(case, load) for load in OPTIONS for case in cases if case.Sq == case.Sk or load != "masked"]
     try:
-        with screen.progress("sizes", len(sizes)) as advance:
+        with output.progress("sizes", len(sizes)) as advance:
             for case, load in sizes:
                 measure(rows, case._replace(options=OPTIONS[load]), load, device, int(about["capability"]))
                 advance(case.name)
     except KeyboardInterrupt:
-        screen.say("Stopped: what follows was measured until now.")
+        output.say("Stopped: the rows until now follow.")
     found = sorted(rows.values(), key=lambda row: (row[1:4], tiles.MEASURED.index(row.kernel), sum(row.ms.values())))
     file = tuned.path(about["gpu"])
     content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
@@ -53,9 +52,9 @@ def run(arguments) -> int:
         part.write_text(json.dumps(content, indent=1), encoding="utf-8")
         part.replace(file)
     cells = [[*row[:4], named(row.form), " ".join(f"{x:.3f}" for x in row.ms.values()), row.why] for row in found]
-    screen.table("Each form", ["kernel", "dtype", "width", "calls", "form", "full, causal: ms", "wrong"], cells)
-    screen.say(f"{file}: calls on this GPU take the fastest right forms." if found else "No form was measured.")
-    screen.finish(dict(file=str(file)) | content)
+    output.table("Each form", ["kernel", "dtype", "width", "calls", "form", "full, causal: ms", "wrong"], cells)
+    output.say(f"{file}: calls on this GPU take the fastest right forms." if found else "No form was measured.")
+    output.finish(dict(file=str(file)) | content)
     return 0 if found else 1
 
 
@@ -75,10 +74,10 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
                     for causal in (False, True):
                         row = row if row.why else measured(row, case._replace(causal=causal), device)
             except Exception as error:  # whatever a form raises on somebody's GPU is what is wrong with it
-                why = engine.status(error)
-                if engine.broke(why):
+                why = timer.status(error)
+                if timer.broke(why):
                     raise Problem(f"{kernel} {named(form)} broke the GPU: {why}") from error
-                if not engine.out_of_memory(error) and "OutOfResources" not in why:
+                if why != "oom" and "OutOfResources" not in why:
                     row = row._replace(why=why)
             if row.ms or row.why:
                 rows[key] = row
@@ -109,12 +108,16 @@ def measured(row: Row, case: Case, device) -> Row:
         return row
     first, *others = (check() for _ in range(REPEATS if row.kernel in REPEATABLE else 1))
     got = zip(RESULTS.get(row.kernel, GRADIENTS), first, strict=True)
-    *_, why = accuracy.compare({name: accuracy.of_head(small, x) for name, x in got}, truth(small, device))
+    *_, why = timer.compare({name: timer.of_head(small, x) for name, x in got}, *truth(small, device))
     if not all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True)):
         why = "it has not the same bits each time"
     if why:
         return row._replace(why=f"{small.name}, {why}")
-    return row._replace(ms={**row.ms, case.name: timing.measure(step, device, BUDGET_MS).p50})
+    return row._replace(ms={**row.ms, case.name: milliseconds(step, device)})
+
+
+def milliseconds(step, device) -> float:
+    return timer.times({"": step}, "", device, BUDGET_MS)[""][1]
 
 
 def step_of(row: Row, case: Case, device):

@@ -1,8 +1,6 @@
-"""fusedattn warmup: compiles the kernels that calls of given shapes take, several at a time, before the first call.
+"""fusedattn warmup: compiles the kernels of given shapes, several at a time; Triton keeps them on disk."""
 
-Triton keeps what it compiles on disk, where later processes find it.
-"""
-
+import itertools
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,24 +13,23 @@ from ..bench.cases import Case
 from ..call.form import Arguments, inputs
 from ..call.rules import checked
 from . import machine
-from .bench import presets
-from .screen import Problem, Screen
+from .output import Output, Problem
 
 PASSES = ("backward", "training", "inference")  # the longest first; training is the forward that saves for a backward
 
 
 class Compiled(NamedTuple):
-    """What became of one pass of a case: how many kernels it launches, the seconds they took, and why it failed."""
+    """The kernels of one pass of a case, the seconds that they took, and why it failed, or ""."""
 
     case: Case
     what: str
     kernels: int
     seconds: float
-    why: str = ""
+    why: str
 
 
 class _Counting:
-    """In the place of a Recorder: the launches of a call, on tensors without data, are compiled and no more."""
+    """Counts launches where a Recorder would record them: they are compiled, and no more."""
 
     def __init__(self, device: torch.device):
         self.device, self.kernels = device, 0
@@ -48,7 +45,7 @@ class _Counting:
 
 
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
-    """Compile what one of PASSES launches for a case on a device; nothing is launched, nor memory taken."""
+    """Compile what one of PASSES launches for a case on a device, without a launch and without memory."""
     from ..launch import forward, hopper, run
     from ..launch.backward import fill
     from ..operators import attention, backward
@@ -72,25 +69,25 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
             else:
                 on_hopper = run.is_default("hopper", call, device) and not hopper.reasons(call)
                 forward.forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
+        why = ""
     except Exception as error:  # whatever a compiler raises is what the command says of this pass
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        return Compiled(case, what, counting.kernels, time.monotonic() - began, why)
-    return Compiled(case, what, counting.kernels, time.monotonic() - began)
+    return Compiled(case, what, counting.kernels, time.monotonic() - began, why)
 
 
 def run(arguments) -> int:
-    screen = Screen(arguments.json)
+    output = Output(arguments.json)
     machine.need_gpu("compiles kernels for")
     device = torch.device("cuda", torch.cuda.current_device())
-    dtypes = arguments.dtype or ["bfloat16"]
     bands = (False, True) if arguments.causal is None else (arguments.causal,)
-    cases = [presets.shape(text, band, dtype) for text in arguments.shape for dtype in dtypes for band in bands]
+    every = itertools.product(arguments.shape, arguments.dtype or ["bfloat16"], bands)
+    cases = [Case(*sizes, sizes[-1], band, dtype) for sizes, dtype, band in every]
     passes = PASSES[-1:] if arguments.inference else PASSES
     work = [(case, what) for what in passes for case in dict.fromkeys(cases)]
     jobs = min(arguments.jobs or machine.cores(), len(work))
     began, done = time.monotonic(), []
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool, screen.progress("passes", len(work)) as advance:
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool, output.progress("passes", len(work)) as advance:
         try:
             for one in as_completed([pool.submit(compile_pass, *each, device) for each in work]):
                 done.append(one.result())
@@ -100,9 +97,9 @@ def run(arguments) -> int:
     done.sort(key=lambda one: (cases.index(one.case), passes.index(one.what)))
     rows = [[one.case.name, one.what, one.kernels, f"{one.seconds:.1f}", one.why or "ok"] for one in done]
     seconds = time.monotonic() - began
-    screen.table("What the first calls need not wait for", ["shape", "pass", "kernels", "seconds", ""], rows)
-    screen.say(f"{sum(one.kernels for one in done)} kernels in {seconds:.1f} s, by {jobs} processes.")
+    output.table("Compiled kernels", ["shape", "pass", "kernels", "seconds", ""], rows)
+    output.say(f"{sum(one.kernels for one in done)} kernels in {seconds:.1f} s, by {jobs} processes.")
     failed = [one for one in done if one.why]
     entries = [one._asdict() | dict(case=one.case.name) for one in done]
-    screen.finish(dict(seconds=seconds, jobs=jobs, failed=len(failed), passes=entries))
+    output.finish(dict(seconds=seconds, jobs=jobs, failed=len(failed), passes=entries))
     return 1 if failed else 0

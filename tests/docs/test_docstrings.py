@@ -38,12 +38,6 @@ def test_its_example_runs(name, alone):  # noqa: F811
     assert not printed, "".join(printed)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_it_has_a_sentence_first(name):
-    first = inspect.getdoc(PUBLIC[name]).splitlines()[0]
-    assert first.endswith((".", "`.")), first
-
-
 METHODS = {f"{name}.forward": x.forward for name, x in PUBLIC.items() if hasattr(x, "forward")}
 
 

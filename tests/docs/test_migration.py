@@ -3,7 +3,6 @@
 import inspect
 import re
 
-import pytest
 import torch
 
 import fusedattn as fa
@@ -83,27 +82,6 @@ def test_float_padding_of_the_module():
     assert_like(ours(x, key_mask=~hides)[0], lambda: theirs(x, x, x, key_padding_mask=hides)[0])
 
 
-def test_caches_of_flash_attn():
-    """A row of the table each: heads behind the slots, caches that are chosen, slots that are hidden."""
-    with_cache = fa.compat.flash_attn.flash_attn_with_kvcache
-    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 16)
-    k_cache, v_cache = torch.randn(2, 3, 8, 4, 16)
-    own = k_cache.clone(), v_cache.clone()
-    chosen, left = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32)
-    lengths = torch.tensor([5, 4], dtype=torch.int32)
-    theirs = with_cache(q, k_cache, v_cache, new, new, cache_seqlens=lengths, cache_batch_idx=chosen, causal=True)
-    caches = (x.transpose(1, 2) for x in own)
-    options = dict(new_key=new.transpose(1, 2), new_value=new.transpose(1, 2), block_table=chosen[:, None], causal=True)
-    ours = fa.attention_decode(q.transpose(1, 2), *caches, cache_seqlens=lengths, **options)
-    assert torch.equal(ours.transpose(1, 2), theirs)
-    assert torch.equal(own[0], k_cache) and torch.equal(own[1], v_cache)
-
-    theirs = with_cache(q, k_cache[:2], v_cache[:2], cache_seqlens=lengths, cache_leftpad=left)
-    caches, seen = (x[:2].transpose(1, 2) for x in own), torch.arange(8) >= left[:, None]
-    ours = fa.attention_decode(q.transpose(1, 2), *caches, cache_seqlens=lengths, key_mask=seen)
-    assert torch.equal(ours.transpose(1, 2), theirs)
-
-
 def test_xformers():
     assert set(XFORMERS) <= named_on("xformers.md")
 
@@ -111,66 +89,3 @@ def test_xformers():
 def _seen(rows, keys, **options):
     query, key = torch.zeros(rows, 1), torch.zeros(keys, 1)
     return fa.attention(query, key, key, **options, return_weights=True, backend="naive")[1] > 0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_masks_of_xformers():
-    biases = pytest.importorskip("xformers.ops.fmha.attn_bias")
-    assert set(XFORMERS) == set(parameters(pytest.importorskip("xformers.ops").memory_efficient_attention))
-    known = {
-        x
-        for x in vars(biases)
-        if isinstance(vars(biases)[x], type) and issubclass(vars(biases)[x], biases.AttentionBias)
-    }
-    assert known - {"AttentionBias"} <= named_on("xformers.md")
-
-    local = biases.LowerTriangularFromBottomRightLocalAttentionMask(_window_size=3)
-    both_sides = biases.LocalAttentionFromBottomRightMask(window_left=1, window_right=2)
-    dense = {
-        biases.LowerTriangularMask(): dict(causal=True, align="top_left"),
-        biases.LowerTriangularFromBottomRightMask(): dict(causal=True),
-    }
-    for rows, keys in ((5, 5), (4, 7), (3, 8)):
-        for bias, options in (
-            *dense.items(),
-            (local, dict(causal=True, window=(2, 0))),
-            (both_sides, dict(window=(1, 2))),
-        ):
-            assert torch.equal(_seen(rows, keys, **options), bias.materialize((rows, keys)) == 0), bias
-
-    blocks = {
-        "BlockDiagonalMask": {},
-        "BlockDiagonalCausalMask": dict(causal=True, align="top_left"),
-        "BlockDiagonalCausalFromBottomRightMask": dict(causal=True),
-        "BlockDiagonalCausalLocalAttentionMask": dict(causal=True, align="top_left", window=(1, 0)),
-        "BlockDiagonalCausalLocalAttentionFromBottomRightMask": dict(causal=True, window=(1, 0)),
-    }
-    lengths, more = [3, 2, 4], [4, 5, 4]
-    for name, options in blocks.items():
-        window = dict(_window_size=2) if "Local" in name else {}
-        plain = biases.BlockDiagonalMask.from_seqlens(lengths, more)
-        bias = getattr(biases, name)(q_seqinfo=plain.q_seqinfo, k_seqinfo=plain.k_seqinfo, **window)
-        query, key = torch.zeros(9, 1, 1), torch.zeros(13, 1, 1)
-        starts = plain.q_seqinfo.seqstart, plain.k_seqinfo.seqstart
-        _, weights = fa.attention_varlen(query, key, key, *starts, **options, return_weights=True, backend="naive")
-        got = torch.zeros(9, 13, dtype=torch.bool)
-        for first, length, start, keys in zip((0, 3, 5), lengths, (0, 4, 9), more, strict=True):
-            got[first : first + length, start : start + keys] = weights[0, first : first + length, :keys] > 0
-        assert torch.equal(got, bias.materialize((9, 13)) == 0), name
-
-    padded = {
-        "BlockDiagonalPaddedKeysMask": {},
-        "BlockDiagonalCausalWithOffsetPaddedKeysMask": dict(causal=True),
-        "BlockDiagonalLocalAttentionPaddedKeysMask": dict(window=(1, 2)),
-        "BlockDiagonalCausalLocalAttentionPaddedKeysMask": dict(causal=True, window=(2, 0)),
-    }
-    for name, options in padded.items():
-        make, window = getattr(biases, name), ()
-        if "Local" in name:
-            window = (3,) if "Causal" in name else (1, 2)
-        bias = (make.from_seqlens_local if window else make.from_seqlens)([2, 2], 6, [5, 3], *window)
-        cache = torch.zeros(2, 1, 6, 1)
-        options = options | dict(cache_seqlens=bias.k_seqinfo.seqlen, return_weights=True, backend="naive")
-        _, weights = fa.attention_decode(torch.zeros(2, 1, 2, 1), cache, cache, **options)
-        whole = torch.block_diag(*(weights[:, 0] > 0).float())
-        assert torch.equal(whole > 0, bias.materialize((4, 12)) == 0), name

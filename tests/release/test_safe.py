@@ -20,11 +20,8 @@ METHODS |= {"cpp_extension.load", "cpp_extension.load_inline", "load_state_dict_
 METHODS |= {f"os.{kind}{how}" for kind in ("exec", "spawn") for how in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")}
 # What is right in one place: other programs and libraries, by file, with what for.
 NAMED = {
-    ("fusedattn/cli/machine.py", "subprocess"): "asks nvidia-smi for the driver's version",
     ("fusedattn/launch/failures.py", "subprocess"): "knows the error of a C compiler that Triton calls",
-    ("bench/rows.py", "subprocess"): "asks git for the commit that a row is of",
-    ("bench/dev/sanitize.py", "subprocess"): "runs compute-sanitizer over the kernels",
-    ("bench/cpu.py", "ctypes"): "tells malloc to give memory back, so that peaks can be measured",
+    ("bench/rows.py", "subprocess"): "asks git for the commit of a row, and nvidia-smi for the driver",
 }
 
 

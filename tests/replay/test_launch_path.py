@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.bench import timing
+from fusedattn.bench import measure
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -307,7 +307,7 @@ def test_the_host_takes_little_time():
                     steps[backend, grads]()
         found = []
         for _ in range(3):  # where other work runs, a measurement may say nothing; a slow path is slow in all of them
-            us = {each: 1e3 * times.p20 for each, times in timing.interleaved(steps, 40, calls=100).items()}
+            us = {each: 1e3 * p20 for each, (p20, *_) in measure.in_turns(steps, 200).items()}
             slower = {grads: max(1.0, us["sdpa", grads] / UNDISTURBED_US[grads]) for grads in UNDISTURBED_US}
             found.append({each: us[each] / slower[each[1]] for each in steps})
             if all(found[-1][each] < GOAL_US[each[1]] for each in steps):

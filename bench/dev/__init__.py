@@ -1,1 +1,0 @@
-"""Questions that only developers ask: run from the repository, not installed."""

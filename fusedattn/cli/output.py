@@ -1,0 +1,48 @@
+"""What a command prints: tables in plain text, a progress bar where rich is installed, or one JSON object."""
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+
+class Problem(Exception):
+    """A command cannot run; the message is one line for the user."""
+
+
+class Output:
+    """The output of one command. With `only_json` everything but `finish` is silent."""
+
+    def __init__(self, only_json: bool):
+        self.only_json = only_json
+
+    def say(self, text: str = "") -> None:
+        if not self.only_json:
+            print(text)
+
+    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        cells = [[str(cell) for cell in row] for row in (head, *rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        cells.insert(1, ["-" * width for width in widths])
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+        self.say("\n".join([title, *lines, ""]))
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
+        """Yield advance(note), which moves a bar on stderr; without a terminal or rich there is no bar."""
+        if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
+            yield lambda note: None
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda note: bar.update(task, advance=1, description=note.replace("[", r"\["))
+
+    def finish(self, answer: dict[str, Any]) -> None:
+        """Print the JSON object, if it was asked for. NaN and infinity are null."""
+        if self.only_json:
+            print(json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None), indent=2))

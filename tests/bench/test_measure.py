@@ -1,0 +1,253 @@
+"""Rows of a benchmark: every question is measured and right, a wrong result is found, and what cannot run says why."""
+
+import pytest
+import torch
+from fusedattn.bench import cases, measure, providers, rows
+from fusedattn.bench.cases import QUESTIONS, Case
+
+import fusedattn as fa
+
+pytestmark = pytest.mark.usefixtures("at_once", "one_thread")
+TINY = Case(2, 4, 2, 40, 40, 16, 16, False, "float32")
+FEW = ("fusedattn", "naive", "sdpa:math")
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch):
+    """Compiling FlexAttention takes half a minute a case."""
+    monkeypatch.setattr(providers, "COMPILERS", ("no such compiler",))
+
+
+def measured(some, names=FEW, modes=measure.MODES):
+    """Return the rows of cases on the CPU."""
+    return [row for row, _ in measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
+
+
+def statuses(some, names=FEW, modes=measure.MODES):
+    return {
+        row.provider.partition(":cpu")[0].partition(":naive")[0]: row.status for row in measured(some, names, modes)
+    }
+
+
+def smaller(case):
+    """Return a case of the same kind that takes little time."""
+    sizes = dict(B=min(case.B, 3), Hq=4, Hkv=4 if case.Hq == case.Hkv else 2, D=16, Dv=16 if case.D == case.Dv else 8)
+    return case._replace(
+        Sq=min(case.Sq, 48), Sk=64 if case.Sq < case.Sk else min(case.Sk, 48), dtype="float32", **sizes
+    )
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_question_is_measured_and_right_on_a_cpu(name):
+    some, names, modes = QUESTIONS[name].here("cpu")
+    tiny = list(dict.fromkeys(map(smaller, some)))
+    found = measured(tiny, names, modes)
+    assert len(found) == len(tiny) * len(names) * len(modes)
+    assert {row.status for row in found} == {"ok"}
+    for row in found:
+        assert (row.ms_p20, row.ms_p50, row.ms_p80) == (1.0, 2.0, 3.0) and row.peak_mib == ""
+        assert row.tflops == pytest.approx(row.case.flops(row.mode) / 2e9)
+        assert row.gpu == "cpu" and row.torch == torch.__version__
+        assert (row.gbps != "") == (row.mode == "forward")
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_ours_is_right_in_every_case_of_a_gpu(name):
+    some, names, modes = QUESTIONS[name].here("cuda")
+    ours = [each for each in names if each.startswith("fusedattn") and "pages=256" not in each]
+    kinds = {(smaller(case)._replace(B=2), case.options.partition("=")[0]): smaller(case) for case in some}
+    found = measured([*kinds.values()], ours, [mode for mode in modes if mode != "graph"])
+    assert {row.status for row in found} == {"ok"}
+
+
+def test_cases_are_those_of_the_papers_and_have_names_of_their_own():
+    assert {(x.D, x.causal, x.Sq) for x in cases.PAPER} == {
+        (dim, causal, length)
+        for dim in (64, 128, 256)
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+    }
+    assert all(x.B * x.Sq == 16384 and x.Hq * x.D == 2048 for x in cases.PAPER)
+    for question in QUESTIONS.values():
+        for some in (question.on_gpu, question.on_cpu):
+            assert len({case.name for case in some}) == len(some)
+
+
+def test_work_of_a_case():
+    case = Case(2, 8, 2, 100, 300, 64, 32, False, "float16")
+    forward = 2 * 2 * 8 * 100 * 300 * (64 + 32)
+    assert [case.flops(mode) / forward for mode in ("forward", *measure.MODES[1:])] == [1.0, 2.5, 3.5]
+    assert case._replace(causal=True).flops("forward") == forward / 2
+    tensors = case.draw("cpu")
+    assert case.moved() == sum(x.nbytes for x in tensors[:4])
+    packed = Case(3, 2, 2, 60, 60, 8, 8, False, "float32", "lengths=zipf")
+    assert sorted(packed.lengths("cpu").tolist()) == [20, 30, 60]
+    assert packed.flops("forward") == 2 * 2 * (60**2 + 30**2 + 20**2) * 16
+    square = TINY._replace(Hkv=4, options="module")
+    projections = 4 * 2 * square.B * square.Sq * 64**2
+    plain = square._replace(options="")
+    for mode, passes in (("forward", 1), ("forward_backward", 3)):
+        assert square.flops(mode) - plain.flops(mode) == passes * projections
+
+
+def test_keys_and_caches_are_filled_as_they_say():
+    real = TINY._replace(B=8, Sk=100, options="keys=0.5").masks("cpu")
+    assert [*real] == ["key_mask"] and real["key_mask"].float().mean().item() == pytest.approx(0.5, abs=0.01)
+    assert len(set(real["key_mask"].sum(1).tolist())) > 1
+    assert TINY._replace(Sq=1, options="filled=0.5").lengths("cpu").tolist() == [20, 20]
+    both = TINY._replace(options="lengths=uniform").masks("cpu")
+    assert torch.equal(both["key_mask"], both["query_mask"]) and not both["key_mask"].all()
+    owner = TINY._replace(options="documents=3").documents("cpu")
+    assert owner.unique().tolist() == [0, 1, 2]
+
+
+VISIBLE = [
+    TINY._replace(options=x, causal=causal) for x in ("", "window=9,3", "documents=3") for causal in (False, True)
+]
+VISIBLE += [TINY._replace(Sq=24, causal=True), TINY._replace(Sq=56, options="keys=0.5")]
+
+
+@pytest.mark.parametrize("case", VISIBLE, ids=lambda case: case.name)
+def test_peers_get_the_same_mask_as_ours(case):
+    tensors = case.draw("cpu")
+    found = fa.attention(*tensors[:3], **case.arguments(tensors.masks), return_weights=True)[1] > 0
+    assert torch.equal(case.visible(tensors.masks).expand_as(found), found)
+    got = providers.flex_function(case)(*tensors.inputs, block_mask=providers.block_mask(case, "cpu"))
+    workload = measure.Attention(case, "cpu")
+    call = providers.Call(None)
+    assert workload.judge("flex", "forward", call, got)[2] == ""
+
+
+def test_what_cannot_run_is_a_row_that_says_why(monkeypatch):
+    def too_large(case, tensors):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setitem(providers.PROVIDERS, "broken", too_large)
+    named = ("flex", "fusedattn:hopper", "sdpa:flash", "flash-attn", "broken", "torch.nn", "sdpa")
+    found = statuses([TINY._replace(Dv=8, causal=True, Sq=30)], named, ["forward"])
+    assert "no such compiler" in found["flex"] and found["fusedattn:hopper"].startswith("unsupported: ")
+    assert "same last dimension" in found["sdpa:flash"] and "is not installed" in found["flash-attn"]
+    assert found["broken"] == "oom" and found["torch.nn"].startswith("unsupported: ") and found["sdpa"] == "ok"
+    assert (
+        statuses([TINY], ["fusedattn:cache"], ["graph"])["fusedattn:cache"] == "unsupported: a CUDA graph needs a GPU"
+    )
+    assert statuses([TINY._replace(Hkv=4, options="module")], ["naive"])["naive"] == "unsupported: it is no module"
+    softcap = statuses([TINY._replace(options="softcap=2")], ["sdpa", "fusedattn:cache", "fusedattn"], ["forward"])
+    assert softcap == {"sdpa": "unsupported: it has no softcap", "fusedattn:cache": softcap["sdpa"], "fusedattn": "ok"}
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_case_too_large_to_draw_is_rows_and_the_next_one_is_measured(error, monkeypatch):
+    draw = Case.draw
+
+    def small_ones(case, device):
+        if case.Sq == 40:
+            raise error
+        return draw(case, device)
+
+    monkeypatch.setattr(Case, "draw", small_ones)
+    found = measured([TINY, TINY._replace(Sq=24)], ["naive", "fusedattn"], ["forward"])
+    assert [row.status for row in found] == ["oom", "oom", "ok", "ok"]
+
+
+def _wrong_in_the_last_head(case, tensors):
+    def call(query, key, value):
+        out = fa.attention(query, key, value)
+        return torch.cat([out[:, :-1], out[:, -1:] * 1.01], 1)
+
+    return call
+
+
+WRONG = {  # {what is wrong: (provider, options, the modes in which it is)}
+    "last head": (_wrong_in_the_last_head, "", set(measure.MODES)),
+    "gradient of the key": (
+        lambda case, tensors: lambda query, key, value: fa.attention(query, key.detach() + 0 * key, value),
+        *("", {"backward", "forward_backward"}),
+    ),
+    "gradient of the bias": (
+        lambda case, tensors: lambda *x: fa.attention(*x[:3], bias=x[3].detach() + 0 * x[3]),
+        *("bias", {"backward", "forward_backward"}),
+    ),
+    "weights": (
+        lambda case, tensors: lambda *x: (fa.attention(*x), fa.attention(*x, return_weights=True)[1].flip(-1)),
+        *("weights", {"forward"}),
+    ),
+    "dropout": (
+        lambda case, tensors: lambda *x: fa.attention(*x, dropout_p=0.1, seed=cases.SEED + 1),
+        *("dropout=0.1", set(measure.MODES)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_answer_is_found(what, monkeypatch):
+    provider, options, modes = WRONG[what]
+    monkeypatch.setitem(providers.PROVIDERS, "fusedattn+wrong", provider)
+    found = measured([TINY._replace(options=options)], ["fusedattn+wrong"])
+    assert {row.mode for row in found if row.status == "wrong"} == modes
+    assert all(row.ms_p50 == 2.0 for row in found)
+
+
+@pytest.mark.parametrize("name, function", [("packed", "attention_varlen"), ("decode", "attention_decode")])
+def test_a_wrong_answer_of_packed_sequences_and_caches_is_found(name, function, monkeypatch):
+    right = getattr(fa, function)
+    monkeypatch.setattr(fa, function, lambda *x, **options: 1.02 * right(*x, **options))
+    some, names, _ = QUESTIONS[name].here("cpu")
+    found = measured([smaller(some[0])], names[:1], ["forward"])
+    assert [row.status for row in found] == ["wrong"]
+
+
+@pytest.mark.parametrize("factor, modes", [(1.02, {"forward", "forward_backward"}), (0.0, {"forward_backward"})])
+def test_a_wrong_module_is_found(factor, modes, monkeypatch):
+    class Broken(fa.MultiHeadAttention):
+        def forward(self, *inputs, **options):
+            out, weights = super().forward(*inputs, **options)
+            return (factor * out if factor else 2 * out - out.detach()), weights
+
+    monkeypatch.setattr(fa, "MultiHeadAttention", Broken)
+    some, names, every = QUESTIONS["module"].here("cpu")
+    found = measured([smaller(some[0])], names[:1], every)
+    assert {row.mode for row in found if row.status == "wrong"} == modes
+
+
+def test_the_dropout_of_others_is_not_checked():
+    found = statuses([TINY._replace(options="dropout=0.1")], ["fusedattn", "sdpa:math"])
+    assert found == {"fusedattn": "ok", "sdpa:math": "unchecked: its dropout has bits of its own"}
+
+
+def test_turns_alternate_and_are_cpu_time():
+    called = []
+
+    def spins(name, milliseconds):
+        called.append(name)
+        end = measure.time.process_time() + milliseconds / 1e3
+        while measure.time.process_time() < end:
+            pass
+
+    steps = dict(long=lambda: spins("long", 8.0), short=lambda: spins("short", 6.0))
+    found = measure.in_turns(steps, budget_ms=1.0)
+    assert called[4:] == ["long", "long", "short", "short"] * 5
+    assert 8.0 <= found["long"][0] <= found["long"][1] <= found["long"][2] and 6.0 <= found["short"][1] < 8.0
+
+
+def test_a_gpu_without_a_driver_did_not_break_down():
+    refused = "unsupported: CUDA error: CUDA driver version is insufficient for CUDA runtime version"
+    assert not measure.broke(refused) and measure.broke("unsupported: CUDA error: an illegal memory access")
+
+
+def test_one_thread_computes_on_a_cpu_and_threads_are_given_back(monkeypatch):
+    seen, attend, before = set(), fa.attention, torch.get_num_threads()
+
+    def watched(*inputs, **options):
+        seen.add(torch.get_num_threads())
+        return attend(*inputs, **options)
+
+    monkeypatch.setattr(fa, "attention", watched)
+    torch.set_num_threads(2)
+    try:
+        measured([TINY], ["fusedattn"])
+        assert seen == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
