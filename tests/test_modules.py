@@ -66,6 +66,7 @@ def test_grouped_heads_widths_and_options(backend, device):
     layer.backend = backend
     out, weights = layer(x, need_weights=True)
     assert out.shape == (2, 9, 12) and weights.shape == (2, 4, 9, 9)
+    assert torch.equal(weights[0, 0] > 0, torch.ones(9, 9, device=device).tril().triu(-3).bool())  # causal, in a window
     assert_as_good(out, want[0], exact[0])
     assert_as_good(weights, want[1], exact[1])
     value = layer.v_proj(x).unflatten(-1, (2, 5)).transpose(1, 2).repeat_interleave(2, 1)
