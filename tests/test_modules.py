@@ -13,18 +13,14 @@ from .close import assert_as_good, assert_like, exactly
 
 def copied(layer):
     """torch's module with the parameters of ours."""
-    twin = nn.MultiheadAttention(
-        layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, batch_first=True, bias=True
-    )
-    with torch.no_grad():
-        if twin._qkv_same_embed_dim:
-            twin.in_proj_weight.copy_(torch.cat([x.weight for x in (layer.q_proj, layer.k_proj, layer.v_proj)]))
-        else:
-            for name in "qkv":
-                getattr(twin, f"{name}_proj_weight").copy_(getattr(layer, f"{name}_proj").weight)
-        twin.in_proj_bias.copy_(torch.cat([x.bias for x in (layer.q_proj, layer.k_proj, layer.v_proj)]))
-        twin.out_proj.weight.copy_(layer.out_proj.weight)
-        twin.out_proj.bias.copy_(layer.out_proj.bias)
+    twin = nn.MultiheadAttention(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, batch_first=True)
+    inner = dict(q=layer.q_proj, k=layer.k_proj, v=layer.v_proj)
+    state = dict(in_proj_bias=torch.cat([x.bias for x in inner.values()]))
+    if twin.in_proj_weight is None:
+        state |= {f"{name}_proj_weight": x.weight for name, x in inner.items()}
+    else:
+        state["in_proj_weight"] = torch.cat([x.weight for x in inner.values()])
+    twin.load_state_dict(state | {f"out_proj.{name}": x for name, x in layer.out_proj.state_dict().items()})
     return twin
 
 
@@ -70,6 +66,7 @@ def test_grouped_heads_widths_and_options(backend, device):
     layer.backend = backend
     out, weights = layer(x, need_weights=True)
     assert out.shape == (2, 9, 12) and weights.shape == (2, 4, 9, 9)
+    assert torch.equal(weights[0, 0] > 0, torch.ones(9, 9, device=device).tril().triu(-3).bool())  # causal, in a window
     assert_as_good(out, want[0], exact[0])
     assert_as_good(weights, want[1], exact[1])
     value = layer.v_proj(x).unflatten(-1, (2, 5)).transpose(1, 2).repeat_interleave(2, 1)

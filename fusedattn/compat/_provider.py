@@ -69,8 +69,7 @@ def sdpa_provider() -> Iterator[None]:
 def _check_machine() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError("sdpa_provider: expected a machine with CUDA, got one without")
-    reasons = backends.machine_reasons(torch.device("cuda", torch.cuda.current_device()))
-    if reasons:
+    if reasons := backends.machine_reasons(torch.device("cuda", torch.cuda.current_device())):
         raise RuntimeError(f"sdpa_provider: expected a machine that runs the kernels: {'; '.join(reasons)}")
 
 
@@ -80,7 +79,7 @@ def _activate() -> Override:
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
-    """The call for the kernels; None if they cannot take it."""
+    """Return the call for the kernels; None if they cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 

@@ -100,12 +100,7 @@ def scaled_dot_product_attention(
         _check_mask(attn_mask, query, (*leading, query.shape[-2], key.shape[-2]))
         mask = attn_mask if attn_mask.dim() == 2 else _rank4(attn_mask, batch, shared=True)
         mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
-    if q.shape[-1] == k.shape[-1] == 0:  # a column of zeros: all scores are 0
-        q, k, scale = pad(q, (0, 1)), pad(k, (0, 1)), 1.0 if scale is None else scale
-    if empty := v.shape[-1] == 0:
-        v = pad(v, (0, 1))
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
-    out = out[..., :0] if empty else out
     kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
     # Not by is_shape, which has torch check at run time that sizes are alike.
     leads = (zip(x.shape[:2], query.shape[:2], strict=True) for x in (key, value))
@@ -115,7 +110,7 @@ def scaled_dot_product_attention(
 
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
-    """The alignment of a mask that is a causal bias of torch's, which holds no numbers; None for any other."""
+    """Return the alignment of a causal bias of torch's, which holds no numbers; None for any other mask."""
     module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever has one, and slow to import
     if module is None or not isinstance(mask, module.CausalBias):
         return None
@@ -125,7 +120,7 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
 
 
 def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The shape that leading dimensions broadcast to."""
+    """Return the shape that leading dimensions broadcast to."""
     whole = [1] * max(map(len, shapes.values()))
     for name, shape in shapes.items():
         for axis in range(-len(shape), 0):
@@ -139,7 +134,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """(product of batch, or 1 if shared, heads, rows, columns) of what broadcasts to (*batch, heads, rows, columns)."""
+    """Return a view or copy (product of batch, or 1 if shared, heads, rows, columns) of a broadcast tensor."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     rank = max(len(batch), 1) + 3

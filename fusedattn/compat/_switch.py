@@ -81,9 +81,9 @@ def _ours(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _asking_nobody(function: Any, **names: Any) -> Callable[..., Any]:
-    """A copy of a function of torch's that does not hand the call to a mode, with other values of global names.
+    """Return a function of torch's that does not hand its call to a mode, with other values of global names.
 
-    torch would disable the mode for as long as the function runs, and what it calls is for the mode.
+    torch would disable the mode for as long as the function runs, and the calls within are for the mode.
     """
     never = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
     space = {**function.__globals__, **never, **names}
@@ -126,13 +126,13 @@ _UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, private.disabled_torc
 
 
 def _answer_themselves(types: Iterable[Any]) -> bool:
-    """Whether one of the classes of a call's tensors has its own attention."""
+    """Return whether one of the classes of a call's tensors has its own attention."""
     functions = (kind.__torch_function__ for kind in types if kind.__module__ not in private.TENSORS_OF_TORCH)
     return any(getattr(function, "__func__", function) not in _UNCHANGED for function in functions)
 
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The operator behind scaled_dot_product_attention while it is ours; None leaves the call to torch."""
+    """Compute the operator behind scaled_dot_product_attention; None leaves the call to torch."""
     # A graph that is traced is kept, and no guard says that it has our operator.
     if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
         return None

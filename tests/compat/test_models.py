@@ -10,7 +10,7 @@ import fusedattn as fa
 from fusedattn.compat import _switch, transformers as compat
 
 from .. import sample
-from ..close import assert_as_good, exactly, flat
+from ..close import assert_as_good, assert_like, exactly, flat
 from .families import BY_NAME, FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
@@ -73,14 +73,8 @@ def test_logits_loss_and_gradients_are_eagers(family, case, calls):
 def generated(model, implementation, inputs, **options):
     """Tokens (B, L) and the scores of each step, or of the beams."""
     model.set_attn_implementation(implementation)
-    out = model.generate(
-        **inputs,
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
+    options |= dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True)
+    out = model.generate(**inputs, **options)
     return out.sequences, torch.stack(out.scores)
 
 
@@ -151,6 +145,45 @@ def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
     got, want = found(model, "fusedattn"), found(model, "eager")
     assert calls
     assert_as_good(got, want, exactly(found, model, "eager"))
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attentions_are_eagers_where_they_are_asked_for(name, padded):
+    model, inputs = model_of(name), inputs_of(BY_NAME[name], False) | dict(output_attentions=True)
+    if padded:
+        inputs["attention_mask"] = torch.ones(3, 9).long().index_fill(1, torch.tensor([7, 8]), 0)
+
+    def found(model, implementation):
+        model.set_attn_implementation(implementation)
+        return model(**inputs).attentions
+
+    got = found(model, "fusedattn")
+    assert len(got) == 2 and not model(**inputs | dict(output_attentions=None)).attentions
+    assert_like(got, found, model, "eager")
+    if name == "Llama" and not padded:
+        model.set_attn_implementation("fusedattn")
+        model.config._output_attentions = True  # transformers refuses to set it beside any name but "eager"
+        assert model(inputs["input_ids"]).attentions[0].shape == (3, 4, 9, 9)
+        model.config._output_attentions = False
+
+
+@pytest.mark.parametrize("given", ["offsets", "positions", "both"])
+def test_packed_sequences_do_not_see_each_other(given):
+    """Rotary embeddings know differences of positions alone, so that these need not begin anew."""
+    model, ids, lengths = model_of("Llama"), tokens(1, 11), (4, 1, 6)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    of = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=6, max_length_k=6)
+    positions = dict(position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
+    packed = dict(offsets=of, positions=positions, both=of | positions)[given]
+
+    def alone(model):
+        return torch.cat([model(part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+
+    model.set_attn_implementation("eager")
+    want, exact = alone(model), exactly(alone, model)
+    model.set_attn_implementation("fusedattn")
+    assert_as_good(model(ids, use_cache=False, **packed).logits, want, exact)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other
