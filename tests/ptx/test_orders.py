@@ -64,7 +64,7 @@ FIRST, *REST = (
 )
 
 
-@pytest.mark.parametrize("name, capability", [FIRST, *matrix(*REST)])
+@pytest.mark.parametrize("name, capability", matrix(FIRST, *REST))
 def test_what_nobody_else_adds_to_has_the_same_bits(name, capability):
     numbered, *others = executed(name, capability)
     assert not differ(numbered, others)
@@ -106,6 +106,7 @@ def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
         assert one_by_one_and_all_at_once(TURNS) == {"query"}
 
 
+@pytest.mark.matrix
 def test_what_passes_a_turn_on_is_in_order():
     """Of what orders memory between programs nothing shows in an emulator where each store is seen at once."""
     ptx = [x.kernel.asm["ptx"] for x in calls.execute(ENTRIES["hopper D64, two passes"], 90).device.launches]
