@@ -161,7 +161,7 @@ fusedattn() { # NAME SECONDS LINES ARGUMENT...: fusedattn NAME ARGUMENT..., of w
 
 small=$([ -n "$gpu" ] || echo tiny-)
 few=(--cases "${small}backward" --modes forward,backward --providers fusedattn,sdpa:cudnn,sdpa:flash)
-others=(tests --ignore=tests/ptx --ignore=tests/kernels/test_hopper.py --ignore=tests/kernels/test_gpu_hopper.py)
+others=(tests --ignore=tests/ptx --ignore=tests/kernels/test_gpu_hopper.py)
 
 part=first run_tests first-contact 25 5 25 ${parallel:+-n2} tests/kernels/test_gpu.py::test_first_contact
 timings attention attention 85 8 "${few[@]}"

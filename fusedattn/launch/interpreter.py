@@ -68,13 +68,8 @@ def repair():
     builder.create_descriptor_reduce = create_descriptor_reduce
 
 
-def quiet():
-    """A context without NumPy's warnings, which it has of every infinity: the interpreter computes with NumPy."""
-    return numpy.errstate(all="ignore")
-
-
 @contextlib.contextmanager
 def turn():
-    """Inside, this thread alone interprets kernels, without those warnings."""
-    with upstream.InterpreterBuilder.turn, quiet():
+    """Inside, this thread alone interprets kernels, without the warnings that NumPy has of every infinity."""
+    with upstream.InterpreterBuilder.turn, numpy.errstate(all="ignore"):
         yield
