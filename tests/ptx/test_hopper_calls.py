@@ -12,6 +12,7 @@ from fusedattn.testing.tolerance import verdict
 from ..close import assert_like
 from .device import gpu
 
+pytestmark = pytest.mark.matrix
 BF16 = dict(dtype=torch.bfloat16)
 
 
@@ -28,7 +29,7 @@ def _gradients(inputs, **options):
     return torch.autograd.grad(out, inputs, torch.randn_like(out))
 
 
-@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("width", [64, 128])
 def test_keys_past_the_end_weigh_nothing(width):
     """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
     sizes = (150, 8.0), (70, -8.0), (70, 1.0)
@@ -38,7 +39,6 @@ def test_keys_past_the_end_weigh_nothing(width):
     assert all(x.isfinite().all() for x in gradients)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_pivot_is_added_before_the_logarithm(width):
     """Where scores are as large as here, their sum in float32 would lose it: each of the 40 keys would weigh 1."""
@@ -52,7 +52,6 @@ def test_a_pivot_is_added_before_the_logarithm(width):
     assert verdict(got, eager, want).ok
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("width", [64, 128])
 def test_scores_may_be_larger_than_a_number_of_16_bits(width):
     """What bfloat16 would round to infinity: float32 holds it."""
@@ -66,7 +65,6 @@ def test_scores_may_be_larger_than_a_number_of_16_bits(width):
     assert all(x.isfinite().all() for x in gradients)
 
 
-@pytest.mark.matrix
 def test_what_the_copy_engine_cannot_read_is_copied_or_left_to_another_kernel():
     """The forward of a compiled call copies; of the gradient of a sum, one element for all, one pass takes the call."""
     inputs = _drawn()
@@ -81,7 +79,6 @@ def test_what_the_copy_engine_cannot_read_is_copied_or_left_to_another_kernel():
     assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*inputs).sum(), inputs))
 
 
-@pytest.mark.matrix
 def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monkeypatch):
     inputs, run_kernel = _drawn(), run.run_kernel
 
