@@ -25,13 +25,14 @@ test: interpreter compile ptx on-gpu ## whether it works here, in minutes: the f
 
 test-all: FEW := and not planted
 test-all: MATRIX := and not sample and not planted
-test test-all: ROWS := --few
+test: ROWS := --few
+test-all: ROWS := --some
 test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and the tests of the benchmarks
 
 interpreter: $(READY) ## tier 1: the real kernels on CPU tensors, and everything else that needs no GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/ptx $(ARGS)
 
-compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here, where it changed (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
+compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel for GPUs that are not here (TRITON=3.6.0: with that version; ARGS=--report: into bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ROWS) $(ARGS); \
 	else echo "make: there is no Triton here, so nothing to compile"; fi
 

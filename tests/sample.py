@@ -16,7 +16,7 @@ def one_in(n, parameters):
 
 
 def planted(mistakes):
-    """Parameters that are mistakes which tests must see: `make test` and `make test-all` plant every third."""
+    """Mark two of three parameters, each a mistake that tests must see: `make test-all` leaves these out."""
     return [
         pytest.param(*each.values, marks=(*each.marks, *([pytest.mark.planted] if n % 3 else [])), id=each.id)
         for n, each in enumerate(mistakes)

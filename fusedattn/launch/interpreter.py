@@ -19,7 +19,7 @@ from triton.runtime import interpreter as upstream
 
 
 def _wide(handle):
-    """Return a bfloat16 handle as float32, others unchanged."""
+    """A bfloat16 handle as float32, anything else as it is. Bits of bfloat16 are the upper half of a float32."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     bits = handle.data.view(numpy.uint16).astype(numpy.uint32) << 16
@@ -27,7 +27,7 @@ def _wide(handle):
 
 
 def _narrow(handle):
-    """Return a float handle as bfloat16, rounded to nearest even."""
+    """A handle of float32, or float64, as bfloat16, rounded to nearest even."""
     bits = handle.data.astype(numpy.float32).view(numpy.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     nan = numpy.uint32(0x7FC0)
@@ -68,13 +68,8 @@ def repair():
     builder.create_descriptor_reduce = create_descriptor_reduce
 
 
-def quiet():
-    """Return a context without NumPy's warnings about infinities."""
-    return numpy.errstate(all="ignore")
-
-
 @contextlib.contextmanager
 def turn():
-    """Hold the interpreter's lock, without NumPy's warnings."""
-    with upstream.InterpreterBuilder.turn, quiet():
+    """Inside, this thread alone interprets kernels, without the warnings that NumPy has of every infinity."""
+    with upstream.InterpreterBuilder.turn, numpy.errstate(all="ignore"):
         yield

@@ -177,8 +177,16 @@ class Recorder:
         if not any(places):
             return None
         new, kind = tuple.__new__, type(value)
-        parts = [(lambda tensors, x=x: x) if place is None else place for x, place in zip(value, places, strict=True)]
-        return lambda tensors: new(kind, [part(tensors) for part in parts])
+        constant = [x if place is None else None for x, place in zip(value, places, strict=True)]
+        others = [(i, place) for i, place in enumerate(places) if place is not None]
+
+        def placed(tensors):
+            parts = constant.copy()
+            for i, place in others:
+                parts[i] = place(tensors)
+            return new(kind, parts)
+
+        return placed
 
     def recording(self) -> Recording:
         return Recording(self.device, self.device.type, launch.interpreting(), tuple(self.made), tuple(self.steps))

@@ -41,19 +41,13 @@ def claim(ring, step):
 
 
 @gluon.jit
-def publish(ring, step):
-    """Say that a tile which threads have filled is ready."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
-
-
-@gluon.jit
 def put(ring, step, value):
     """Fill a tile from registers once it is free, for a reader that is asynchronous."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
     claim(ring, step)
     tile(ring, step).store(value)
     fence_async_shared()
-    publish(ring, step)
+    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
 
 
 @gluon.jit

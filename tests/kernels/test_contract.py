@@ -9,6 +9,7 @@ import torch
 import fusedattn as fa
 from fusedattn.testing.compare import INPUTS, LEARNED, with_gradients
 
+from .. import sample
 from ..cases import Case
 from ..close import assert_close, assert_like
 from ..inside import same
@@ -126,8 +127,9 @@ def test_masks_that_hide_everything(device, backend):
 EVERYTHING = dict(bias="pairs", softcap=2.0, alibi="own", dropout=0.3, mask="batch", grads="out, lse and weights")
 
 
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("sizes", [dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, options", sample.checkered([dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)], [{}, EVERYTHING])
+)
 def test_sizes_of_zero(sizes, options, device, backend, poison):
     case = Case("zero", **sizes, **options)
     got = results(case, device, backend)
@@ -172,8 +174,7 @@ def test_a_bias_of_the_lowest_finite_number_hides_nothing(lowest, device, backen
     assert_like(got, lambda: tensors["value"].mean(2, keepdim=True).expand_as(got))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("size", [1e5, 133120.0, 1e10, 1e15, 4e18])
+@pytest.mark.parametrize("size, sign", sample.one_in(3, sample.product([1e5, 133120.0, 1e10, 1e15, 4e18], [1, -1])))
 def test_larger_scores_are_finite(size, sign, device, backend):
     tensors, _ = Case("huge", Sq=20, Sk=24).draw(device)
     tensors["query"] = torch.full_like(tensors["query"], size)
@@ -259,7 +260,7 @@ def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("side", [2**31 - 1, 2**31, sys.maxsize, 2**70])
+@pytest.mark.parametrize("side", sample.one_in(3, sample.product([2**31 - 1, 2**31, sys.maxsize, 2**70])))
 def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
     tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)
     for window, like in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
@@ -267,7 +268,7 @@ def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
         assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=like)))
 
 
-@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e30, 3e38, -3e38])
+@pytest.mark.parametrize("scale", sample.one_in(2, sample.product([1e-45, 1e-38, 3e38, 1e30, -3e38, 1e-30])))
 def test_scales_at_the_ends_of_float32(scale, device, backend):
     tensors, _ = Case("ends", spread=min(1 / abs(scale), 1.0), grads="out").draw(device)
     got = results(Case("ends", grads="out"), device, backend, tensors, dict(scale=scale))

@@ -7,7 +7,7 @@ import fusedattn as fa
 from fusedattn.launch import tiles
 from fusedattn.testing.tolerance import verdicts
 
-from .. import caches
+from .. import caches, sample
 from ..caches import Cached, bits, in_float64, one_by_one, touched
 from ..close import assert_like
 
@@ -43,9 +43,17 @@ def check(case, device, backend):
     return got
 
 
-@pytest.mark.parametrize("case", [*caches.SINGLE, *caches.EDGES, caches.EVERYTHING], ids=lambda case: case.name)
-def test_a_call_is_as_good_as_eager(case, device, backend, poison):
-    check(case, device, backend)
+CASES = sample.named([*caches.SINGLE, *caches.EDGES, caches.EVERYTHING])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_is_as_good_as_eager(case, device, poison):
+    check(case, device, "triton")
+
+
+@pytest.mark.parametrize("case", sample.one_in(4, CASES))
+def test_a_naive_call_is_as_good_as_eager(case, device):
+    check(case, device, "naive")
 
 
 @pytest.mark.matrix
@@ -122,10 +130,10 @@ def test_results_lie_as_the_query_does(device, backend, monkeypatch):
         assert torch.equal(weights[0], out) and weights[1].shape == (2, 4, 2, 48)
 
 
-@pytest.mark.parametrize(
-    "shape", [dict(B=0), dict(Sq=0), dict(C=0), dict(Hq=0, Hkv=0), dict(page=0), dict(pages=0), dict(n=0)], ids=str
-)
-@pytest.mark.parametrize("sink", [False, True])
+ZEROS = dict(B=0), dict(Sq=0), dict(C=0), dict(Hq=0, Hkv=0), dict(page=0), dict(pages=0), dict(n=0)
+
+
+@pytest.mark.parametrize("shape, sink", sample.checkered(ZEROS, [False, True]))
 def test_sizes_of_zero(shape, sink, device, backend, poison):
     sizes = dict(B=2, Sq=2, C=3, Hq=2, Hkv=1, page=None, pages=3, n=2) | shape
     B, Sq, Hq, Hkv = (sizes[name] for name in ("B", "Sq", "Hq", "Hkv"))

@@ -30,6 +30,61 @@ def check(case, device):
     assert_close(got, tensors, options, case.grads)
 
 
+def captured(step):
+    """(a CUDA graph of a step, after one outside of it; what the step returned inside)"""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def waits_for_its_stream(cuda, backend):
+    """Check that a call on a stream waits for what that stream does before."""
+    inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
+    new = [torch.randn_like(x) for x in inputs]
+    fa.attention(*inputs, backend=backend)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        for x, y in zip(inputs, new, strict=True):
+            x.copy_(y)
+        out = fa.attention(*inputs, backend=backend)
+    side.synchronize()
+    assert torch.equal(out, fa.attention(*new, backend=backend))
+
+
+def reaches_far(cuda, backend):
+    """Check tensors beyond 2**31 elements: a batch that lies there, and rows that do."""
+    query, key, value = (torch.randn(2, 1, 17000, 64, device=cuda).half() for _ in range(3))
+    buffer = torch.zeros(2**31 + 2**22, dtype=torch.float16, device=cuda)
+    far = buffer.as_strided(key.shape, (2**31, 2**21, 64, 1))
+    want = fa.attention(query, key, value, causal=True, backend=backend)
+    for number, near in enumerate((query, key)):
+        moved = [query, key, value]
+        moved[number] = far.copy_(near)
+        assert torch.equal(fa.attention(*moved, causal=True, backend=backend), want)
+    rows = torch.randn(1, 34, 2**20, 64, device=cuda, dtype=torch.float16)  # 2.3e9 elements
+    out = fa.attention(rows, key[:1, :, :64], value[:1, :, :64], backend=backend)
+    want = fa.attention(rows[:, -1:, -64:], key[:1, :, :64], value[:1, :, :64], backend=backend)
+    torch.testing.assert_close(out[:, -1:, -64:], want)
+
+
+def of_lengths(lengths, dim):
+    """Cases of two lengths, either way round."""
+    rows, keys = lengths
+    for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
+        options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
+        yield Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options)
+
+
+PLANES = Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16)  # more than a grid axis holds
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_contact(dim, cuda, poison):
     """A forward and a backward in one pass, in which the copy engine adds dq where there is one."""
@@ -53,10 +108,8 @@ def test_head_dimensions(dim, causal, cuda, poison):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lengths(lengths, dim, cuda, poison):
-    rows, keys = lengths
-    for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
-        options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
-        check(Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options), cuda)
+    for case in of_lengths(lengths, dim):
+        check(case, cuda)
 
 
 # Of this GPU, and of one that has little shared memory: by their kernels' place in a row of the table.
@@ -133,13 +186,8 @@ def test_a_document_mask_with_a_plan(cuda, two_passes):
 def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
     query, key, value = (torch.randn(2, 4, 200, 64, device=cuda, dtype=torch.float16) for _ in range(3))
     key.zero_(), value.copy_(torch.eye(64, device=cuda).repeat(4, 1)[:200])
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        fa.attention(query, key, value, dropout_p=0.5, return_weights=True, backend="triton")
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, weights = fa.attention(query, key, value, dropout_p=0.5, return_weights=True, backend="triton")
+    options = dict(dropout_p=0.5, return_weights=True, backend="triton")
+    graph, (out, weights) = captured(lambda: fa.attention(query, key, value, **options))
     kept = []
     for _ in range(2):
         graph.replay()
@@ -183,22 +231,11 @@ def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
 
 
 def test_more_planes_than_a_grid_axis_holds(cuda):
-    check(Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16), cuda)
+    check(PLANES, cuda)
 
 
 def test_tensors_beyond_two_to_the_31(cuda):
-    query, key, value = (torch.randn(2, 1, 17000, 64, device=cuda).half() for _ in range(3))
-    buffer = torch.zeros(2**31 + 2**22, dtype=torch.float16, device=cuda)
-    far = buffer.as_strided(key.shape, (2**31, 0, 64, 1))
-    far.copy_(key)
-    want = fa.attention(query, key, value, causal=True, backend="triton")
-    assert torch.equal(fa.attention(query, far, value, causal=True, backend="triton"), want)
-    far.copy_(query)
-    assert torch.equal(fa.attention(far, key, value, causal=True, backend="triton"), want)
-    rows = torch.randn(1, 34, 2**20, 64, device=cuda, dtype=torch.float16)  # 2.3e9 elements
-    out = fa.attention(rows, key[:1, :, :64], value[:1, :, :64], backend="triton")
-    want = fa.attention(rows[:, -1:, -64:], key[:1, :, :64], value[:1, :, :64], backend="triton")
-    torch.testing.assert_close(out[:, -1:, -64:], want)
+    reaches_far(cuda, "triton")
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -211,19 +248,13 @@ def test_a_graph_replays_on_new_values(passes, cuda, monkeypatch):
         out = fa.attention(*inputs, causal=True, backend="triton")
         return (out, *torch.autograd.grad(out, inputs, grad))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     with torch.no_grad():
         for x in inputs:
             x.normal_()
     for _ in range(3):  # what is added to is zeroed by each
         graph.replay()
-        out, dq, *others = zip(captured, step(), strict=True)
+        out, dq, *others = zip(results, step(), strict=True)
         assert all(torch.equal(*both) for both in (out, *others, *([dq] if passes == 2 else [])))
         torch.testing.assert_close(*dq)
 
@@ -237,13 +268,7 @@ def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
         out, weights = fa.attention(*inputs, dropout_p=0.5, return_weights=True, backend="triton")
         return weights.detach(), torch.autograd.grad(out, inputs[2], grad)[0]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        weights, of_value = step()
+    graph, (weights, of_value) = captured(step)
     dropped = []
     for _ in range(2):
         graph.replay()
@@ -291,17 +316,7 @@ def test_first_calls_of_eight_threads_of_each_of_eight_processes(cuda, tmp_path)
 
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):
-    inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
-    new = [torch.randn_like(x) for x in inputs]
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
-        for x, y in zip(inputs, new, strict=True):
-            x.copy_(y)
-        out = fa.attention(*inputs, backend="triton")
-    side.synchronize()
-    assert torch.equal(out, fa.attention(*new, backend="triton"))
+    waits_for_its_stream(cuda, "triton")
 
 
 def test_every_gpu_of_the_machine(cuda):

@@ -20,9 +20,10 @@ from fusedattn.replay import cache
 from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
+from .. import cases, sample
 from ..cases import Case
 from ..close import assert_close
-from .test_gpu import HALF, LENGTHS
+from .test_gpu import HALF, LENGTHS, PLANES, captured, of_lengths, reaches_far, waits_for_its_stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
@@ -69,6 +70,15 @@ def check(case, device):
     tensors, options = case.draw(device)
     got = with_gradients(attend, tensors, options, case.grads)
     assert_close(got, tensors, options, case.grads)
+
+
+@pytest.mark.parametrize("case", sample.one_in(2, sample.named(cases.SINGLE[1::2] + cases.SHAPES)))
+def test_a_named_case(case, cuda, poison):
+    case = case if case.dtype in HALF else case._replace(dtype=torch.bfloat16)
+    tensors, options = case.draw(cuda)
+    if fa.explain(*(tensors[name] for name in INPUTS), **options, backend="hopper").backend is None:
+        pytest.skip("its kernels do not take this call")
+    check(case, cuda)
 
 
 def normal(device, *shape, dtype=torch.bfloat16):
@@ -200,12 +210,8 @@ def test_head_dimensions(causal, number, cuda, poison):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lengths(lengths, dim, cuda, poison):
-    rows, keys = lengths
-    for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
-        options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
-        check_forward(
-            Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options), cuda
-        )
+    for case in of_lengths(lengths, dim):
+        check_forward(case, cuda)
 
 
 OPTIONS = {
@@ -266,19 +272,11 @@ def test_planes_in_several_sections(causal, cuda, monkeypatch, poison):
 
 
 def test_more_planes_than_a_grid_axis_holds(cuda):
-    check(Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16), cuda)
+    check(PLANES, cuda)
 
 
 def test_tensors_beyond_two_to_the_31(cuda):
-    query, key, value = (normal(cuda, 2, 1, 17000, 64, dtype=torch.float16) for _ in range(3))
-    buffer = torch.zeros(2**31 + 2**22, dtype=torch.float16, device=cuda)
-    far = buffer.as_strided(key.shape, (2**31, 2**21, 64, 1))
-    far.copy_(key)
-    assert torch.equal(attend(query, far, value, causal=True), attend(query, key, value, causal=True))
-    rows = normal(cuda, 1, 34, 2**20, 64, dtype=torch.float16)  # 2.3e9 elements
-    out = attend(rows, key[:1, :, :64], value[:1, :, :64])
-    want = attend(rows[:, -1:, -64:], key[:1, :, :64], value[:1, :, :64])
-    assert torch.equal(out[:, -1:, -64:], want)
+    reaches_far(cuda, "hopper")
 
 
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
@@ -309,35 +307,18 @@ def test_a_graph_replays_on_new_values(cuda):
         out = attend(*inputs, causal=True)
         return (out, *torch.autograd.grad(out, inputs, grad))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-        step()  # a repeated call is what is captured
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    step()
+    graph, results = captured(step)  # of a repeated call
     for _ in range(3):
         with torch.no_grad():
             for x in inputs:
                 x.normal_()
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
 
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):
-    inputs = [torch.zeros_like(x) for x in inputs_of(cuda, rows=512, keys=512)]
-    new = [torch.randn_like(x) for x in inputs]
-    attend(*inputs)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
-        for x, y in zip(inputs, new, strict=True):
-            x.copy_(y)
-        out = attend(*inputs)
-    side.synchronize()
-    assert torch.equal(out, attend(*new))
+    waits_for_its_stream(cuda, "hopper")
 
 
 def test_two_streams_at_once(cuda):

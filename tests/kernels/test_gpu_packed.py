@@ -12,9 +12,9 @@ from .. import sample
 from ..cases import Case
 from ..close import assert_close
 from ..sequences import attention_varlen, by_sequence, offsets
+from .test_gpu import HALF, captured
 
 pytestmark = pytest.mark.gpu
-HALF = (torch.bfloat16, torch.float16)
 LARGE = {
     "plain": {},
     "causal": dict(causal=True),
@@ -121,14 +121,7 @@ def test_a_graph_is_replayed_with_other_lengths(cuda):
     def run():
         return fa.attention_varlen(query, key, value, cu, cu, causal=True)
 
-    run()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for lengths in ((300, 100), (1, 399), (400, 0), (200, 200)):
         cu.copy_(offsets(lengths, cuda))
         graph.replay()

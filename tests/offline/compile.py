@@ -1,12 +1,12 @@
 """What the kernels would use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
-python -m tests.offline.compile --few    # one of each kernel for each GPU, and of each option, as `make test` does
+python -m tests.offline.compile --few    # one of each kernel for each GPU, as `make test` does
+python -m tests.offline.compile --some    # and one of each option and dtype, as `make test-all` does
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 
-Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it, unless it was before and nothing
-that it is compiled from has changed (`kept`). The exit status is 1 if one of them breaks a rule of `faults`. That what
-compiles also runs, and how fast, this cannot say.
+Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it. The exit status is 1 if one of them
+breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import triton
 
 from fusedattn.launch import run, tiles as tile_table
 
-from . import hazards, kept, report as kernels
+from . import hazards, report as kernels
 from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -253,62 +253,56 @@ def reported(row):
     return row.dtype != "ieee" and row.variant in ("full", "causal", "biased" if row.kernel == "dbias" else "full")
 
 
-def few(rows):
-    """The first of each kernel for each GPU, of each kernel with every option, of each other variant and dtype."""
+def few(rows, some=False):
+    """The first of each kernel for each GPU; some: of each kernel with every option, each variant and dtype as well."""
     seen = set()
     for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full")):
-        found = {(row.kernel, row.capability), row.variant, row.dtype}
-        found |= {(row.kernel, row.variant)} if row.variant == "everything" else set()
+        found = {(row.kernel, row.capability)}
+        if some:
+            found |= {row.variant, row.dtype, (row.kernel, row.variant == "everything")}
         if not found <= seen:
             yield row
         seen |= found
 
 
-def measure(rows, say=print, read=False, committed=None, other=False, store=None):
-    """Compile rows; ({row: faults} of those that have some, the reports, how many were not compiled before)."""
-    bad, reports, store = {}, [], store or kept.Kept(read=read)
-    before = [store.find(row) for row in rows]
-    anew = [row for row, report in zip(rows, before, strict=True) if report is None]
+def measure(rows, read=False, committed=None, other=False):
+    """Compile rows, and print them; ({row: faults} of those that have some, the reports)."""
+    bad, reports = {}, []
     with pool() as processes:
-        compiled = iter(processes.map(functools.partial(compile_row, read=read), anew))
-        for row, report in zip(rows, before, strict=True):
-            if report is None:
-                report = next(compiled)._replace(asm={})
-                store.keep(row, report)
+        compiled = processes.map(functools.partial(compile_row, read=read), rows)
+        for row, report in zip(rows, compiled, strict=True):
             found = list(faults(row, report, committed, other))
             if found:
                 bad[row] = found
-            reports.append(report)
-            say(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found))
-    return bad, reports, len(anew)
+            reports.append(report._replace(asm={}))
+            print(f"{row}{report}" + "".join(f"\n    ^ {fault}" for fault in found), flush=True)
+    return bad, reports
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
-    parser.add_argument("--few", action="store_true", help="one of each kernel for each GPU, and of each option")
+    parser.add_argument("--few", action="store_true", help="one of each kernel for each GPU")
+    parser.add_argument("--some", action="store_true", help="one of each kernel for each GPU, of each option and dtype")
     parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
     options = parser.parse_args(arguments)
-    if options.report and (options.capability or options.filter or options.few):
+    if options.report and (options.capability or options.filter or options.few or options.some):
         parser.error("--report: it writes the whole table, from which no other option can choose")
     if run.interpreting():
         sys.exit("make compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
     began = time.monotonic()
     rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
-    if options.few:
-        rows = list(few(rows))
+    if options.few or options.some:
+        rows = list(few(rows, options.some))
     if options.report:
         rows = list(filter(reported, rows))
     print(f"triton {triton.__version__}\n{HEADER}", flush=True)
     text = TABLE.read_text()
     other = not options.report and f"triton {triton.__version__}:" not in text
     committed = None if other or options.report else kernels.loops(text)
-    bad, reports, anew = measure(rows, functools.partial(print, flush=True), options.report, committed, other)
-    seconds = time.monotonic() - began
-    print(
-        f"{len(rows)} kernels in {seconds:.0f} s, {len(bad)} over budget; {anew} compiled, {len(rows) - anew} unchanged"
-    )
+    bad, reports = measure(rows, options.report, committed, other)
+    print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s, {len(bad)} over budget")
     for row, found in bad.items():
         print(f"{row}{'; '.join(found)}")
     if options.report:

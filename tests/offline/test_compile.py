@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.launch import tiles as tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
-from . import compile as offline, compiled as compiling, hazards, operands, report as kernels, sass
+from . import compile as offline, compiled as compiling, hazards, operands, report as kernels
 
 
 @pytest.mark.matrix  # `make test` compiles a row of each kernel besides
@@ -49,13 +49,6 @@ def test_a_tile_that_the_copy_engine_is_to_load_is_loaded_by_it():
     assert [*offline.faults(by_threads, found)] == ["uses the copy engine", "is not to load tiles by the copy engine"]
     by_both = row._replace(tile=row.tile._replace(bulk=True))
     assert [*offline.faults(by_both, found)] == ["is to add dq by the copy engine"]
-
-
-@compiled
-def test_options_are_what_is_compiled():
-    plain = report("forward").asm["ptx"]
-    masked = compiling.compile_row(first("forward", "everything")).asm["ptx"]
-    assert "ld.global.b8" in masked and "ld.global.b8" not in plain
 
 
 @compiled
@@ -139,8 +132,6 @@ ON_HOPPER = GOOD._replace(
     "change, said",
     [
         ({}, None),
-        (dict(spills=4), "spills 4 bytes"),
-        (dict(serialized=True), "asynchronously"),
         (dict(registers=160), "takes 160 registers a thread, and is launched with 168"),
         (dict(asked=frozenset({24, 120, 232, 256})), "not with 240 and 24"),
         (dict(copied=frozenset({"UTMALDG"})), "no UTMASTG"),
@@ -166,16 +157,6 @@ def test_warpgroups_that_ask_for_more_registers_than_there_are_would_wait_for_ev
     assert faults == [] if good else len(faults) == 1 and faults[0].startswith("asks for")
 
 
-def test_each_pipeline_is_compiled_once():
-    rows = [row for row in offline.table() if row.kernel == "hopper"]
-    assert len(set(map(str, rows))) == len(rows)
-    for width, pipelines in tile_table.HOPPER.items():
-        for pipeline in pipelines:
-            same = pipeline._replace(persistent=True)
-            variants = {row.variant for row in rows if row.dim == width and row.tile == same}
-            assert variants == ({"full", "causal", "window"} if same == pipelines[0] else {"causal"})
-
-
 def test_the_committed_table_has_the_tiles_that_there_are():
     """After a change of `tile_table`: make compile ARGS=--report."""
     rows = [str(row).rstrip() for row in offline.table() if offline.reported(row)]
@@ -183,41 +164,6 @@ def test_the_committed_table_has_the_tiles_that_there_are():
     assert list(committed) == rows
     forward = [line for line in rows if line.startswith("forward     sm_90   bf16  d128 full")]
     assert len(forward) == len(tile_table.candidates("forward", 90, 2, 128))
-
-
-@pytest.mark.parametrize("choice", [["--filter", "dq"], ["--capability", "90"]])
-def test_a_report_is_of_the_whole_table(choice, capsys):
-    with pytest.raises(SystemExit):
-        offline.main(["--report", *choice])
-    assert "--report" in capsys.readouterr().err
-
-
-# A loop of one warpgroup over 64 keys at D = 64, as small as one can be.
-LOOP = (
-    "LDGSTS.E.BYPASS.128 [R8], desc[UR36][R10.64]",
-    "@!PT LDS RZ, [RZ]",
-    "WARPGROUP.ARRIVE",
-    *["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24"] * 4,
-    "WARPGROUP.DEPBAR.LE gsb0, 0x0",
-    "FMNMX R2, R24, R25, !PT",
-    "SHFL.BFLY PT, R3, R2, 0x1, 0x1f",
-    *["FFMA R24, R24, R5, -R2"] * 3,
-    *["MUFU.EX2 R24, R24"] * 2,
-    "F2FP.BF16.F32.PACK_AB R24, R25, R24",
-    *["@P1 HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR16].tnspB, R88, gsb0"] * 4,
-    "IMAD.MOV.U32 R2, RZ, RZ, R3",
-    "IMAD.WIDE.U32 R2, R3, 0x10, R4",
-    "UIADD3 UR4, UR4, 0x1, URZ",
-    "ISETP.GE.U32.AND P0, PT, R2, R3, PT",
-    "STS.128 [R2], R4",
-    "BAR.SYNC.DEFER_BLOCKING 0x0",
-    "@P0 BRA 0x0",
-)
-
-
-def test_instructions_are_counted_by_kind():
-    expected = dict(tensor=8, exp2=2, fma=3, alu=4, load=1, store=1, barrier=3, other=5)
-    assert sass.mix(LOOP) == expected and sum(expected.values()) == len(LOOP)
 
 
 def test_another_triton_may_spill_more_and_have_longer_loops():

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import caches, cases
+from .. import caches
 from ..caches import Cached
 from ..cases import Case
 
@@ -50,7 +50,6 @@ def dense(*rows):
 
 EVERYTHING = dict(B=2, causal=True, mask="pairs", key_mask="own", query_mask="own", bias="heads", alibi="own")
 EVERYTHING |= dict(sinks=True, softcap=5.0, dropout=0.2, grads="out, lse and weights", Sq=130, Sk=140)
-ONE_BATCH = EVERYTHING | dict(B=1, bias="batch")  # whose heads share a bias, as two batches do
 RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights", Sq=40, Sk=60)
 OF_FP32 = dict(dtype=FP32, bias="batch", grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
@@ -145,7 +144,7 @@ _ON_HOPPER = dense(
             ("D128", WIDE),
             ("D256", dict(D=256)),
             ("D80 fp16", dict(dtype=FP16, D=80)),
-            ("causal", dict(causal=True, Sq=400, Sk=400, multiprocessors=1)),  # by pairs of blocks, as the next
+            ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # by pairs of blocks, as the next
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
             ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),
@@ -238,8 +237,8 @@ ENTRIES = {
 }
 # `make test` runs these: both backwards, each kernel, and each kind of instruction.
 FEW = (
-    *("plain D64", "causal D128", "window, two passes", "key mask", "dropout", "bias over batch (dbias)"),
-    *("packed causal", "decode: new keys in pages", "hopper causal", "hopper D128"),
+    *("plain D64", "window, two passes", "key mask", "dropout", "bias over batch (dbias)", "packed causal"),
+    *("decode: new keys in pages", "hopper causal", "hopper D128", "hopper window D136 Dv32 fp16, two passes"),
 )
 
 # `make test-all` runs each named call on one GPU, and these on this one too: so each first tile is taken there.
@@ -264,45 +263,3 @@ ALSO = {
         *("keys by threads", "tangent keys by threads", "decode: decode_64, keys by threads"),
     ),
 }
-
-_WHOLE = dense(
-    ("plain D64 fp16", dict(dtype=FP16)),
-    ("past tile edges", dict(Sq=129, Sk=129)),
-    ("expanded", dict(expanded=True, B=2)),
-    ("causal, two passes", dict(causal=True, **TWO)),
-    ("causal long", dict(causal=True, Sq=400, Sk=400)),
-    ("key mask, two passes", dict(key_mask="own", B=2, **TWO)),
-    ("left window D128", dict(window=(90, None), **WIDE)),
-    ("dropout under masks D256", dict(D=256, **UNDER_MASKS)),
-    ("mask over heads D128", dict(mask="batch", **WIDE)),
-    ("bias of keys fp32 D256", dict(bias="keys", dtype=FP32, D=256, Sq=40, Sk=50)),
-    ("tf32 D64, two passes", dict(dtype=FP32, tf32=True, **TWO)),
-    ("tf32 D128, dropout under masks, two passes", dict(dtype=FP32, tf32=True, **UNDER_MASKS, **WIDE, **TWO)),
-    ("bias over heads (dbias)", dict(bias="batch", B=2)),
-    ("bias of pairs", dict(bias="pairs")),
-    ("dropout D128, causal", dict(dropout=0.3, causal=True, **WIDE)),
-    ("packed, two passes", _TOGETHER | TWO),
-    ("plain D40", dict(D=40)),
-    ("heads 3:3 fp16 D80", dict(dtype=FP16, Hq=3, Hkv=3, D=80)),
-    ("everything D128 fp16", ONE_BATCH | dict(dtype=FP16, **SHORT, **WIDE)),
-    ("everything D256", ONE_BATCH | dict(D=256, **SHORT)),
-    ("everything fp32 D40", ONE_BATCH | dict(dtype=FP32, D=40, Dv=24, Sq=70, Sk=90)),
-    ("everything fp32 D128", ONE_BATCH | dict(dtype=FP32, Sq=40, Sk=60, **WIDE)),
-    ("everything fp32 D256", ONE_BATCH | dict(dtype=FP32, D=256, Sq=40, Sk=60)),
-)
-
-
-def small():
-    """What `--everything` executes besides: all options at once of each width, whose kernels take long to compile."""
-    yield from _WHOLE
-    yield from _of_the_package()
-
-
-def _of_the_package():
-    """The small cases of the package's own tests, but for float64, which no tensor core multiplies here."""
-    for case in (*cases.SHAPES, *cases.SINGLE):
-        if case.dtype != torch.float64:
-            yield Entry(case)
-    for case in (*caches.SINGLE, *caches.EDGES):
-        if case.dtype != torch.float64:
-            yield Entry(case._replace(name=f"decode: {case.name}"))

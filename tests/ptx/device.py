@@ -57,11 +57,6 @@ def program(ptx):
     return _programs[ptx]
 
 
-def forget(ptx):
-    """Forget the Program of PTX that does not come again."""
-    _programs.pop(ptx, None)
-
-
 def _encoded(descriptor, meta):
     """What the launcher passes for a descriptor. Triton 3.9 asks for one argument more, and ignores it."""
     take = driver.make_tensordesc_arg

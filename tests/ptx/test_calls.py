@@ -40,6 +40,7 @@ def _first(capability):
             yield from (calls.Taken(kernel, 2, width, forms[0]) for width, forms in rows.items())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_make_test_all_executes_every_first_tile(capability):
     taken = [calls.taken(entry, on) for entry, on in each_once() if on == capability]
@@ -60,6 +61,7 @@ def _edited(*args, **options):
         yield there
 
 
+@pytest.mark.matrix
 def test_what_is_wrong_is_said(monkeypatch):
     monkeypatch.setattr(calls, "gpu", _edited)
     found = calls.execute(ENTRIES["decode: fp32"], HOPPER).wrong()

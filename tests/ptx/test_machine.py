@@ -304,3 +304,10 @@ def test_a_product_of_a_warp(kind, tensor_core):
     out = product_of_a_warp(kind, a, b, c, tensor_core=tensor_core)
     a, b = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) if dtype is torch.float32 else x for x in (a, b))
     torch.testing.assert_close(out, (c.double() + a.double() @ b.double().T).float()[SUMS], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("body", ["ld.global.b32 %r1, [%x_mine];", "st.global.b32 [%x_mine], %t;"], ids=["ld", "st"])
+def test_bytes_of_no_element_are_reported(body):
+    tensor = torch.zeros(8, 8, dtype=torch.int32)
+    assert not execute(body, x=tensor).found
+    assert execute(body, x=tensor[:, :7]).count("astray") == 8

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from ..sample import matrix
 from . import calls
 from .cases import ENTRIES
 from .test_planted import planted
 
+pytestmark = pytest.mark.matrix
 ORDERS = (0,)  # their seeds
 # By one program at a time: those that run at once come to most of their additions together, whatever their order.
 execute = functools.partial(calls.execute, max_lanes=1)
@@ -34,21 +34,19 @@ def executed(name, capability):
     return outcomes
 
 
-@pytest.mark.matrix
 def test_sums_of_dq_by_atomics_round_otherwise():
     """Of four blocks of keys: with two, 0 + a + b is 0 + b + a."""
     numbered, *others = executed("plain D64 fp32 ieee", 80)
     assert differ(numbered, others) == {"query"}
 
 
-@pytest.mark.matrix
 def test_sums_of_dq_by_the_copy_engine_are_as_right():
     """They are float32, and dq has 16 bits, which need not differ."""
     numbered, *others = executed("long, no tails", 90)
     assert differ(numbered, others) <= {"query"}
 
 
-FIRST, *REST = (
+CALLS = [
     pytest.param(*each, id="-".join(map(str, each)).replace(" ", "_"))
     for each in (
         ("decode: new keys", 80),
@@ -61,10 +59,10 @@ FIRST, *REST = (
         ("hopper causal D128, two passes", 90),
         ("hopper window D136 Dv32 fp16, two passes", 90),
     )
-)
+]
 
 
-@pytest.mark.parametrize("name, capability", [FIRST, *matrix(*REST)])
+@pytest.mark.parametrize("name, capability", CALLS)
 def test_what_nobody_else_adds_to_has_the_same_bits(name, capability):
     numbered, *others = executed(name, capability)
     assert not differ(numbered, others)
@@ -81,7 +79,6 @@ def one_by_one_and_all_at_once(name):
 TURNS = "hopper long, two passes"
 
 
-@pytest.mark.matrix
 def test_sums_for_which_programs_take_turns_have_the_same_bits():
     assert not execute(ENTRIES["hopper window"], 90, order=ORDERS[0]).wrong(), "without turns they are as right"
     assert not one_by_one_and_all_at_once(TURNS)
@@ -100,7 +97,6 @@ def test_sums_for_which_programs_take_turns_have_the_same_bits():
         ),
     ],
 )
-@pytest.mark.matrix
 def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
     with planted(file, text, becomes):
         assert one_by_one_and_all_at_once(TURNS) == {"query"}

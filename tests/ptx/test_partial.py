@@ -9,7 +9,6 @@ from fusedattn import reference
 from fusedattn.testing.tolerance import verdicts
 
 from ..partial import at_once, by_parts, draw, oracle
-from ..sample import matrix
 from . import device
 
 ODD, ALIGNED = (slice(13, 149), (0, 70, 200)), (slice(16, 150), (0, 64, 200))
@@ -29,10 +28,10 @@ ALWAYS = "hopper D64, causal", "slopes, two passes", "dropout, not aligned"
 def pytest_generate_tests(metafunc):
     """Those that have a kernel's code of their own, with --everything all."""
     some = CASES if metafunc.config.getoption("--everything", False) else ALWAYS
-    first, *rest = (pytest.param(name, id=name.replace(" ", "_")) for name in some)
-    metafunc.parametrize("name", [first, *matrix(*rest)])
+    metafunc.parametrize("name", some, ids=lambda name: name.replace(" ", "_"))
 
 
+@pytest.mark.matrix
 def test_parts_by_compiled_code(name):
     backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
     tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)

@@ -1,7 +1,7 @@
 """Mistakes that are planted in the sources of kernels: their compiled code shows them.
 
 No kernel has a barrier of its own: Triton places them, and the fence between the output's tile and the copy of it as
-well, so that ours can be left out there. `test_mutants` leaves out what Triton has placed.
+well, so that ours can be left out there.
 """
 
 import contextlib
@@ -33,23 +33,14 @@ LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
 ADD_BOX = "sums.atomic_add(place, tile.reshape(sums.block_shape))"
 LOAD_AND_STORE_BOX = "sums.store(place, sums.load(place) + tile.reshape(sums.block_shape))"
 PLACE = "plane.head, first + plane.packed.row, 0]"
-WIDE, NARROW = "tl.cast(plane.batch, tl.int64), tl.cast(plane.head, tl.int64)", "plane.batch, plane.head"
 MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
 K_RELEASED = """        ring.release(shared.k, step)
 """
-STORED = """            store_wait(0)
-"""
-Q_RELEASED = """        if SHARE:
-            ring.release(shared.q, n * GROUPS + g)
-"""
-Q_RELEASED_INSIDE = Q_RELEASED.replace("        ", "            ")
 FENCED = """    fence_async_shared()
     shared, results"""
 
-# Name, file, what stands there, what it becomes, call, capability. The same calls pass in the interpreter, and, of the
-# kernel for Hopper, in `tests/kernels/gluon.py`: there programs run one after the other, tiles have 16 rows and rings
-# two stages, dq is added by threads, and an mbarrier needs no fence.
+# Name, file, what stands there, what it becomes, call, capability. Calls of universal kernels pass in the interpreter.
 UNSEEN = (
     ("additions that are no atomics", TILES, ADD, LOAD_AND_STORE, PLAIN, 80),
     ("additions of boxes that are no atomics", TILES, ADD_BOX, LOAD_AND_STORE_BOX, PLAIN, 90),
@@ -69,30 +60,44 @@ UNSEEN = (
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
 if copies.LATER_UNFENCED.value:  # by a later Triton this is no mistake
-    LATER = "vocabulary/attend.py", "copies.fence_later(BY_THREADS)", "pass"
+    LATER = "vocabulary/attend.py", "copies.fence_later(spec.BY_THREADS)", "pass"
     UNSEEN += (("values that nobody fenced", *LATER, "keys by threads", 90),)
-# These are wrong there as well, in such a call: `//` of tensors truncates, and 32 bits wrap.
-SEEN = (
-    (
-        *("a negative number divided", SPAN, "tl.maximum(first + b.low, 0) // BLOCK"),
-        *("tl.maximum(first // BLOCK + b.low // BLOCK, 0)", "window", 80),
-    ),
-    ("a head times 32 bits", TILES, WIDE, NARROW, "heads far apart", 80),
-    ("rows times 32 bits", TILES, "r.to(tl.int64) * m.strides[0]", "r * m.strides[0]", "rows far apart", 80),
-    ("k given back before its product", HOPPER, MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, LONG, 90),
-    ("q given back before what lies there", HOPPER, STORED + Q_RELEASED, Q_RELEASED_INSIDE + STORED, MANY, 90),
-    ("a wait for the first q", HOPPER, "wait(shared.q, n * GROUPS + g)", "wait(shared.q, g)", MANY, 90),
-    (
-        "a product too few waited for",
-        HOPPER,
-        "num_outstanding=1, deps=(s,)",
-        "num_outstanding=2, deps=(s,)",
-        ONE_ROW,
-        90,
-    ),
-    ("another's reader forgotten", RING, "count=READERS", "count=1", LONG, 90),
-    ("half of a block expected", RING, "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW, 90),
-)
+D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
+RELEASED = "        ring.release(shared.q, step)\n"
+DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, ds))\n"
+ON_HOPPER = tuple(
+    (name, f"hopper/{file}.py", text, becomes, call, 90)
+    for name, file, text, becomes, call in (
+        ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, LONG),
+        ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g)", "wait(shared.q, g)", MANY),
+        ("a product too few waited for", "forward", "=1, deps=(s,)", "=2, deps=(s,)", ONE_ROW),
+        ("another's reader forgotten", "ring", "count=READERS", "count=1", LONG),
+        ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
+        ("the backward's ones not fenced", "backward", "    fence_async_shared()\n    first =", "    first =", D128),
+        ("q given back while it is read", "backward", DK + RELEASED, RELEASED + DK, D128),
+        ("ds not fenced", "backward", ".store(ds)\n        fence_async_shared()\n", ".store(ds)\n", D128),
+        ("the ds of the other not waited for", "backward", "        mbarrier.wait(shared.met, step & 1)\n", "", D128),
+        ("scores have the numbers of dp", "steps", "step, 0, part, PARTS)", "step, 1, part, PARTS)", D128),
+        ("the far end of a window", "steps", "(block >= full_end):\n        p = hide(p, block * shared.q",
+         "(block > full_end):\n        p = hide(p, block * shared.q", D64),
+        ("the second half has the numbers of the first", "halves",
+         "begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)",
+         "begin_scores(k, _columns(q, 1), shared, step, zero, 0, 2)", D64),
+        ("the next q not waited for", "halves",
+         "        ring.wait(shared.q, step + 1, pred=step + 1 < steps)\n", "", D64),
+        ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
+         "hopper causal D128, two passes"),
+        ("both halves of do are the first", "stored", "h * GradOut.block_type.shape[3]", "0", STORED),
+        ("delta left out", "stored", "(dp - across(shared.rows.tiles, step, 2, LAYOUT))", "dp", STORED),
+        ("rows never given back", "stored", "    ring.release(shared.rows, step)\n", "", STORED),
+        ("dv not fenced", "stored",
+         "    fence_async_shared()\n    mbarrier.arrive(shared.out", "    mbarrier.arrive(shared.out", STORED),
+        ("the band not flipped for dk", "stored", "    if OF_K:\n        band = span.flip(band)\n", "", STORED),
+        ("others given back while a product reads them", "stored", "num_outstanding=1, deps=(total,)",
+         "num_outstanding=2, deps=(total,)", STORED),
+        ("a product not waited for", "stored", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
+    )
+)  # fmt: skip
 # What a tangent may lack.
 LACKING = (
     ("the mean", "tangent.py", "t_lse[:, None] * out.to(wide)", "0.0 * out.to(wide)"),
@@ -131,12 +136,14 @@ def planted(file, text, becomes):
 
 
 def pytest_generate_tests(metafunc):
-    """What the interpreter sees as well is planted with --everything, but for tangents."""
     if "becomes" in metafunc.fixturenames:
-        some = UNSEEN + tuple((f"a tangent without {name}", *row, "tangent everything", 80) for name, *row in LACKING)
-        some += SEEN if metafunc.config.getoption("--everything", False) else ()
-        first, *rest = (pytest.param(*row[1:], id=row[0].replace(" ", "_")) for row in some)
-        metafunc.parametrize("file, text, becomes, name, capability", sample.planted([first, *sample.matrix(*rest)]))
+        some = (
+            UNSEEN
+            + ON_HOPPER
+            + tuple((f"a tangent without {name}", *row, "tangent everything", 80) for name, *row in LACKING)
+        )
+        rows = sample.matrix(*(pytest.param(*row[1:], id=row[0].replace(" ", "_")) for row in some))
+        metafunc.parametrize("file, text, becomes, name, capability", sample.planted(rows))
 
 
 def test_a_planted_mistake_is_seen(file, text, becomes, name, capability):

@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from ..sample import matrix
 from . import calls, test_hopper, test_machine
 from .cases import ENTRIES, FEW, HOPPER
 from .ops import F32
@@ -81,15 +80,14 @@ def test_instructions_take_it(tensor_core):
     assert (out == wanted).all()
 
 
-FIRST = "plain D64", 80
-REST = [
+CALLS = [
     (name, max(MEASURED) if i % 2 or not ENTRIES[name].runs_on(80) else 80)
     for i, name in enumerate((*FEW[::2], FEW[-1], "tf32 D128 causal"))
 ]
-REST.remove(FIRST)
 
 
-@pytest.mark.parametrize("name, capability", [FIRST, *matrix(*(pytest.param(*each) for each in REST))])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name, capability", CALLS)
 def test_a_call_whose_sums_are_cut_off(name, capability):
     outcome = calls.execute(ENTRIES[name], capability, tensor_core=MEASURED[capability])
     assert not outcome.wrong(), "\n".join(outcome.wrong())

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import measure
+from fusedattn.kernels.vocabulary.rules import Spec
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -240,7 +241,7 @@ def test_each_launch_rounds_as_torch_was_told_when_it_was_called():
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     for setting, launches, count in said:
-        found = [x for _, _, arguments in launches for x in arguments if x in ("ieee", "tf32")]
+        found = [x.PRECISION for _, _, arguments in launches for x in arguments if isinstance(x, Spec)]
         assert found == [setting] * count
 
 

@@ -1,0 +1,99 @@
+"""Calls of backend="hopper" at the edges of numbers and of memory, by compiled code."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import fusedattn as fa
+from fusedattn.launch import failures, run
+from fusedattn.testing.tolerance import verdict
+
+from ..close import assert_like
+from .device import gpu
+
+pytestmark = pytest.mark.matrix
+BF16 = dict(dtype=torch.bfloat16)
+
+
+def _attend(*inputs, **options):
+    return fa.attention(*inputs, **options, backend="hopper")
+
+
+def _drawn(rows=70, keys=40, width=64):
+    return [torch.randn(1, 1, n, width, **BF16, requires_grad=True) for n in (rows, keys, keys)]
+
+
+def _gradients(inputs, **options):
+    out = _attend(*inputs, **options)
+    return torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_keys_past_the_end_weigh_nothing(width):
+    """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
+    sizes = (150, 8.0), (70, -8.0), (70, 1.0)
+    inputs = [torch.full((1, 1, size, width), value) + torch.randn(1, 1, size, width) / 8 for size, value in sizes]
+    with gpu(90):
+        gradients = _gradients([x.to(**BF16).requires_grad_() for x in inputs])
+    assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_pivot_is_added_before_the_logarithm(width):
+    """Where scores are as large as here, their sum in float32 would lose it: each of the 40 keys would weigh 1."""
+    inputs = _drawn(width=width)
+    inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
+    incoming = torch.randn(1, 1, 70, width, **BF16)
+    with gpu(90):
+        (got,) = torch.autograd.grad(_attend(*inputs), inputs[2], incoming)
+    (eager,) = torch.autograd.grad(fa.reference.eager(*inputs), inputs[2], incoming)
+    want = incoming.double().mean(2, keepdim=True).expand_as(inputs[1]) * 70 / 40
+    assert verdict(got, eager, want).ok
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_scores_may_be_larger_than_a_number_of_16_bits(width):
+    """What bfloat16 would round to infinity: float32 holds it."""
+    query, key = (torch.zeros(1, 1, size, width, **BF16) for size in (40, 33))
+    query[..., 0], key[..., 0] = 2.0**64, 2.0**63
+    query[..., 1], key[..., 1] = 2.0**60, 2.0**67 - 2.0**59  # together 2**128 - 2**119
+    query[..., 2], key[..., 2] = 2.0**60, 2.0**58
+    inputs = [x.requires_grad_() for x in (query, key, torch.randn(1, 1, 33, width, **BF16))]
+    with gpu(90):
+        gradients = _gradients(inputs, scale=1.0)
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_what_the_copy_engine_cannot_read_is_copied_or_left_to_another_kernel():
+    """The forward of a compiled call copies; of the gradient of a sum, one element for all, one pass takes the call."""
+    inputs = _drawn()
+    odd = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape) for x in inputs]
+    assert all(x.data_ptr() % 16 for x in odd)
+    with gpu(90) as device:
+        want = _attend(*inputs)
+        assert torch.equal(torch.compile(_attend, fullgraph=True, backend="eager")(*odd), want)
+        device.launches.clear()
+        gradients = torch.autograd.grad(want.sum(), inputs)
+    assert [x.name for x in device.launches] == ["preprocess", "dkdv", "postprocess"]
+    assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*inputs).sum(), inputs))
+
+
+def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monkeypatch):
+    inputs, run_kernel = _drawn(), run.run_kernel
+
+    def failing(name, *given, **options):
+        if name == "hopper_bwd":
+            raise failures.remember((name, torch.device("cpu")), RuntimeError("ptxas error"))
+        run_kernel(name, *given, **options)
+
+    monkeypatch.setattr(run, "run_kernel", failing)
+    monkeypatch.setattr(fa.backends, "_on_gpu", lambda call: True)
+    try:
+        with gpu(90) as device:
+            out = fa.attention(*inputs)
+            with pytest.warns(UserWarning, match="hopper_bwd"):
+                torch.autograd.grad(out, inputs, torch.randn_like(out))
+    finally:
+        failures.forget()
+    assert [x.name for x in device.launches][-3:] == ["preprocess", "dkdv", "postprocess"]
