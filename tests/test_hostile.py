@@ -1,4 +1,4 @@
-"""Each kind of wrong value for each argument of modules, layers, drop-ins, pictures, shards and tuning files."""
+"""Each kind of wrong value for each argument of functions, modules, layers, drop-ins, pictures, shards and files."""
 
 import inspect
 
@@ -9,97 +9,68 @@ import fusedattn as fa
 from fusedattn import distributed, layers, plot
 from fusedattn.compat import _bert_padding, flash_attn, torch as for_torch
 
-from .call.test_hostile import FLAG, FLOATING, MASK, RANK_0, RIGHT, SEEDS, bools, floats
-from .hostile import taken, with_numpys
+from .call.test_rules import CACHED, DENSE, PACKED, PAGED, bools, ones
+from .close import assert_like
+from .hostile import SCALARS, taken, with_numpys
 
 B, H, S, E, D = 2, 2, 4, 8, 4
-SIZE, SHARE, X = {"1"}, {"0", "-0.0", "1", "tiny"}, {"no rows", "twice the rows"}
-NUMBERS = RIGHT["scale"] - RANK_0 - {"None"}
+# The kinds of value that are right in the place of an argument.
+FLAG, FLOATING, MASK = {"True", "False"}, {"None", "half", "double"}, {"None", "bool"}
+NUMBERS = {"0", "-0.0", "-1", "1", "1.5", "tiny", "2**31", "2**63"}
+POSITIVE = NUMBERS - {"0", "-0.0", "-1"}
+SCALE, SIZE, SHARE = NUMBERS | {"float tensor", "int tensor", "None"}, {"1"}, {"0", "-0.0", "1", "tiny"}
+SEEDS = {"None", "0", "-1", "1", "2**31", "int tensor", "int64", "a row", "rank + 1"}
+TOKENS = MASK | {"a row"}
 TOO_LARGE = ("2**31",)  # a size for which torch finds no memory, and says so
-ANYTHING = None
 
-
-def ones(*shape):
-    return torch.ones(shape, dtype=torch.int64)
-
-
-# Options of modules: (a right value, which others are right).
 OPTIONS = dict(
-    dropout=(0.1, SHARE), attention_dropout=(0.1, SHARE), bias=(True, FLAG), causal=(True, FLAG),
-    window=((1, 1), {"None", "tuple"}), scale=(1.0, RIGHT["scale"] | {"1e39"}), backend=("naive", {"None"}),
-    softcap=(1.0, RIGHT["softcap"] | {"1e39"}), layer_norm_eps=(1e-5, NUMBERS - {"-1"} | {"1e39"}),
+    causal=(True, FLAG), window=((1, 1), {"None", "tuple"}), align=("top_left", set()), scale=(1.0, SCALE),
+    softcap=(1.0, POSITIVE | {"None"}), return_lse=(True, FLAG), return_weights=(True, FLAG),
+    backend=("naive", {"None"}),
 )  # fmt: skip
-SELF = dict(dropout=0, bias=0, scale=0, backend=0)
-WIDTHS = dict.fromkeys(("kdim", "vdim", "num_kv_heads", "head_dim", "value_head_dim"), (1, SIZE | {"None"}))
-KEY_MASK = (bools(B, S), MASK | {"a row"})
-MASKS = dict(mask=(bools(S, S), MASK | {"rank + 1"}), key_mask=KEY_MASK)
-FLOAT = (floats(B, S, E), X)
-BIAS = (floats(S, S), FLOATING | {"rank + 1"})
-WEIGHTS = (True, FLAG)
-ENCODER = dict(hidden_size=8, num_attention_heads=2, intermediate_size=16)
-LAYERS = [
-    # class, its sizes, further options, inputs, further inputs: each with what is right.
-    (
-        fa.MultiHeadAttention,
-        dict(embed_dim=8, num_heads=2),
-        {name: OPTIONS[name] for name in (*SELF, "causal", "window", "softcap")} | WIDTHS,
-        dict(query=FLOAT),
-        MASKS
-        | dict(key=(floats(B, S, E), {"None"}), value=(floats(B, S, E), {"None"}))
-        | dict(query_mask=KEY_MASK, bias=BIAS, need_weights=WEIGHTS),
-    ),
-    (
-        fa.SelfAttention,
-        dict(embed_dim=8),
-        {name: OPTIONS[name] for name in SELF},
-        dict(x=FLOAT),
-        dict(mask=(bools(S, S), MASK | {"rank + 1"}), key_mask=KEY_MASK, need_weights=WEIGHTS),
-    ),
-    (
-        layers.SinusoidalPositionalEncoding,
-        dict(embed_dim=8, max_len=5),
-        {},
-        dict(x=(floats(B, S, E), X | {"half", "double"})),
-        {},
-    ),
-    (
-        layers.Embeddings,
-        dict(vocab_size=7, hidden_size=8, max_position_embeddings=5),
-        {name: OPTIONS[name] for name in ("dropout", "layer_norm_eps")},
-        dict(input_ids=(ones(B, S), {"int32", "int64", "no rows", "no columns", "twice the rows"})),
-        {},
-    ),
-    (
-        layers.FeedForward,
-        dict(hidden_size=8, intermediate_size=16),
-        dict(dropout=OPTIONS["dropout"]),
-        dict(x=(floats(B, S, E), X | {"a row", "rank + 1"})),
-        {},
-    ),
-    (layers.TransformerEncoderLayer, ENCODER, OPTIONS, dict(x=FLOAT), MASKS),
-    (layers.TransformerEncoder, dict(num_hidden_layers=1) | ENCODER, {}, dict(x=FLOAT), MASKS),
-    (
-        layers.AttentionDecoder,
-        dict(vocab_size=7, embed_size=8, hidden_size=8, encoder_size=8),
-        {name: OPTIONS[name] for name in ("dropout", "scale", "backend")}
-        | dict.fromkeys(("num_attentions", "num_heads"), (1, SIZE)),
-        dict(input=(ones(B), {"int32", "int64"}), hidden=(floats(B, E), set()))
-        | dict(encoder_outputs=(floats(B, S, E), set())),
-        dict(key_mask=KEY_MASK, need_weights=WEIGHTS),
-    ),
-    (
-        for_torch.MultiheadAttention,
-        dict(embed_dim=8, num_heads=2),
-        dict(kdim=(1, SIZE | {"None"}), vdim=(1, SIZE | {"None"}), dropout=OPTIONS["dropout"])
-        | dict(bias=WEIGHTS, add_bias_kv=WEIGHTS, add_zero_attn=WEIGHTS, batch_first=WEIGHTS),
-        dict.fromkeys(("query", "key", "value"), (floats(B, S, E), set())),
-        dict(attn_mask=(torch.zeros(S, S), FLOATING | {"bool"}), need_weights=WEIGHTS, is_causal=(False, {"False"})),
-    ),
-]  # fmt: skip
-# The size that an error names beside the one that is wrong.
+NOISE = dict(dropout_p=(0.5, SHARE), seed=(torch.tensor([3]), SEEDS))
+KINDS = dict(
+    mask=MASK, bias=FLOATING, sinks=FLOATING, alibi_slopes=FLOATING | {"a row"}, key_mask=TOKENS, query_mask=TOKENS,
+    block_table={"int32", "twice the columns"}, cache_seqlens={"int32"}, cu_seqlens_q={"int32"}, cu_seqlens_k={"int32"},
+    rotary_cos={"half", "double"}, rotary_sin={"half", "double"}, key=set(), query=set(), value={"twice the columns"},
+)  # fmt: skip
+
+
+def tensors_of(arguments, *names, **kinds):
+    """{argument: (its value, which other kinds are right)} of some arguments, or of all."""
+    return {name: (arguments[name], kinds.get(name, KINDS.get(name, set()))) for name in names or arguments}
+
+
+def required(arguments, *others):
+    """The arguments without options, but for some."""
+    options = "mask", "bias", "alibi_slopes", "sinks", "key_mask", "query_mask"
+    return {name: x for name, x in arguments.items() if name not in options or name in others}
+
+
+PARTS = dict(out_a=ones(B, S, D), lse_a=ones(B, S), out_b=ones(B, S, D), lse_b=ones(B, S))
+PLANNED = dict(mask=bools(B, 1, S, E), key_mask=bools(B, E), query_mask=bools(B, S))
+LONGEST = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), (9, {"None"}))
+OF_DENSE = tensors_of(DENSE) | OPTIONS | NOISE
+OF_PACKED = tensors_of(PACKED, key_mask=MASK, query_mask=MASK) | OPTIONS | NOISE | LONGEST
+OF_CACHED = tensors_of(CACHED) | OPTIONS | dict(rotary_interleaved=(True, FLAG))
+OF_PLAN = tensors_of(PLANNED, mask=MASK | {"a row"})
+CALLS = {
+    "attention": (fa.attention, required(DENSE), OF_DENSE),
+    "explain": (fa.explain, required(DENSE), OF_DENSE),
+    "varlen": (fa.attention_varlen, required(PACKED), OF_PACKED),
+    "decode": (fa.attention_decode, required(CACHED), OF_CACHED),
+    "pages": (fa.attention_decode, required(PAGED), tensors_of(PAGED, "key_cache", "block_table")),
+    "merge": (fa.merge, PARTS, tensors_of(PARTS)),
+    "plan": (fa.plan, PLANNED, OF_PLAN),
+    "use_backend": (lambda backend: fa.use_backend(backend).__enter__(), {}, dict(backend=("naive", {"None"}))),
+}
+# Which argument an error names beside the one that is wrong.
 TOGETHER = dict(
-    embed_dim=("num_heads",), hidden_size=("num_attention_heads", "num_heads"), query=("key",), key=("value",),
-    num_heads=("num_kv_heads",), input=("hidden",), hidden=("encoder_outputs",),
+    query=("key", "key_cache", "cache_seqlens", "cu_seqlens_q"), key=("value",), key_cache=("value_cache",),
+    value_cache=("new_value",), cu_seqlens_q=("cu_seqlens_k",), rotary_cos=("rotary_sin",),
+    block_table=("cache_seqlens", "key_cache"), out_a=("lse_a", "out_b"), mask=("key_mask",), new_key=("new_value",),
+    embed_dim=("num_heads",), hidden_size=("num_attention_heads", "num_heads"), num_heads=("num_kv_heads",),
+    input=("hidden",), hidden=("encoder_outputs",),
 )  # fmt: skip
 
 
@@ -109,6 +80,92 @@ def hold(function, arguments, values, but=()):
         right = with_numpys(right)
         results = taken(function, lambda: dict(arguments), name, value, TOGETHER.get(name, ()), but)
         assert results.keys() - {"numpy bool"} <= right, (name, sorted(results.keys() - right))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions(name):
+    hold(*CALLS[name])
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_what_is_taken_gives_what_the_formula_gives(backend, device):
+    """Numbers at the edge of what is right, finite for finite inputs."""
+    inputs = {name: torch.randn(DENSE[name].shape, device=device) for name in ("query", "key", "value")}
+    for argument, value in (("scale", 1.0), ("softcap", 1.0), ("dropout_p", 0.0), ("window", None), ("seed", 1)):
+        more = dict(dropout_p=0.5) if argument == "seed" else dict(seed=3)
+
+        def attend(more=more, **given):
+            return fa.attention(**given | dict(backend=backend), **more)
+
+        for kind, out in taken(attend, lambda: inputs, argument, value, but=("None", "int tensor")).items():
+            options = more | {argument: SCALARS[kind]}
+            assert out.isfinite().all(), (argument, kind)
+            assert_like(out, lambda options=options: fa.reference.eager(**inputs, **options))
+
+
+@pytest.mark.parametrize("name", ["attention", "varlen", "decode"])
+def test_nothing_wrong_is_taken_where_a_call_is_like_an_earlier_one(name):
+    """What compares a call with those before it gets what nobody has checked."""
+    function, arguments, values = CALLS[name]
+    for _ in range(3):
+        function(**arguments)
+    hold(function, arguments, {key: values[key] for key in arguments})
+
+
+def test_masks_of_nested_tensors():
+    query = torch.nested.nested_tensor([ones(n, 2, D) for n in (3, 4)], layout=torch.jagged).transpose(1, 2)
+    given = dict(query=query, key=query, value=query)
+    masks = dict.fromkeys(("key_mask", "query_mask"), (bools(2, 4), MASK))
+    hold(fa.attention, given, masks | dict(mask=(bools(4, 4), MASK), causal=(True, FLAG)))
+    for name in ("key", "value"):
+        assert not taken(fa.attention, lambda: given, name, ones(2, 2, 4, D), ("key", "value"))
+
+
+def longs(*shape):
+    return torch.ones(shape, dtype=torch.int64)
+
+
+X = {"no rows", "twice the rows"}
+OF_MODULES = OPTIONS | dict(
+    dropout=(0.1, SHARE), attention_dropout=(0.1, SHARE), bias=(True, FLAG), scale=(1.0, SCALE | {"1e39"}),
+    softcap=(1.0, POSITIVE | {"None", "1e39"}), layer_norm_eps=(1e-5, NUMBERS - {"-1"} | {"1e39"}),
+)  # fmt: skip
+
+
+def options_of(*names, **more):
+    return {name: OF_MODULES[name] for name in names} | more
+
+
+WIDTHS = dict.fromkeys(("kdim", "vdim", "num_kv_heads", "head_dim", "value_head_dim"), (1, SIZE | {"None"}))
+KEY_MASK, WEIGHTS, ROWS = (bools(B, S), TOKENS), (True, FLAG), ones(B, S, E)
+MASKS = dict(mask=(bools(S, S), MASK | {"rank + 1"}), key_mask=KEY_MASK)
+ENCODER = dict(hidden_size=8, num_attention_heads=2, intermediate_size=16)
+ENCODED = "dropout", "attention_dropout", "bias", "causal", "window", "scale", "backend", "softcap", "layer_norm_eps"
+LAYERS = [  # class, its sizes, further options, inputs, further inputs: each with what is right
+    (fa.MultiHeadAttention, dict(embed_dim=8, num_heads=2),
+     options_of("dropout", "bias", "scale", "backend", "causal", "window", "softcap", **WIDTHS), dict(query=(ROWS, X)),
+     MASKS | dict(key=(ROWS, {"None"}), value=(ROWS, {"None"}), query_mask=KEY_MASK, need_weights=WEIGHTS,
+                  bias=(ones(S, S), FLOATING | {"rank + 1"}))),
+    (fa.SelfAttention, dict(embed_dim=8), options_of("dropout", "bias", "scale", "backend"), dict(x=(ROWS, X)),
+     MASKS | dict(need_weights=WEIGHTS)),
+    (layers.SinusoidalPositionalEncoding, dict(embed_dim=8, max_len=5), {}, dict(x=(ROWS, X | {"half", "double"})), {}),
+    (layers.Embeddings, dict(vocab_size=7, hidden_size=8, max_position_embeddings=5),
+     options_of("dropout", "layer_norm_eps"),
+     dict(input_ids=(longs(B, S), X | {"int32", "int64", "no columns"})), {}),
+    (layers.FeedForward, dict(hidden_size=8, intermediate_size=16), options_of("dropout"),
+     dict(x=(ROWS, X | {"a row", "rank + 1"})), {}),
+    (layers.TransformerEncoderLayer, ENCODER, options_of(*ENCODED), dict(x=(ROWS, X)), MASKS),
+    (layers.TransformerEncoder, dict(num_hidden_layers=1) | ENCODER, {}, dict(x=(ROWS, X)), MASKS),
+    (layers.AttentionDecoder, dict(vocab_size=7, embed_size=8, hidden_size=8, encoder_size=8),
+     options_of("dropout", "scale", "backend", num_attentions=(1, SIZE), num_heads=(1, SIZE)),
+     dict(input=(longs(B), {"int32", "int64"}), hidden=(ones(B, E), set()), encoder_outputs=(ROWS, set())),
+     dict(key_mask=KEY_MASK, need_weights=WEIGHTS)),
+    (for_torch.MultiheadAttention, dict(embed_dim=8, num_heads=2),
+     options_of("dropout", kdim=(1, SIZE | {"None"}), vdim=(1, SIZE | {"None"}), bias=WEIGHTS, add_bias_kv=WEIGHTS,
+                add_zero_attn=WEIGHTS, batch_first=WEIGHTS),
+     dict.fromkeys(("query", "key", "value"), (ROWS, set())),
+     dict(attn_mask=(torch.zeros(S, S), FLOATING | {"bool"}), need_weights=WEIGHTS, is_causal=(False, {"False"}))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", LAYERS, ids=lambda row: row[0].__name__)
@@ -121,54 +178,41 @@ def test_modules_and_layers(row):
     hold(layer, {name: x for name, (x, _) in inputs.items()}, inputs | more, but=flags)
 
 
-def attended():
-    return dict(query=floats(B, H, S, D), key=floats(B, H, S, D), value=floats(B, H, S, D))
+ATTENDED = dict(query=ones(B, H, S, D), key=ones(B, H, S, D), value=ones(B, H, S, D))
 
 
 def test_torchs_function():
-    more = dict(
-        attn_mask=(floats(S, S), {"None", "bool", "rank + 1"}),
-        dropout_p=(0.1, SHARE),
-        is_causal=WEIGHTS,
-        enable_gqa=WEIGHTS,
-    )
-    inputs = {name: (x, set()) for name, x in attended().items()}
-    hold(for_torch.scaled_dot_product_attention, attended(), more | dict(scale=(1.0, RIGHT["scale"])))
-    for name, (x, _) in inputs.items():
-        taken(for_torch.scaled_dot_product_attention, attended, name, x, ("query", "key", "value"))
+    function, more = for_torch.scaled_dot_product_attention, dict(is_causal=WEIGHTS, enable_gqa=WEIGHTS)
+    more |= dict(attn_mask=(ones(S, S), {"None", "bool", "rank + 1"}), dropout_p=(0.1, SHARE), scale=(1.0, SCALE))
+    hold(function, ATTENDED, more)
+    for name, x in ATTENDED.items():
+        taken(function, lambda: ATTENDED, name, x, ATTENDED)
 
 
 def test_flash_attns_functions():
-    x, cache, lengths = floats(B, S, H, D), floats(B, S, H, D), torch.tensor([1, 2], dtype=torch.int32)
+    x, cache, lengths = ones(B, S, H, D), ones(B, S, H, D), torch.tensor([1, 2], dtype=torch.int32)
     options = dict(
-        dropout_p=(0.1, SHARE), softmax_scale=(1.0, RIGHT["scale"]), causal=WEIGHTS, deterministic=WEIGHTS,
-        window_size=((1, 1), {"tuple"}), softcap=(1.0, RIGHT["softcap"] | {"0", "-0.0"}),
-        alibi_slopes=(floats(H), FLOATING), return_attn_probs=WEIGHTS,
+        dropout_p=(0.1, SHARE), softmax_scale=(1.0, SCALE), causal=WEIGHTS, deterministic=WEIGHTS,
+        window_size=((1, 1), {"tuple"}), softcap=(1.0, POSITIVE | {"None"} | {"0", "-0.0"}),
+        alibi_slopes=(ones(H), FLOATING), return_attn_probs=WEIGHTS,
     )  # fmt: skip
     hold(flash_attn.flash_attn_func, dict(q=x, k=x, v=x), options)
-    given = dict(q=floats(B, 1, H, D), k_cache=cache, v_cache=cache.clone(), cache_seqlens=lengths)
+    given = dict(q=ones(B, 1, H, D), k_cache=cache, v_cache=cache.clone(), cache_seqlens=lengths)
     shared = {name: options[name] for name in ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")}
-    hold(
-        flash_attn.flash_attn_with_kvcache, given, shared | dict(return_softmax_lse=WEIGHTS, rotary_interleaved=WEIGHTS)
-    )
+    shared |= dict(return_softmax_lse=WEIGHTS, rotary_interleaved=WEIGHTS)
+    hold(flash_attn.flash_attn_with_kvcache, given, shared)
     for name, x in given.items():
         taken(flash_attn.flash_attn_with_kvcache, lambda: given, name, x, given)
 
 
 def test_flash_attns_padding():
     """In the place of a mask there may be any of 0 and 1."""
-    x, mask = floats(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    x, mask = ones(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     real = {"int32", "int64", "uint8", "bool", "half", "double"}
     masks = dict(attention_mask=(mask, real), unused_mask=(1 - mask, real | {"None"}))
     hold(_bert_padding.unpad_input, dict(hidden_states=x, attention_mask=mask), masks)
-    taken(
-        _bert_padding.unpad_input,
-        lambda: dict(attention_mask=mask),
-        "hidden_states",
-        x,
-        ("attention_mask",),
-        but=("quantised",),
-    )
+    given = dict(attention_mask=mask)
+    taken(_bert_padding.unpad_input, lambda: given, "hidden_states", x, given, but=("quantised",))
     rows, places, *_ = _bert_padding.unpad_input(x, mask)
     given = dict(hidden_states=rows, indices=places, batch=2, seqlen=4)
     for name, value in given.items():
@@ -178,40 +222,38 @@ def test_flash_attns_padding():
 def test_the_function_that_transformers_calls():
     pytest.importorskip("transformers")
     function = fa.compat.transformers.fusedattn_forward
-    for name, value in attended().items():
-        taken(function, lambda: dict(module=None) | attended(), name, value, ("query", "key", "value"), but=("lazy",))
-    masks = dict(attention_mask=(bools(S, S), {"None", "bool", "half", "double"}), scaling=(1.0, RIGHT["scale"]))
+    for name, value in ATTENDED.items():
+        taken(function, lambda: dict(module=None) | ATTENDED, name, value, ATTENDED, but=("lazy",))
+    masks = dict(attention_mask=(bools(S, S), {"None", "bool", "half", "double"}), scaling=(1.0, SCALE))
     for name, (value, _) in masks.items():
-        taken(function, lambda: dict(module=None) | attended(), name, value, ("mask", "bias", "scale"))
+        taken(function, lambda: dict(module=None) | ATTENDED, name, value, ("mask", "bias", "scale"))
 
 
 def test_pictures():
     pytest.importorskip("matplotlib")
     more = dict(mask=(bools(3, 4), {"None", "bool", "bool tensor", "a row", "rank + 1"}), label=("x", {"str"}))
     more |= dict(top=(1.0, NUMBERS - {"0", "-0.0", "-1"} | {"None", "1e39"}), figure=(None, {"None"}))
-    more |= dict(
-        titles=(["a", "b"], {"None", "tuple"}), tokens=("abc", {"None", "numpy"}), key_tokens=("abcd", {"None"})
-    )
+    more |= dict(titles=(["a", "b"], {"None", "tuple"}), key_tokens=("abcd", {"None"}))
+    more |= dict(tokens=("abc", {"None", "numpy"}))
     hold(plot.attention_map, dict(weights=torch.rand(2, 3, 4)), more, but=("lazy",))
-    hold(plot.positional_encoding, dict(pe=floats(3, 4)), dict(figure=more["figure"]))
+    hold(plot.positional_encoding, dict(pe=ones(3, 4)), dict(figure=more["figure"]))
     real = {"int32", "int64", "uint8", "bool", "half", "double", "float8", "rank + 1"}
     sizes = {"a row", "twice the rows", "twice the columns"}
     hold(plot.attention_map, {}, dict(weights=(torch.rand(2, 3, 4), real | sizes)), but=("2**40 of one", "rank + 1"))
-    hold(plot.positional_encoding, {}, dict(pe=(floats(3, 4), real | sizes - {"a row"})), but=("2**40 of one",))
+    hold(plot.positional_encoding, {}, dict(pe=(ones(3, 4), real | sizes - {"a row"})), but=("2**40 of one",))
 
 
 def test_shards():
     balance, group = ("zigzag", {"None"}), (None, {"None"})
-    hold(
-        distributed.positions, dict(length=3), dict(length=(3, {"0", "1"}), group=group, balance=balance), but=TOO_LARGE
-    )
+    length = dict(length=(3, {"0", "1"}), group=group, balance=balance)
+    hold(distributed.positions, dict(length=3), length, but=TOO_LARGE)
     for function in (distributed.shard, distributed.unshard):
-        hold(function, dict(x=floats(2, 3), dim=1), dict(dim=(1, {"0", "-1", "1"}), group=group, balance=balance))
+        hold(function, dict(x=ones(2, 3), dim=1), dict(dim=(1, {"0", "-1", "1"}), group=group, balance=balance))
     methods = distributed.ring_attention, distributed.gather_attention, distributed.ulysses_attention
-    more = dict(balance=balance, group=group, causal=WEIGHTS, scale=(1.0, RIGHT["scale"]), seed=(1, SEEDS))
+    more = dict(balance=balance, group=group, causal=WEIGHTS, scale=(1.0, SCALE), seed=(1, SEEDS))
     for function in methods:
         names = inspect.signature(function).parameters
-        hold(function, attended(), {name: x for name, x in more.items() if name in names})
+        hold(function, ATTENDED, {name: x for name, x in more.items() if name in names})
 
 
 def test_how_a_module_is_cut():
@@ -230,11 +272,7 @@ def test_tuning_files(tmp_path, monkeypatch):
         fa.tuning.load("1")
 
 
-def test_names_of_implementations():
+def test_what_is_converted_and_registered():
+    assert taken(for_torch.convert, dict, "model", None).keys() == {"module"}
     pytest.importorskip("transformers")
     taken(fa.compat.transformers.register, dict, "name", None, but=("str",))
-
-
-def test_what_is_no_module_is_not_converted():
-    results = taken(for_torch.convert, dict, "model", None)
-    assert results.keys() == {"module"}

@@ -61,7 +61,6 @@ def _to_write(
 
 
 def _write(cache: Tensor, write: tuple[Tensor, Tensor, Tensor] | None) -> None:
-    """Write what `_to_write` gives."""
     if write is not None:
         number, slot, values = write
         # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
@@ -69,7 +68,7 @@ def _write(cache: Tensor, write: tuple[Tensor, Tensor, Tensor] | None) -> None:
 
 
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
-    """(B, H, capacity, D) of a cache in pages. Numbers outside of the pool are no keys; which page they get is open."""
+    """Return (B, H, capacity, D) of a cache in pages. Page numbers outside the pool get any page."""
     if table is None:
         return cache
     pages, heads, page, dim = cache.shape
@@ -79,7 +78,7 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _levelled(call: Call, shift: Tensor) -> Call:
-    """A call in which row i of batch b is level with key i + shift[b]: by a mask and a bias, where that counts."""
+    """Return a call whose mask and bias put row i of batch b level with key i + shift[b]."""
     if call.top_left or (call.left is None and call.right is None and call.alibi_slopes is None):
         return call
     device = shift.device
@@ -98,24 +97,28 @@ def _levelled(call: Call, shift: Tensor) -> Call:
 
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
-    """(before, after) what is new, (B,)."""
+    """Return the lengths (B,) before and after the append."""
     before = decode.lengths.long().clamp(0, room(decode))
     return before, (before + decode.added).clamp(max=room(decode))
 
 
 def _check_mapped(decode: Decode) -> None:
-    """Raise for a cache that torch.vmap maps not over, where it does over what is written there."""
+    """Raise for a cache that torch.vmap does not map over, although it maps over what is written there."""
     if torch.compiler.is_compiling():  # which knows no mapped tensors
         return
     where = decode.lengths, decode.table, decode.cos, decode.sin
     for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
         cache = getattr(decode, name)
         if unmapped(cache) is cache and any(unmapped(x) is not x for x in (new, *where) if x is not None):
-            fail(ValueError, name, "a cache that torch.vmap maps over as it does what is new", "one that it does not")
+            fail(
+                ValueError,
+                name,
+                "a cache that torch.vmap maps over, as it maps over what is appended",
+                "one that it does not",
+            )
 
 
 def append(decode: Decode) -> None:
-    """Write what is new into the caches."""
     if decode.new_key is None or decode.new_value is None:
         return
     _check_mapped(decode)
@@ -131,7 +134,7 @@ def append(decode: Decode) -> None:
 
 
 def dense(decode: Decode) -> Call:
-    """The call of `attention` that it comes to, on caches that what is new has been appended to."""
+    """Return the equal call of `attention`, on caches after the append."""
     call, (_, after) = turned(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
@@ -158,7 +161,7 @@ def by_length(decode: Decode) -> list[Call] | None:
 
 
 def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
-    """(first, last + 1, length) of consecutive sequences of one length."""
+    """Yield (first, last + 1, length) of consecutive sequences of one length."""
     first = 0
     for length, run in itertools.groupby(lengths):
         last = first + len(list(run))
@@ -167,7 +170,7 @@ def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
 
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
-    """Sequences first .. last - 1 of a call to a cache, all of one length."""
+    """Return sequences first .. last - 1 of a call to a cache, all of one length."""
     all_of_them = last - first == call.query.shape[0]
 
     def keys(cache: Tensor) -> Tensor:
@@ -191,7 +194,7 @@ def of_length(call: Call, decode: Decode, first: int, last: int, length: int) ->
 
 
 def turned(decode: Decode) -> Call:
-    """The call, its query rotated."""
+    """Return the call with its query rotated."""
     call = decode.call
     if decode.cos is None or decode.sin is None:
         return call

@@ -166,7 +166,6 @@ def hiding(call: Call, block: Block) -> dict:
 
 
 def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple:
-    """(output, lse or None, weights) of a block."""
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     return formula(
@@ -189,7 +188,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     """(output, lse or None, weights or None) of a block."""
     call = part.call
     out, lse, weights = _compute(part, block, need_lse, products)
-    # Not for the values, which are these already, but for what comes back: gradients of what is hidden may be NaN.
+    # The values are 0 already. This zeroes incoming gradients of hidden keys, which may be NaN.
     if call.key_mask is not None and need_weights:
         weights = weights.masked_fill(~call.key_mask[:, None, None, block.begin : block.end], 0.0)
     if call.query_mask is not None:
@@ -215,12 +214,12 @@ def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> t
 
 
 def most(call: Call) -> int:
-    """How many bytes of scores a block may have."""
+    """Return how many bytes of scores a block may have."""
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
 
 def _is_one(call: Call) -> bool:
-    """Whether cutting a call, whose sizes are known, into blocks would save nothing, or cost more than it saves."""
+    """Return whether cutting a call into blocks would save nothing, or cost more than it saves."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
@@ -232,7 +231,7 @@ def _is_one(call: Call) -> bool:
 
 
 def _kept(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
-    """How many bytes of the size of scores autograd would keep for the backward."""
+    """Return how many bytes of scores autograd would keep for the backward."""
     each = 1 + need_lse + (call.softcap is not None) + 2 * (call.seed is not None)
     pairs = sum(
         part.call.query.shape[0] * part.call.query.shape[1] * (last - first) * (end - begin)
@@ -246,12 +245,8 @@ def _kept(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
 def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
     """(output, lse or None) of a part. again: its scores are computed again in the backward, and not kept."""
     if again:
-        done = [
-            checkpoint(
-                _block_of, block, part.planes, need_lse, *part.call, use_reentrant=False, preserve_rng_state=False
-            )
-            for block in part.blocks
-        ]
+        recomputed = functools.partial(checkpoint, _block_of, use_reentrant=False, preserve_rng_state=False)
+        done = [recomputed(block, part.planes, need_lse, *part.call) for block in part.blocks]
     else:
         done = [of_block(part, block, need_lse, False)[:2] for block in part.blocks]
     return _joined(done, 2)

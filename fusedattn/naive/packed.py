@@ -1,5 +1,6 @@
 """Splits a packed call into parts of like lengths, pads each to a batch, and unpads and joins the results."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -13,10 +14,7 @@ SLACK = 2**14  # pairs of one head that are not worth a call
 
 
 def padded(call: Call) -> tuple[Call, Packing]:
-    """A packed call as one whose batches are the sequences, each padded to the longest, and where its rows lie.
-
-    Its offsets still say how long they are.
-    """
+    """Return a packed call padded to a batch of sequences, with its offsets kept, and where its rows lie."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = packing(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = packing(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
@@ -40,7 +38,7 @@ def padded(call: Call) -> tuple[Call, Packing]:
 
 
 def packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
-    """Results of a padded call as those of the packed one."""
+    """Return the results of a padded call in packed form."""
 
     def unpad(tensor, nothing=0.0):
         return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
@@ -76,19 +74,21 @@ def sequences(call: Call) -> list[Call]:
     if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
         return [call]
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    lengths = [
-        (i - before_i, j - before_j) for before_i, i, before_j, j in zip(rows, rows[1:], keys, keys[1:], strict=False)
-    ]
-    return [_part(call, rows, keys, lengths, *run) for run in runs(lengths, WASTE, SLACK)]
+    lengths = list(zip(_differences(rows), _differences(keys), strict=True))
+    return [part_of(call, rows, keys, *run) for run in runs(lengths, WASTE, SLACK)]
+
+
+def _differences(offsets: list[int]) -> list[int]:
+    return [after - before for before, after in itertools.pairwise(offsets)]
 
 
 def of_batches(x: Tensor | None, first: int, last: int) -> Tensor | None:
-    """Batches first .. last - 1 of a field of a call that all of them may share."""
+    """Return batches first .. last - 1 of a field that batches may share."""
     return x if x is None or x.shape[0] == 1 else x[first:last]
 
 
 def of_pairs(x: Tensor | None, first: int, last: int, rows: int | None, keys: int) -> Tensor | None:
-    """The same of a mask or a bias, and of these the first rows (None: all of them) and keys."""
+    """Return the first rows (None: all) and keys of batches first .. last - 1 of a mask or bias."""
     x = of_batches(x, first, last)
     if x is None:
         return None
@@ -96,11 +96,11 @@ def of_pairs(x: Tensor | None, first: int, last: int, rows: int | None, keys: in
     return x if x.shape[3] == 1 else x[..., :keys]
 
 
-def _part(call, rows, keys, lengths, first, last):
-    """Sequences first .. last - 1 of a packed call, whose offsets are rows and keys."""
+def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
+    """Return sequences first .. last - 1 of a packed call with the offsets rows and keys."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
-    max_seqlen_q, max_seqlen_k = (max(each) for each in zip(*lengths[first:last], strict=True))
-
+    max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
     return call._replace(
         query=call.query[:, :, of_rows],
         key=call.key[:, :, of_keys],
@@ -119,7 +119,7 @@ def _part(call, rows, keys, lengths, first, last):
 
 
 def joined(results: list[tuple], columns: int | None) -> tuple:
-    """(output, lse or None, weights or None) of a packed call from those of its parts; of so many columns."""
+    """Return (output, lse or None, weights or None) of a packed call from its parts; columns: of the weights."""
 
     def join(parts):
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)

@@ -11,43 +11,27 @@ from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored
 from .inputs import prepared
-from .packed import of_batches, of_pairs
+from .packed import of_batches, of_pairs, part_of
 
 LN2 = 0.6931471805599453
 _multiply, _add_up = FEWEST_COPIES
 
 
 def _sequences(call: Call) -> Iterator[tuple[Call, slice, slice]]:
-    """Each packed sequence as a call of its own, and where its rows and keys lie; a dense call is one."""
+    """Yield each packed sequence as a dense call, with the places of its rows and keys."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         yield call, slice(None), slice(None)
         return
-    offsets = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    heads = call.query.shape[1]
-    origin = Origin(heads=heads) if call.origin is None else Origin(*call.origin)
-    for b, (first, begin) in enumerate(zip(*(x[:-1] for x in offsets), strict=True)):
-        rows, keys = slice(first, offsets[0][b + 1]), slice(begin, offsets[1][b + 1])
-        tokens = ((call.key_mask, keys), (call.query_mask, rows))
-        key_mask, query_mask = (None if mask is None else mask[:, where] for mask, where in tokens)
-        lengths = rows.stop - first, keys.stop - begin
-        made = call._replace(
-            query=call.query[:, :, rows],
-            key=call.key[:, :, keys],
-            value=call.value[:, :, keys],
-            bias=of_pairs(call.bias, b, b + 1, *lengths),
-            mask=of_pairs(call.mask, b, b + 1, *lengths),
-            alibi_slopes=of_batches(call.alibi_slopes, b, b + 1),
-            key_mask=key_mask,
-            query_mask=query_mask,
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            origin=origin._replace(plane=origin.plane + b * origin.heads),
-        )
-        yield made, rows, keys
+    rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    origin = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
+    for b in range(len(rows) - 1):
+        own = origin._replace(plane=origin.plane + b * origin.heads)
+        made = part_of(call, rows, keys, b, b + 1)._replace(cu_seqlens_q=None, cu_seqlens_k=None, origin=own)
+        yield made, slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
 
 
 def _blocks(call: Call) -> Iterator[Block]:
-    """Blocks of rows, as many as a budget of scores leaves."""
+    """Return blocks of as many rows as the budget of scores allows."""
     batch, heads, rows, _ = call.query.shape
     row_bytes = 4 * batch * heads * max(1, call.key.shape[2]) * call.query.element_size()
     return (block(call, *span) for span in spans(rows, BUDGET // max(1, row_bytes)))
@@ -77,7 +61,6 @@ def _weights(
 
 
 def _sum(part: Part, where: Block, weights: Tensor) -> Tensor:
-    """The values that weights add up, after dropout."""
     factor = pairs.factor(part.call, part.planes, where)
     return _add_up(weights if factor is None else weights * factor, part.call.value[:, :, where.begin : where.end])
 
@@ -134,7 +117,6 @@ def backward(
 
 
 def _zeros(call: Call, need: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
-    """A total of each gradient that is needed."""
     pairs = zip(inputs(call), need, strict=True)
     return [torch.zeros_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted in pairs]
 

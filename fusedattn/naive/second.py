@@ -15,7 +15,7 @@ from .packed import packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
-    """(output, lse, weights) of rows first .. last - 1 of a call; if it is packed, those must be all."""
+    """Return (output, lse, weights) of rows first .. last - 1; of a packed call these are all."""
     if call.cu_seqlens_q is None:
         part = uncut(prepared(call, wide_dtype(call)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
@@ -34,7 +34,7 @@ def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _bounded(call: Call) -> Call:
-    """A packed call in whose graph nobody knows the lengths, with bounds of them: none is longer than all together."""
+    """Return a call whose maximum lengths are set: a graph that does not know them takes the totals."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
     most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
@@ -97,7 +97,6 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _behind(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Blocks of rows as one tensor."""
     found = [x for x in parts if x is not None]
     return None if not found else found[0] if len(found) == 1 else torch.cat(found, 2)
 

@@ -94,8 +94,6 @@ def _operands(part: Part, moved: Call, has: Sequence[bool], scratch: tuple[Tenso
 
 
 def _of_rows(of: _Operands, block: Block) -> _Operands:
-    """Those of a block of rows."""
-
     def cut(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         rows, keys = pair
         return grouped(rows[:, :, block.first : block.last], of.part.call.key.shape[1]), keys

@@ -1,160 +1,81 @@
-"""A call in its one form: ranks, windows, alignment, scale and seeds as every backend takes them, and back."""
-
-import threading
+"""What options mean whatever backend takes the call: ranks, windows, alignment, seeds and autocast."""
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
-from fusedattn.call import form, numbers
-from fusedattn.call.form import Arguments, Call, hiding, lengths_of, normalise
+import fusedattn as fa
+from fusedattn.call import numbers
+from fusedattn.call.form import Call
 
-SHAPES = {4: (2, 4, 3, 8), 3: (2, 3, 8), 2: (3, 8)}
+from ..close import assert_like
 
-
-def arguments(rank=4, **options):
-    query = torch.randn(SHAPES[rank])
-    key = torch.randn(*SHAPES[rank][:-2], 5, 8)
-    if rank == 4:
-        key = key[:, ::2]
-    return Arguments(query, key, key + 1, **options)
+QUERY, KEY, VALUE = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
 
 
-@pytest.mark.parametrize("rank", SHAPES)
-def test_a_call_has_four_dimensions_and_its_results_those_of_query(rank):
-    a = arguments(rank)
-    call = normalise(a)
-    assert call.query.shape == {4: (2, 4, 3, 8), 3: (2, 1, 3, 8), 2: (1, 1, 3, 8)}[rank]
-    for x, given in zip(call[:3], a[:3], strict=True):
-        assert x.dim() == 4 and x.data_ptr() == given.data_ptr()
-    out, lse = form.results(rank, call.query, call.query[..., 0], None)
-    assert out.shape == a.query.shape and lse.shape == a.query.shape[:-1]
-    assert torch.equal(form.results(rank, call.query, None), a.query)
-
-
-def test_masks_and_what_belongs_to_heads_get_the_dimensions_they_lack():
-    bools = torch.ones(3, 5, dtype=torch.bool)
-    call = normalise(
-        arguments(
-            mask=bools,
-            bias=torch.zeros(2, 1, 3, 5),
-            key_mask=torch.ones(5, dtype=torch.bool),
-            query_mask=torch.ones(2, 3, dtype=torch.bool),
-            alibi_slopes=torch.zeros(4),
-            sinks=torch.zeros(4),
-        )
-    )
-    assert [x.shape for x in (call.mask, call.bias, call.key_mask, call.query_mask)] == [
-        (1, 1, 3, 5),
-        (2, 1, 3, 5),
-        (1, 5),
-        (2, 3),
-    ]
-    assert call.alibi_slopes.shape == call.sinks.shape == (1, 4)
-    assert form.rank4(torch.zeros(2, 3, 5)).shape == (2, 1, 3, 5) and form.rank4(None) is form.rows(None) is None
+@pytest.mark.parametrize("rank", [2, 3])
+def test_results_have_the_rank_of_query(rank):
+    tensors = [x[:, 0] if rank == 3 else x[0, 0] for x in (QUERY, KEY, VALUE)]
+    results = fa.attention(*tensors, return_lse=True, return_weights=True)
+    whole = fa.attention(*(x[:, :1] for x in (QUERY, KEY, VALUE)), return_lse=True, return_weights=True)
+    for found, want in zip(results, whole, strict=True):
+        want = want[:, 0] if rank == 3 else want[0, 0]
+        assert found.shape == want.shape
+        assert_like(found, want.double())
 
 
 @pytest.mark.parametrize(
-    "options, left, right, top_left",
+    "options, left, right, shift",
     [
-        ({}, None, None, False),
-        (dict(align="top_left"), None, None, False),  # of nothing it means nothing
-        (dict(causal=True), None, 0, False),
-        (dict(causal=True, align="top_left"), None, 0, True),
-        (dict(window=(2, None)), 2, None, False),
-        (dict(window=(None, 1), align="top_left"), None, 1, True),
-        (dict(window=(2, 7), causal=True), 2, 0, False),
-        (dict(window=(0, 0)), 0, 0, False),
-        (dict(window=(2**40, 2**70)), 2**31, 2**31, False),
-        (dict(alibi_slopes=torch.zeros(4), align="top_left"), None, None, True),
+        (dict(align="top_left"), 9, 9, 0),
+        (dict(causal=True), 9, 0, 2),
+        (dict(causal=True, align="top_left"), 9, 0, 0),
+        (dict(window=(2, None)), 2, 9, 2),
+        (dict(window=(None, 1), align="top_left"), 9, 1, 0),
+        (dict(window=(2, 7), causal=True), 2, 0, 2),
+        (dict(window=(0, 0)), 0, 0, 2),
+        (dict(window=(2**40, 2**70)), 9, 9, 2),
     ],
     ids=str,
 )
-def test_the_band(options, left, right, top_left):
-    call = normalise(arguments(**options))
-    assert (call.left, call.right, call.top_left) == (left, right, top_left)
-    assert form.diagonal(call) == (0 if top_left else 2)
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_a_band_is_a_mask(options, left, right, shift, backend):
+    distance = torch.arange(5) - torch.arange(3)[:, None] - shift
+    mask = (distance >= -left) & (distance <= right)
+    found = fa.attention(QUERY, KEY, VALUE, **options, backend=backend)
+    assert_like(found, lambda: fa.reference.eager(QUERY, KEY, VALUE, mask=mask))
 
 
-def test_numbers_are_floats_and_a_scale_is_there():
-    call = normalise(arguments())
-    assert call.scale == 8**-0.5 and call.softcap is None and call.dropout_p == 0.0 and call.seed is None
-    call = normalise(arguments(scale=0, softcap=2))
-    assert type(call.scale) is type(call.softcap) is float and (call.scale, call.softcap) == (0.0, 2.0)
+def test_slopes_count_from_the_alignment():
+    slopes, distance = torch.rand(4), (torch.arange(5) - torch.arange(3)[:, None]).abs()
+    found = fa.attention(QUERY, KEY, VALUE, alibi_slopes=slopes, align="top_left")
+    bias = -slopes[:, None, None] * distance
+    assert_like(found, lambda: fa.reference.eager(QUERY, KEY, VALUE, bias=bias[None]))
 
 
 def test_seeds():
-    assert normalise(arguments(seed=5)).seed is None, "without dropout nothing is drawn"
-    drawn = [normalise(arguments(dropout_p=0.5)).seed for _ in range(2)]
-    assert not torch.equal(*drawn)
-    for seed in (5, torch.tensor(5), torch.tensor([5])):
-        found = normalise(arguments(dropout_p=0.5, seed=seed)).seed
-        assert found.shape == (1,) and found.dtype == torch.int64 and found.item() == 5
+    def draw(seed):
+        return fa.attention(QUERY, KEY, VALUE, dropout_p=0.5, seed=seed)
+
+    assert not torch.equal(draw(None), draw(None))
+    assert torch.equal(draw(5), draw(torch.tensor(5))) and torch.equal(draw(5), draw(torch.tensor([5])))
     torch.manual_seed(0)
-    first = form.seed_tensor(None, torch.device("cpu"))
+    first = draw(None)
     torch.manual_seed(0)
-    assert torch.equal(first, form.seed_tensor(None, torch.device("cpu")))
-
-
-def test_lengths_and_what_hides_pairs():
-    mask, rows = torch.ones(1, 1, 3, 5, dtype=torch.bool), torch.ones(1, 3, dtype=torch.bool)
-    call = normalise(arguments(mask=mask, query_mask=rows))
-    assert lengths_of(call) is None and hiding(call)[0] is mask and hiding(call)[2] is rows
-    offsets = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
-    packed = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=3, max_seqlen_k=5)
-    assert lengths_of(packed) == (*offsets, 3, 5, 3, 5) and hiding(packed) == (mask, None, None, None)
-
-
-def test_deterministic_ends_with_its_with_and_is_of_one_thread():
-    elsewhere = []
-    with form.asking(deterministic=True):
-        with form.asking(deterministic=False):
-            assert not normalise(arguments()).deterministic
-        thread = threading.Thread(target=lambda: elsewhere.append(form.asked.deterministic))
-        thread.start(), thread.join()
-        assert normalise(arguments()).deterministic
-        with pytest.raises(RuntimeError), form.asking(deterministic=False):
-            raise RuntimeError
-        assert form.asked.deterministic
-    assert not form.asked.deterministic and elsewhere == [False]
+    assert torch.equal(first, draw(None))
+    torch.manual_seed(0)
+    fa.attention(QUERY, KEY, VALUE), fa.attention(QUERY, KEY, VALUE, seed=3)
+    assert torch.equal(first, draw(None)), "without dropout nothing is drawn"
 
 
 def test_autocast_casts_query_key_and_value_alone():
-    a = arguments(bias=torch.zeros(3, 5))
-    assert form.autocast(a) is a
+    bias = torch.zeros(3, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = form.autocast(a)
-        assert {x.dtype for x in cast[:3]} == {torch.bfloat16} and cast.bias.dtype == torch.float32
-        wide = a._replace(query=a.query.double())
-        assert form.autocast(wide).query.dtype == torch.float64
-        assert form.autocast(a._replace(query=None)).key is a.key
-    with torch.autocast("cpu", enabled=False):
-        assert form.autocast(a) is a
-
-
-def test_whether_somebody_may_want_a_derivative():
-    x = torch.ones(2, requires_grad=True)
-    assert form.differentiated([None, 1.0, x]) and not form.differentiated([x.detach(), "a"])
-    with torch.no_grad():
-        assert not form.differentiated([x])
-    with torch.autograd.forward_ad.dual_level():
-        assert form.differentiated([torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(2))])
-
-
-class Subclass(torch.Tensor):
-    """A tensor that has its own way with operators."""
-
-
-def test_what_lies_in_memory():
-    x = torch.ones(2, 3)
-    assert not form.in_memory([x, x.as_subclass(Subclass)]), "its operators are to be asked"
-    assert not form.in_memory([torch._efficientzerotensor((2, 3))]), "a tensor of zeros has no address"
-    assert form.in_memory([x, None, 2.0, "a", torch.nn.Parameter(x), x[:0]])
-    for other in (torch._neg_view(x), x.to_sparse(), torch.nested.nested_tensor([x[0]], layout=torch.jagged)):
-        assert not form.in_memory([x, other])
-    assert form.plain([x]) and not form.watched()
-    with FakeTensorMode():
-        assert form.watched() and not form.plain([x])
+        assert fa.attention(QUERY, KEY, VALUE, bias=bias).dtype == torch.bfloat16
+        assert fa.attention(QUERY.double(), KEY.double(), VALUE.double()).dtype == torch.float64
+        with pytest.raises(TypeError, match="^key: expected "):
+            fa.attention(QUERY, KEY.double(), VALUE)
+        with torch.autocast("cpu", enabled=False):
+            assert fa.attention(QUERY, KEY, VALUE).dtype == torch.float32
 
 
 def test_the_compiler_of_torch_2_10_can_trace_it():
