@@ -364,7 +364,11 @@ class AttentionDecoder(nn.Module):
             key_mask: bool (B, S), True = a real token of the source.
             need_weights: also return the weights, after dropout.
 
-        Returns: (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
+        Returns:
+            (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
+
+        Raises:
+            ValueError, TypeError: for other shapes and dtypes.
         """
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
