@@ -7,6 +7,7 @@ layout differs. It raises Unsupported(why) if it cannot take the case.
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
 import shutil
 import warnings
@@ -145,7 +146,11 @@ def torch_varlen(case, tensors):
 
     def arguments(case):
         _refuse(case, "dropout", "softcap")
-        return dict(window_size=_window(case)) | (dict(enable_gqa=True) if case.Hq != case.Hkv else {})
+        options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
+        if "window_size" in inspect.signature(varlen_attn).parameters:
+            return options | dict(window_size=_window(case))
+        _refuse(case, "window")  # torch 2.10
+        return options | dict(is_causal=case.causal)
 
     return packed(varlen_attn, arguments, case, tensors)
 

@@ -9,6 +9,7 @@ import fusedattn as fa
 
 pytestmark = pytest.mark.usefixtures("at_once", "one_thread")
 TINY = Case(2, 4, 2, 40, 40, 16, 16, False, "float32")
+TIMES = measure.times  # which `at_once` replaces
 FEW = ("fusedattn", "naive", "sdpa:math")
 
 
@@ -230,6 +231,16 @@ def test_turns_alternate_and_are_cpu_time():
     found = measure.in_turns(steps, budget_ms=1.0)
     assert called[4:] == ["long", "long", "short", "short"] * 5
     assert 8.0 <= found["long"][0] <= found["long"][1] <= found["long"][2] and 6.0 <= found["short"][1] < 8.0
+
+
+def test_a_gpu_is_timed_by_tritons_timers(monkeypatch):
+    testing = pytest.importorskip("triton.testing")
+    for name, milliseconds in (("do_bench", 1.0), ("do_bench_cudagraph", 2.0)):
+        timer = lambda step, rep, quantiles, warmup=0, x=milliseconds: [step() + x * share for share in quantiles]  # noqa: E731
+        monkeypatch.setattr(testing, name, timer)
+    steps = dict(one=lambda: 10.0, other=lambda: 20.0)
+    assert TIMES(steps, "forward", "cuda", 50.0) == dict(one=[10.2, 10.5, 10.8], other=[20.2, 20.5, 20.8])
+    assert TIMES(steps, "graph", "cuda", 50.0)["one"] == [10.4, 11.0, 11.6]
 
 
 def test_a_gpu_without_a_driver_did_not_break_down():

@@ -49,16 +49,6 @@ def test_json_has_every_row_and_the_verdict(capsys):
     assert [one["mode"] for one in found["verdict"]["fastest"]] == ["forward", "backward"]
 
 
-def test_in_words(capsys):
-    status, shown = said(capsys, *TINY, "--causal", "--mode", "forward", "--providers", "sdpa:flash")
-    lines = shown.splitlines()
-    case = lines.index("1,2,1,24,40,16 causal fp32")
-    assert status == 0 and [line.split()[0] for line in lines[case + 1 : case + 5]] == [
-        *("fusedattn:cpu", "naive", "sdpa:math", "sdpa:flash"),
-    ]
-    assert "1 of 1 result right" in shown and "within noise" in shown and "4 of 4 rows" in shown
-
-
 def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
     def too_large(case, tensors):
         return lambda query, key, value: fa.attention(query, key, value) * 1.01
@@ -70,14 +60,6 @@ def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
     assert all(row["why"] for row in found["rows"][::2])
     status, shown = said(capsys, *SQUARE, "--mode", "forward")
     assert status == 1 and "FAIL fusedattn:cpu, forward, 1,2,2,32,32,16 fp32" in shown
-    monkeypatch.undo()
-
-
-def test_a_peer_that_is_wrong_is_shown_and_is_a_peer(capsys, monkeypatch):
-    monkeypatch.setitem(providers.PROVIDERS, "naive", lambda case, tensors: lambda *x: fa.attention(*x) * 1.01)
-    status, found = answer(capsys, *SQUARE)
-    assert status == 0 and found["ok"] and [row["status"] for row in found["rows"]] == ["ok", "wrong"] * 2
-    assert [one["other"] for one in found["verdict"]["each"]] == ["naive", "naive"]
 
 
 @pytest.mark.parametrize("error, status", [(KeyboardInterrupt(), 130), (RuntimeError("CUDA error: illegal access"), 2)])
