@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call.form import INPUTS, TYPES, Call, plain
 from ..call.rules import fail
 from ..cpu import run as cpu
-from ..private import below_autograd, forward_level
+from ..private import below_autograd
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # that derivatives are taken of
@@ -61,8 +61,7 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
     """Save the arguments and some results of a Function for its derivatives."""
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.save_for_backward(*tensors, *results)
-    if forward_level() >= 0:
-        ctx.save_for_forward(*tensors, *results)
+    ctx.save_for_forward(*tensors, *results)
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.set_materialize_grads(False)
 
