@@ -25,7 +25,7 @@ def _common(decode: Decode):
         positions=1 if cos is None else cos.shape[0],
         heads=decode.key_cache.shape[1],
         spec=Spec(
-            GROUP=decode.call.query.shape[1] // decode.key_cache.shape[1],
+            GROUP=decode.call.query.shape[1] // max(1, decode.key_cache.shape[1]),
             D=decode.key_cache.shape[3],
             DV=decode.value_cache.shape[3],
             TOP_LEFT=decode.call.top_left,
