@@ -92,6 +92,10 @@ def _backward(
 ) -> list[Tensor | None]:
     """Return the gradients of the first fields of a call, None where nobody wants them."""
     call, need, keys = whole.call, whole.needs[whole.ranks.rank], bring(whole)
+    if call.query_mask is not None:  # what comes to hidden rows may be NaN
+        hidden = ~call.query_mask[:, None]
+        out_grad = out_grad.masked_fill(hidden[..., None], 0.0)
+        lse_grad = None if lse_grad is None else lse_grad.masked_fill(hidden, 0.0)
     own = _zeros(call, [need[0], False, False, need[3], whole.wanted(4), False])
     for owner, shown, pieces in keys:
         totals = _zeros(shown, [False, *keys.wanted(owner), False, False, False])

@@ -36,14 +36,12 @@ def of(group: Any) -> Ranks | None:
         if group.ndim != 1:
             fail(ValueError, "group", "a DeviceMesh of one dimension", f"one of {group.ndim}")
         group = group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        fail(ValueError, "group", "a group that this process is a member of", "one that it is not")
-    if not isinstance(group, dist.ProcessGroup):
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (outside or isinstance(group, dist.ProcessGroup)):
         fail(TypeError, "group", "a process group, a DeviceMesh of one dimension or None", type(group).__name__)
-    rank = dist.get_rank(group)
-    if rank < 0:
+    if outside or dist.get_rank(group) < 0:
         fail(ValueError, "group", "a group that this process is a member of", "one that it is not")
-    return Ranks(group, rank, dist.get_world_size(group))
+    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def as_bytes(x: Tensor) -> Tensor:

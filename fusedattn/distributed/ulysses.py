@@ -107,20 +107,23 @@ class _Exchange:
 
     def to_heads(self, x: Tensor, heads: Sequence[slice | list[int]], lengths: list[int]) -> Tensor:
         """Return (B, H, own rows, ...) as (B, heads of this rank, all rows, ...), `lengths` of them on each rank."""
-        sent = [x[:, some] for some in heads]
-        shape = sent[self.ranks.rank].shape
-        shapes = [(*shape[:2], rows, *shape[3:]) for rows in lengths]
-        return torch.cat(ranks_of.all_to_all(self.ranks, sent, shapes), 2)
+        shapes = [(x.shape[0], _count(heads[self.ranks.rank]), rows, *x.shape[3:]) for rows in lengths]
+        return torch.cat(ranks_of.all_to_all(self.ranks, [x[:, some] for some in heads], shapes), 2)
 
     def to_rows(self, x: Tensor, heads: Sequence[slice | list[int]], total: int, lengths: list[int]) -> Tensor:
         """Return (B, heads of this rank, all rows, ...) as (B, `total` heads, own rows, ...), added up."""
-        whole = x.new_zeros(x.shape[0], total, lengths[self.ranks.rank], *x.shape[3:])
-        parts = ranks_of.all_to_all(self.ranks, list(x.split(lengths, 2)), [whole[:, some].shape for some in heads])
+        shapes = [(x.shape[0], _count(some), lengths[self.ranks.rank], *x.shape[3:]) for some in heads]
+        parts = ranks_of.all_to_all(self.ranks, list(x.split(lengths, 2)), shapes)
         if isinstance(heads[0], slice):
             return torch.cat(parts, 1)
+        whole = x.new_zeros(x.shape[0], total, *shapes[0][2:])
         for some, part in zip(heads, parts, strict=True):
             whole.index_add_(1, torch.tensor(some, dtype=torch.int64, device=x.device), part)
         return whole
+
+
+def _count(heads: slice | list[int]) -> int:
+    return heads.stop - heads.start if isinstance(heads, slice) else len(heads)
 
 
 def _local(whole: GlobalCall, exchange: _Exchange) -> Call:
@@ -179,7 +182,7 @@ def _backward(
     heads, rows, keys, total = exchange.heads, exchange.rows, exchange.keys, exchange.total
     out, weights, stats = saved
     given = [None if x is None else exchange.to_heads(x, heads.queries, rows) for x in incoming]
-    given = [x if x is None or n == 1 else x.to(call.query.dtype) for n, x in enumerate(given)]
+    given = [x if x is None or n == 1 else x.to(call.query.dtype) for n, x in enumerate(given)]  # 1: of lse
     need = [whole.wanted(n) and x is not None for n, x in enumerate(inputs_of(call))]
     found = gradients(given, out, weights if weights.dim() == 4 else None, stats, tuple(call), whole.backend, need)
     query, key, value, bias, slopes, sinks = found

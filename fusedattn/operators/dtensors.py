@@ -1,7 +1,6 @@
-"""DTensors: each rank computes its own batches and heads, by the backend that takes these, and nothing is sent.
+"""DTensors: each rank computes its own batches and heads, and nothing is sent.
 
-Backends get what a rank has, as plain tensors; what they return becomes a DTensor that is cut as the query is. So all
-of them take DTensors, also those that are no operators of torch.
+Backends get a rank's plain tensors; their results become DTensors that are sharded as the query is.
 """
 
 import functools
@@ -20,7 +19,7 @@ from ..call.rules import fail
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
 BATCH, HEADS = 0, 1  # dimensions of a query that may be cut
-# Which of them the fields of a Call have.
+# The dimensions of them that the fields of a Call have.
 _BOTH = "query", "key", "value", "bias", "alibi_slopes", "sinks", "mask"
 DIMS: dict[str, tuple[int, ...]] = dict.fromkeys(_BOTH, (BATCH, HEADS)) | dict.fromkeys(
     ("key_mask", "query_mask"), (BATCH,)
@@ -28,23 +27,23 @@ DIMS: dict[str, tuple[int, ...]] = dict.fromkeys(_BOTH, (BATCH, HEADS)) | dict.f
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether this is a DTensor, whose class takes a second to import."""
+    """Return whether this is a DTensor, whose class takes a second to import."""
     if type(x) in _CLASSES or not isinstance(x, Tensor):
         return False
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def refuse(function: str, tensors: Mapping[str, Any]) -> None:
-    """Raise where one of the arguments of a function is a DTensor."""
+    """Raise for an argument of a function that is a DTensor."""
     for name, x in tensors.items():
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes its to_local()")
 
 
 class Own(NamedTuple):
-    """What a rank computes of a call of DTensors.
+    """A rank's part of a call of DTensors: call, with its batches and heads, and the placements of its results.
 
-    call: its batches and heads. mesh, placements: of the results, the query's. query: that of all ranks.
+    query: the DTensor.
     """
 
     call: Call
@@ -53,7 +52,7 @@ class Own(NamedTuple):
     query: Tensor
 
     def whole(self, x: Tensor | None, like_query: bool = False) -> Tensor | None:
-        """A result of a rank as a DTensor of all; like_query: it has the query's order of dimensions."""
+        """Return a rank's result as a DTensor; like_query: with the query's order of dimensions."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -68,7 +67,7 @@ class Own(NamedTuple):
 
 
 def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
-    """A gradient, if one came, with its dimensions in this order in memory."""
+    """Return a gradient with its dimensions in this order in memory."""
     if gradient is None:
         return None
     back = [0] * len(axes)
@@ -78,10 +77,10 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 
 
 def own(call: Call, seed: Any) -> Own | None:
-    """What this rank computes of a checked call; None if no tensor of it is a DTensor.
+    """Return this rank's part of a checked call; None if no tensor of it is a DTensor.
 
-    What is not sharded where others are is cut here: its gradient is Partial. Tensors that are no DTensors, other than
-    query, key and value, are those of all ranks.
+    A replicated tensor beside sharded ones is cut here: its gradient is Partial. Options that are no DTensors are those
+    of all ranks.
 
     Args:
         seed: as the caller gave it.
@@ -134,7 +133,7 @@ def own(call: Call, seed: Any) -> Own | None:
 
 
 def _mesh(tensors: Mapping[str, Any]) -> Any:
-    """The mesh of all DTensors of a call."""
+    """Return the mesh of all DTensors of a call."""
     named = next(name for name, x in tensors.items() if is_dtensor(x))
     mesh = tensors[named].device_mesh
     for number, (name, x) in enumerate(tensors.items()):
@@ -150,13 +149,13 @@ def _mesh(tensors: Mapping[str, Any]) -> Any:
 
 
 def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
-    """For batch and heads: which dimensions of the mesh cut them."""
+    """Return the dimensions of the mesh that cut the batch, and those that cut the heads."""
     numbered = list(enumerate(cut))
     return tuple(tuple(number for number, cuts in numbered if cuts == dim) for dim in (BATCH, HEADS))
 
 
 def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
-    """Which dimension of the query each dimension of the mesh cuts."""
+    """Return the dimension of the query that each dimension of the mesh cuts."""
     from torch.distributed.tensor import Shard
 
     cut: list[int | None] = [None] * mesh.ndim
@@ -185,7 +184,7 @@ def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
 
 
 def _place(size: int, shape: Sequence[int], coordinate: Sequence[int], cut: Sequence[int]) -> tuple[int, int]:
-    """(the first, how many) of `size` elements that a rank has, as `torch.chunk` cuts for each dimension of a mesh."""
+    """Return (first, count) of a rank's elements of `size`, which `torch.chunk` cuts for each dimension of a mesh."""
     first = 0
     for number in cut:
         chunk = -(-size // shape[number])
@@ -198,12 +197,10 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """(the first, how many) elements, of those that a rank has of `size`, belong to its part of the query.
+    """Return (first, count) of a rank's elements that belong to its part of the query.
 
-    None if any rank lacks some, or, of heads of keys, if they do not serve equally many heads of its query each.
-
-    Args:
-        wanted, had: which dimensions of the mesh cut the query, and this.
+    None if a rank lacks some, or if its key heads do not serve equally many query heads each. wanted, had: the
+    dimensions of the mesh that cut the query, and this tensor.
     """
     found = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:

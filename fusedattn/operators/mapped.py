@@ -1,9 +1,8 @@
-"""torch.vmap of the operators: the calls that it maps over become one call, or are made one by one.
+"""torch.vmap of the operators: mapped calls become one call, or are made one by one.
 
-Mapped calls are folded into the batch; those of packed sequences into one call with all of their sequences. So each has
-planes of its own, as dropout counts them: the bits of one call are not those of the next. They are the same where torch
-is told so (randomness="same") and for derivatives of a call that was not mapped itself, and each call has those of its
-seed where seeds are mapped: then the calls are made one by one.
+Mapped calls are folded into the batch, packed sequences into one call with all sequences. So each call has planes of
+its own, and drops other weights than the next. Calls are made one by one where they must drop the same: with
+randomness="same", for derivatives of a call that was not mapped itself, and where seeds are mapped.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from ..call.form import Call
 
-# What lies by row or key: of packed sequences, in which axis of a call. The rest has a batch, or is (1, ..).
+# The axis of rows or keys of packed sequences. All other tensors have a batch, or are (1, ..).
 _AXES = dict(key_mask=1, query_mask=1) | dict.fromkeys(("query", "key", "value", "out", "lse", "weights", "stats"), 2)
 
 
 def _kind(name: str) -> str:
-    """The name of what a gradient or a tangent is one of, or of what one of these is one of."""
+    """Return the field of a Call, or the result, that a gradient or a tangent belongs to."""
     name = name.rpartition(":")[2]
     for prefix in ("grad_", "tangent_", "moved_"):
         name = name.removeprefix(prefix)
@@ -27,7 +26,7 @@ def _kind(name: str) -> str:
 
 
 class _Folded:
-    """How `size` calls are one: each of `batch` sequences, or batches, and so many rows and keys if it is packed."""
+    """One call made of `size` calls, each of `batch` batches or packed sequences."""
 
     def __init__(self, size: int, call: dict[str, Any], dims: dict[str, Any]):
         shapes = {
@@ -41,7 +40,7 @@ class _Folded:
         self.shared = {name for name, shape in shapes.items() if len(shape) > 1 and shape[0] == 1}
 
     def fold(self, name: str, x: Any, dim: int | None) -> Any:
-        """An argument of the one call."""
+        """Return an argument of the one call."""
         if not isinstance(x, Tensor) or name == "seed":
             return x
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -58,7 +57,7 @@ class _Folded:
         return x.expand(self.size, self.batch, *x.shape[2:]).flatten(0, 1)
 
     def unfold(self, name: str, x: Tensor) -> Tensor:
-        """A result of the one call as those of the calls, in front."""
+        """Return a result of the one call with the calls in front."""
         kind = _kind(name)
         if self.packed and x.dim() > 1 and kind in _AXES:
             axis = _AXES[kind]
@@ -75,12 +74,12 @@ def mapped(
     in_dims: Sequence[int | None],
     arguments: Sequence[Any],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """(results, their dimensions) of a Function under torch.vmap.
+    """Return (results, their dimensions) of a Function under torch.vmap.
 
     Args:
-        apply: computes it. names: of its arguments; those of a Call are its fields, and what derivatives are of them
-            may have a prefix, grad_, tangent_ or moved_, and a number and a colon before it. results: the names of what
-            it returns; gradients may have those of what they are the gradients of.
+        apply: computes it. names: of its arguments, the fields of a Call among them; derivatives may have a prefix,
+            grad_, tangent_ or moved_, and a number and a colon before it. results: the names of what it returns;
+            gradients may have the names of their inputs.
         info, in_dims, arguments: as torch hands them to `vmap`.
     """
     given, fields = dict(zip(names, arguments, strict=True)), Call._fields

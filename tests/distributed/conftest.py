@@ -4,7 +4,7 @@ import datetime
 import functools
 import importlib
 import inspect
-import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import traceback
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = datetime.timedelta(seconds=20)  # that a rank waits for another
+LIMIT = datetime.timedelta(seconds=120)  # that a rank waits for another
 
 
 def free_port():
@@ -60,11 +60,14 @@ class Pool:
         """Run a test in each process."""
         for pipe in self.pipes:
             pipe.send((module, name, arguments))
-        errors = [f"rank {rank}: {error}" for rank, pipe in enumerate(self.pipes) if (error := pipe.recv()) is not None]
-        if errors:  # ranks that wait for another one answer nobody
-            self.stop()
-            self.start()
-        assert not errors, "\n".join(errors)
+        waiting = dict(zip(self.pipes, range(self.size), strict=True))
+        while waiting:
+            for pipe in multiprocessing.connection.wait(list(waiting)):
+                rank, error = waiting.pop(pipe), pipe.recv()
+                if error is not None:
+                    self.stop()  # ranks that wait for this one answer nobody
+                    self.start()
+                    pytest.fail(f"rank {rank}: {error}")
 
     def stop(self):
         """End the processes, at once: leaving a group in order takes seconds."""
