@@ -282,23 +282,23 @@ def group_timeout(group: Any) -> timedelta:
     return timedelta(minutes=30)
 
 
-# The store that the default group was made with, where one rank says what it can no longer send. Without it nothing is
-# said, and a message names the rank that was waited for.
+# The store of the default group, where a rank writes what it can no longer send. Without it a message names the rank
+# that was waited for.
 _store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
 
 
-def tell(key: str, value: str) -> None:
-    """Leave a word for the other processes."""
+def write_store(key: str, value: str) -> None:
+    """Write a value for the other processes."""
     if (store := _store()) is not None:
         store.set(key, value)
 
 
-def told(key: str, limit: timedelta) -> str | None:
-    """What another process has left, or leaves within a time limit; None if it does not."""
+def read_store(key: str, limit: timedelta) -> str | None:
+    """Return what another process writes within a time limit; None if it does not."""
     if (store := _store()) is None:
         return None
     try:
         store.wait([key], limit)
-    except RuntimeError:  # torch.distributed's own errors are: nobody has said anything, or the store has ended
+    except RuntimeError:  # torch.distributed's errors derive from it: nothing was written, or the store has ended
         return None
     return str(store.get(key).decode())

@@ -2,8 +2,8 @@
 
     python -m tests.soak --seconds 600 --threads 4 --seed 1     ten minutes; --seconds 1800 is a long one
 
-With TRITON_INTERPRET=1 kernels take part. Calls are of `attention`, `attention_varlen`, `attention_decode`, modules and
-a compiled function, most of them with gradients. They are made in rounds, each by threads of its own; between rounds,
+With TRITON_INTERPRET=1 kernels take part. Calls are of `attention`, `attention_varlen` and
+`attention_decode`, most of them with gradients. They are made in rounds, each by threads of its own; between rounds,
 when all threads are gone and recordings are forgotten, the process is measured. A result is wrong here where it is off
 by much more than rounding, as it is if threads mix something up: how exact results are, other tests hold. Exit status 1
 if a result is wrong, or if more has grown than `BOUNDS` allows.
@@ -11,7 +11,6 @@ if a result is wrong, or if more has grown than `BOUNDS` allows.
 
 import argparse
 import contextlib
-import copy
 import ctypes
 import functools
 import gc
@@ -36,13 +35,13 @@ from fusedattn.testing.compare import in_float64, with_gradients
 
 from . import caches, sequences
 from .caches import Cached
-from .cases import Case
+from .cases import COVERING, Case
 from .conftest import INTERPRETED
 
 ROUNDS = 20
 WARM_UP = 0.3  # the share of rounds that may still grow: allocators fill their pools, and modules are loaded late
 FAR_OFF = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 3e-2, torch.bfloat16: 0.25}  # of the largest value
-BOUNDS = dict(mib=32.0, objects=500, files=0, threads=0, kernels=0)  # from the first rounds after the warm-up on
+BOUNDS = dict(mib=32.0, objects=500, files=0, threads=0)  # from the first rounds after the warm-up on
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = range(1, 50)
 
@@ -52,13 +51,12 @@ class Wrong(AssertionError):
 
 
 class Measured(NamedTuple):
-    """Of a process between two rounds: memory in use, Python's objects, open files, threads, compiled kernels."""
+    """Of a process between two rounds: memory in use, Python's objects, open files, threads."""
 
     mib: float
     objects: int
     files: int
     threads: int
-    kernels: int
 
 
 def close(name, got, want, dtype=None):
@@ -89,18 +87,9 @@ def _backend_of(case, dice):
 
 
 def _case(dice, **fields):
-    """A Case of any options, each one time in some."""
-    rarely = {
-        "mask": ("pairs", "rank 2", "keys"), "key_mask": ("own",), "query_mask": ("own",), "softcap": (2.0,),
-        "bias": ("pairs", "heads", "keys"), "alibi": ("own", "shared"), "window": ((9, 4), (None, 3), (20, None)),
-    }  # fmt: skip
-    asked = {name: dice.choice(values) for name, values in rarely.items() if dice.random() < 0.12}
-    heads = dice.choice(((1, 1), (2, 1), (2, 2), (4, 2)))
-    sizes = dict(B=dice.choice((1, 1, 2)), Hq=heads[0], Hkv=heads[1], Sq=dice.choice(LENGTHS), Sk=dice.choice(LENGTHS))
-    sizes |= dict(D=dice.choice((5, 8, 16, 16, 32)), Dv=dice.choice((8, 16, 16, 24)), dtype=dice.choice(DTYPES))
-    asked |= dict(causal=dice.random() < 0.4, sinks=dice.random() < 0.1, strided=dice.random() < 0.2)
-    asked |= dict(dropout=0.3 if dice.random() < 0.1 else 0.0, grads=dice.choice(("out", "out and lse")))
-    return Case("soak")._replace(**sizes | asked | dict(scale=round(dice.uniform(0.1, 0.4), 3)) | fields)
+    """A Case of some options together."""
+    made = dict(Sq=dice.choice(LENGTHS), Sk=dice.choice(LENGTHS), dtype=dice.choice(DTYPES))
+    return dice.choice(COVERING)._replace(**made | dict(scale=round(dice.uniform(0.1, 0.4), 3)) | fields)
 
 
 def _held(case, attend, oracle, tensors, given):
@@ -119,8 +108,8 @@ def dense(dice):
     _held(case, attend, reference.attention, tensors, given)
 
 
-def without_gradients(dice):
-    """The same as a server makes it, of which threads make the same ones again and again."""
+def served(dice):
+    """A call without gradients, of few shapes: threads make the same ones again and again."""
     sizes = dict(Sq=dice.choice((1, 8)), Sk=dice.choice((8, 32)), causal=dice.random() < 0.5)
     case = Case("served", dtype=dice.choice(DTYPES), **sizes)
     tensors, given = case.draw(seed=dice.randrange(2**31))
@@ -134,7 +123,7 @@ def packed(dice):
     """A call of `attention_varlen`, and its gradients."""
     lengths = [[dice.choice((0, 1, 5, 16, 17, 33)) for _ in range(3)] for _ in range(2)]
     most = {name: max(1, *x) for name, x in zip(("Sq", "Sk"), lengths, strict=True)}
-    case = _case(dice, B=3, strided=False, dropout=0.0, **most)
+    case = _case(dice, B=3, strided=False, expanded=False, dropout=0.0, **most)
     tensors, given = case.draw(seed=dice.randrange(2**31))
     for name in ("out", "lse"):
         for b, n in enumerate(lengths[0]):
@@ -159,69 +148,7 @@ def cached(dice):
         close(f"{name} of {case}", arguments[name][written], x[written])
 
 
-def module(dice):
-    """A module with projections, and the gradients of its weights."""
-    torch.manual_seed(dice.randrange(2**31))  # of this thread and all others: nothing here depends on it
-    width, backend = dice.choice((8, 12, 16)), _backend(dice)
-    layer = fa.MultiHeadAttention(width, dice.choice((1, 2)), causal=dice.random() < 0.5, backend=backend)
-    twin = copy.deepcopy(layer).double()
-    twin.backend = "naive"
-    x = torch.randn(dice.choice((1, 2)), dice.choice(LENGTHS), width)
-    outs = [each(x.to(next(each.parameters()).dtype))[0] for each in (layer, twin)]
-    close("output of a module", *outs)
-    grads = [
-        torch.autograd.grad(out.sin().sum(), [*each.parameters()])
-        for out, each in zip(outs, (layer, twin), strict=True)
-    ]
-    for got, want in zip(*grads, strict=True):
-        close("gradient of a module", got, want)
-
-
-SHAPES = ((1, 2, 9, 8), (2, 2, 17, 16))
-
-
-@functools.cache
-def _compiled(backend):
-    attend = functools.partial(fa.attention, causal=True, backend=backend)
-    return torch.compile(lambda *tensors: attend(*tensors), backend="aot_eager", dynamic=False)
-
-
-def compiled(dice):
-    """A function that torch has compiled, of one of a few shapes, and its gradients."""
-    dice_of_torch = torch.Generator().manual_seed(dice.randrange(2**31))
-    shape, backend = dice.choice(SHAPES), dice.choice((None, "naive"))
-    inputs = [torch.randn(shape, generator=dice_of_torch, requires_grad=True) for _ in range(3)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    pairs = _compiled(backend)(*inputs), reference.attention(*exact, causal=True)
-    close("output of a graph", *pairs)
-    grads = (torch.autograd.grad(out.sin().sum(), x) for out, x in zip(pairs, (inputs, exact), strict=True))
-    for got, want in zip(*grads, strict=True):
-        close("gradient of a graph", got, want)
-
-
-JOBS = {dense: 6, without_gradients: 4, packed: 2, cached: 4, module: 2, compiled: 1}  # and how often
-
-
-def kept():
-    """How much is remembered of calls: {what: (how much, the most there may be)}."""
-    replays = [x for x in cache._known.values() if hasattr(x, "backwards")]
-    return {
-        "recordings": (len(cache._known), cache.MAX_KEPT),
-        "signatures met": (len(cache._met), cache.MAX_KEPT),
-        "signatures by their guards": (len(cache._recent), 2 * cache.MAX_KEPT),
-        "guards of one signature": (max(map(len, [*cache._recent.values(), ()])), cache.RECENT),
-        "backwards of one recording": (max([len(x.backwards) for x in replays], default=0), cache.RECENT),
-    }
-
-
-def kernels():
-    """How many kernels Triton keeps compiled; 0 where they are interpreted."""
-    if "fusedattn.launch.run" not in sys.modules:
-        return 0
-    from fusedattn.launch import run
-
-    known = [getattr(kernel, "device_caches", {}) for kernel in run.KERNELS.values()]
-    return sum(len(entry[0]) for devices in known for entry in devices.values())
+JOBS = {dense: 6, served: 4, packed: 2, cached: 4}  # and how often
 
 
 def measured():
@@ -233,7 +160,7 @@ def measured():
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])
     counts = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
-    return Measured(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(gc.get_objects()), *counts, kernels())
+    return Measured(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(gc.get_objects()), *counts)
 
 
 class Soak:
@@ -242,13 +169,6 @@ class Soak:
     def __init__(self, threads, seed, jobs=JOBS):
         self.threads, self.dice, self.jobs = threads, random.Random(seed), jobs
         self.wrong, self.rows, self.counts = [], [], dict.fromkeys((job.__name__ for job in jobs), 0)
-        self.most: dict[str, int] = {}
-
-    def warm_up(self):
-        """One call of each kind after the other, so that what is loaded late is there."""
-        for job in self.jobs:
-            for number in range(3):
-                job(random.Random(number))
 
     def _work(self, seed, until):
         dice = random.Random(seed)
@@ -261,7 +181,7 @@ class Soak:
             self.counts[job.__name__] += 1  # in a race with others it may miss one
 
     def round(self, seconds):
-        """Calls by threads of their own; then what is remembered of them is held to its limits, and a row is added."""
+        """Calls by threads of their own; then recordings are counted, and a row is added."""
         until = time.monotonic() + seconds
         threads = [
             threading.Thread(target=self._work, args=(self.dice.random(), until), daemon=True)
@@ -271,10 +191,8 @@ class Soak:
             thread.start()
         for thread in threads:
             thread.join()
-        for what, (count, most) in kept().items():
-            self.most[what] = max(self.most.get(what, 0), count)
-            if count > most + self.threads:  # each may have looked before another one added
-                self.wrong.append(f"{count} {what}, of at most {most}")
+        if len(cache._known) > cache.MAX_KEPT + self.threads:  # each may have looked before another one added
+            self.wrong.append(f"{len(cache._known)} recordings, of at most {cache.MAX_KEPT}")
         self.rows.append(measured())
 
     def growth(self):
@@ -286,21 +204,20 @@ class Soak:
 
     def run(self, seconds, rounds=ROUNDS, say=lambda line: None):
         """Raise Wrong for a result that is far off, or for what has grown."""
+        for job in self.jobs:  # so that what is loaded late is there
+            for number in range(3):
+                job(random.Random(number))
         # Facts of arguments that operators know to be right, forgotten so soon that no round begins without them.
         with mock.patch.object(namespace, "MOST", 8):
-            self._run(seconds, rounds, say)
+            for number in range(rounds):
+                self.round(seconds / rounds)
+                if self.wrong:
+                    raise Wrong(f"round {number + 1}: {self.wrong[0]}")
+                say(f"{number + 1:3d}: {sum(self.counts.values())} calls, {self.rows[-1]}")
         grown = self.growth()
         if too_much := {name: grown[name] for name, most in BOUNDS.items() if grown[name] > most}:
             raise Wrong(f"{too_much} more than in the first rounds after the warm-up, of {BOUNDS}")
         return grown
-
-    def _run(self, seconds, rounds, say):
-        self.warm_up()
-        for number in range(rounds):
-            self.round(seconds / rounds)
-            if self.wrong:
-                raise Wrong(f"round {number + 1}: {self.wrong[0]}")
-            say(f"{number + 1:3d}: {sum(self.counts.values())} calls, {self.rows[-1]}")
 
 
 def main():
@@ -318,7 +235,7 @@ def main():
         print(f"WRONG: {error}")
         return 1
     print(f"{sum(soak.counts.values())} calls, all right: {soak.counts}")
-    print(f"grown: {grown}, of at most {BOUNDS}; most that was remembered: {soak.most}")
+    print(f"grown: {grown}, of at most {BOUNDS}")
     return 0
 
 

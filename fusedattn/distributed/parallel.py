@@ -1,4 +1,4 @@
-"""Rules of a module whose sequence or heads are cut over ranks."""
+"""Modules whose sequence or heads are cut over ranks."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LACKS = dict(ring=("mask", "bias", "query_mask", "need_weights"), gather=("need_
 
 
 class ContextParallel(NamedTuple):
-    """What `fusedattn.MultiHeadAttention` takes as context_parallel, when each rank has some rows of its inputs.
+    """The context_parallel of a `fusedattn.MultiHeadAttention` whose inputs are cut into rows of each rank.
 
     Examples:
         >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
@@ -53,19 +53,18 @@ def check_parallel(parallel: Any) -> None:
 def attend(
     parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, weights or None) of the rows of this rank; options are those of `attention`.
+    """Return (output, weights or None) of this rank's rows; options are those of `attention`.
 
     Raises: NotImplementedError for what the method lacks.
     """
     check_parallel(parallel)  # an attribute of a module may have been set
-    given = {name for name, x in options.items() if x is not None} | ({"need_weights"} if need_weights else set())
-    for name in LACKS[parallel.method]:
-        if name in given:
-            raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel cannot take it")
     options = {name: x for name, x in options.items() if x is not None}
+    for name in LACKS[parallel.method]:
+        if name in options or (need_weights and name == "need_weights"):
+            raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel cannot take it")
     if parallel.method == "ulysses":
-        found: Any = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
-        return found if need_weights else (found, None)
+        results: Any = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
+        return results if need_weights else (results, None)
     return METHODS[parallel.method](q, k, v, group=parallel.group, balance=parallel.balance, **options), None
 
 

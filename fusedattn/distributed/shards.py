@@ -15,16 +15,21 @@ from .ranks import Ranks
 
 
 class Chunk(NamedTuple):
-    """Rows first .. last - 1 of a sequence, which a rank has from row `at` of its shard on."""
+    """Rows first .. last - 1 of a sequence, which begin at row `at` of a rank's shard."""
 
     first: int
     last: int
     at: int
 
     @property
+    def length(self) -> int:
+        """The number of rows."""
+        return self.last - self.first
+
+    @property
     def here(self) -> slice:
-        """Where they are in the shard."""
-        return slice(self.at, self.at + self.last - self.first)
+        """The rows of the shard that they are."""
+        return slice(self.at, self.at + self.length)
 
 
 def check_balance(balance: Any) -> None:
@@ -33,14 +38,13 @@ def check_balance(balance: Any) -> None:
 
 
 def _spans(length: int, count: int) -> list[tuple[int, int]]:
-    """`count` spans of a length; the first of them are longer by one, if it is not divisible."""
     size, more = divmod(length, count)
     starts = [n * size + min(n, more) for n in range(count + 1)]
     return list(zip(starts, starts[1:], strict=False))
 
 
 def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
-    """The Chunks of each of `size` ranks."""
+    """Return the Chunks of each of `size` ranks."""
     if balance is None:
         return [[Chunk(first, last, 0)] for first, last in _spans(length, size)]
     spans = _spans(length, 2 * size)
@@ -49,8 +53,8 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
 
 
 def rows_of(some: list[Chunk]) -> int:
-    """How many rows Chunks have together."""
-    return sum(chunk.last - chunk.first for chunk in some)
+    """Return how many rows Chunks have together."""
+    return sum(chunk.length for chunk in some)
 
 
 def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
@@ -59,7 +63,7 @@ def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
 
 @overridable
 def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
-    """The rows of a tensor that this rank has, of one that is whole on every rank; nothing is sent.
+    """Return this rank's rows of a tensor that is whole on every rank; nothing is sent.
 
     Examples:
         >>> x = torch.arange(8)[None]
@@ -87,7 +91,7 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
 
 
 def positions(length: int, *, group: Any = None, balance: str | None = None, device: Device = None) -> Tensor:
-    """Which rows of a sequence of so many this rank has, int64: what rotary embeddings and labels are taken by.
+    """Return the indices of this rank's rows of a sequence, int64, as rotary embeddings and labels need them.
 
     Examples:
         >>> fusedattn.distributed.positions(4)
@@ -121,7 +125,7 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 
 @overridable
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
-    """The whole tensor, on every rank, from what `shard` gave each.
+    """Return the whole tensor, on every rank, from the rows that `shard` gave each.
 
     Examples:
         >>> x = torch.arange(8)[None]
@@ -131,30 +135,28 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     Its gradient is the sum of those of all ranks, as if what is minimised were the sum of all their losses.
 
     Args:
-        x: the rank's rows, of which there may be others on each rank; nothing else may differ.
+        x: the rank's rows. Only the number of rows may differ between ranks.
         dim, group, balance: as in `shard`.
 
     Raises:
         TypeError, ValueError: on all ranks where one of them is wrong.
     """
-    ranks = ranks_of.of(group)
-    if ranks is None:
-        check_strided(x=x)
-        _checked_dim(x, dim)
-        check_balance(balance)
-        return x
-    problem = None
+    ranks, problem = ranks_of.of(group), None
+    options: dict[str, Any] = {}
+    own = dict(rows=0, grad=0)
     try:
         check_strided(x=x)
         dim = _checked_dim(x, dim)
         check_balance(balance)
-    except (TypeError, ValueError) as error:
-        problem = error
-    options: dict[str, Any] = {}
-    if problem is None:
         rest = (*x.shape[:dim], *x.shape[dim + 1 :])
         options = dict(dim=dim, balance=balance, shape=rest, dtype=x.dtype, device=x.device.type)
-    own = dict(rows=x.shape[dim] if problem is None else 0, grad=int(problem is None and wants_grad(x)))
+        own = dict(rows=x.shape[dim], grad=int(torch.is_grad_enabled() and x.requires_grad))
+    except (TypeError, ValueError) as error:
+        if ranks is None:
+            raise
+        problem = error
+    if ranks is None:
+        return x
     table = ranks_of.agree(ranks, "unshard", options, own, problem)
     rows = [entry["rows"] for entry in table]
     every = chunks(sum(rows), ranks.size, balance)
@@ -164,13 +166,8 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     return gathered(x, dim, ranks, every)
 
 
-def wants_grad(*tensors: Any) -> bool:
-    """Whether a gradient of one of some tensors (others are passed over) is wanted."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
 def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """The whole of what each rank has the Chunks of along a dimension."""
+    """Return the whole of a tensor of which each rank has its Chunks along a dimension."""
     most = max(map(rows_of, every))
     own = x.movedim(dim, 0).contiguous()
     shape = own.shape[1:]
@@ -187,15 +184,12 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """The rows of this rank of the sum over ranks of a whole tensor of each: the derivative of `gathered`."""
+    """Return this rank's rows of the sum of whole tensors over ranks: the derivative of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]
     parts = ranks_of.all_to_all(ranks, sent, [(rows, *shape)] * ranks.size)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.movedim(0, dim)
+    return sum(parts[1:], parts[0]).movedim(0, dim)
 
 
 class _Unshard(torch.autograd.Function):

@@ -4,27 +4,39 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509. Key heads that are fewer than ranks
 their gradients come back, and are added up, in float32 (float64).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import backends
-from ..call.form import TENSORS, Arguments, Call, Origin, results as results_of, tensors as tensors_of, with_tensors
+from ..call.form import (
+    INPUTS,
+    TENSORS,
+    Call,
+    Origin,
+    inputs as inputs_of,
+    results as results_of,
+    tensors as tensors_of,
+    wide_dtype,
+    with_tensors,
+)
 from ..call.layout import arrange
 from ..call.overrides import overridable
-from ..call.rules import check_flags, fail
-from ..operators import partial
+from ..call.rules import fail
+from ..naive.formula import without_autocast
+from ..operators import flops, partial
+from ..operators.backward import gradients
+from ..operators.namespace import OPERATORS
 from ..private import eager
 from . import ranks as ranks_of
-from .eager import as_inputs, without_autocast
+from .global_call import GlobalCall, agreed, arguments_of, attend_alone, in_dtypes_of
 from .ranks import Ranks
 from .shards import rows_of
-from .whole import NEEDS, Whole, agreed, alone, grad_of_out
 
 
 class Heads(NamedTuple):
-    """Which heads each rank has: query heads, a slice each; and key heads, a list each, one maybe on several ranks."""
+    """The heads of each rank: a slice of the query heads, and a list of key heads, which ranks may share."""
 
     queries: list[slice]
     keys: list[list[int]]
@@ -36,14 +48,14 @@ class Heads(NamedTuple):
 
 
 def heads_of(heads: int, key_heads: int, size: int) -> Heads:
-    """The Heads of `size` ranks, which divides the query heads."""
+    """Return the Heads of `size` ranks, which divides the query heads."""
     count, group = heads // size, heads // max(1, key_heads)
     queries = [slice(rank * count, (rank + 1) * count) for rank in range(size)]
     keys = []
     for some in queries:
         every = [head // group for head in range(some.start, some.stop)]
         own = sorted(set(every))
-        # As many query heads for each of its key heads, in this order; or else a key head for each of them.
+        # Equally many query heads for each of its key heads, in order; otherwise a key head for each of them.
         each = count // max(1, len(own))
         keys.append(own if every == [head for head in own for _ in range(each)] else every)
     return Heads(queries, keys)
@@ -53,13 +65,7 @@ def heads_of(heads: int, key_heads: int, size: int) -> Heads:
 @eager
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
-    mask: Tensor | None = None, bias: Tensor | None = None,
-    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
-    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
-    scale: float | None = None, softcap: float | None = None,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None,
-    return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
+    return_lse: bool = False, return_weights: bool = False, backend: str | None = None, **options: Any,
 ) -> Tensor | Any:  # fmt: skip
     """`ring_attention` with every option of `fusedattn.attention`: each rank computes some heads of the whole sequence.
 
@@ -83,265 +89,158 @@ def ulysses_attention(
         TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
         ValueError: as `ring_attention`, and where the ranks do not divide Hq, before anything is sent.
     """
-    arguments = Arguments(
-        query, key, value, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks,
-        dropout_p, seed,
-    )  # fmt: skip
+    arguments = arguments_of("ulysses_attention", (query, key, value), options)
 
     def prepare(call: Call, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
-        check_flags(return_weights=return_weights)
         if call.query.shape[1] % ranks.size:
             fail(ValueError, "query", f"heads that {ranks.size} ranks divide", f"{call.query.shape[1]} heads")
-        return call, dict(return_weights=return_weights)
+        return call, {}
 
-    whole = agreed("ulysses_attention", group, None, arguments, return_lse, backend, prepare)
+    whole = agreed("ulysses_attention", group, None, arguments, backend, return_lse, return_weights, prepare)
     if whole is None:
-        return alone(arguments, return_lse=return_lse, return_weights=return_weights, backend=backend)
-    call = whole.call
-    heads = heads_of(call.query.shape[1], call.key.shape[1], whole.ranks.size)
-    if return_weights:
-        out, lse, weights = _with_weights(whole, heads, return_lse, backend)
-    else:
-        whole, weights = whole._replace(call=_masks(whole, heads)), None
-        if whole.differentiated:
-            out, lse = _Ulysses.apply(*tensors_of(whole.call), ranks_of.anchor(query), whole, heads, return_lse)
-        else:
-            out, lse, *_ = _forward(whole, heads)
-    return results_of(4, out, lse if return_lse else None, weights)
+        return attend_alone(arguments, return_lse=return_lse, return_weights=return_weights, backend=backend)
+    rest = whole, _Exchange(whole), return_lse, return_weights
+    if whole.differentiated:
+        return results_of(4, *_Ulysses.apply(*tensors_of(whole.call), ranks_of.anchor(query), *rest))
+    return results_of(4, *_forward(*rest)[0])
+
+
+class _Exchange:
+    """All-to-all between the rows and the heads of ranks."""
+
+    def __init__(self, whole: GlobalCall):
+        call, self.ranks = whole.call, whole.ranks
+        self.total = call.query.shape[1]
+        self.heads = heads_of(self.total, call.key.shape[1], self.ranks.size)
+        self.own = self.heads.queries[self.ranks.rank]
+        self.rows, self.keys = ([rows_of(some) for some in every] for every in (whole.rows, whole.keys))
+
+    def to_heads(self, x: Tensor, heads: Sequence[slice | list[int]], lengths: list[int]) -> Tensor:
+        """Return (B, H, own rows, ...) as (B, heads of this rank, all rows, ...), `lengths` of them on each rank."""
+        shapes = [(x.shape[0], _count(heads[self.ranks.rank]), rows, *x.shape[3:]) for rows in lengths]
+        return torch.cat(ranks_of.all_to_all(self.ranks, [x[:, some] for some in heads], shapes), 2)
+
+    def to_rows(self, x: Tensor, heads: Sequence[slice | list[int]], total: int, lengths: list[int]) -> Tensor:
+        """Return (B, heads of this rank, all rows, ...) as (B, `total` heads, own rows, ...), added up."""
+        shapes = [(x.shape[0], _count(some), lengths[self.ranks.rank], *x.shape[3:]) for some in heads]
+        parts = ranks_of.all_to_all(self.ranks, list(x.split(lengths, 2)), shapes)
+        if isinstance(heads[0], slice):
+            return torch.cat(parts, 1)
+        whole = x.new_zeros(x.shape[0], total, *shapes[0][2:])
+        for some, part in zip(heads, parts, strict=True):
+            whole.index_add_(1, torch.tensor(some, dtype=torch.int64, device=x.device), part)
+        return whole
 
 
 def _count(heads: slice | list[int]) -> int:
     return heads.stop - heads.start if isinstance(heads, slice) else len(heads)
 
 
-def _to_heads(x: Tensor, whole: Whole, heads: list[slice] | list[list[int]], lengths: list[int]) -> Tensor:
-    """(B, H, own rows, ...) as (B, heads of this rank, all rows, ...): `lengths` of them on each rank."""
-    shapes = [(x.shape[0], _count(heads[whole.ranks.rank]), rows, *x.shape[3:]) for rows in lengths]
-    return torch.cat(ranks_of.all_to_all(whole.ranks, [x[:, some] for some in heads], shapes), 2)
+def _local(whole: GlobalCall, exchange: _Exchange) -> Call:
+    """Return the call of this rank's heads, all rows and all keys."""
+    call, size = whole.call, whole.ranks.size
+    heads, own, rows, keys = exchange.heads, exchange.own, exchange.rows, exchange.keys
+    first = [slice(0, 1)] * size
 
-
-def _to_rows(x: Tensor, whole: Whole, heads: list[slice] | list[list[int]], total: int, lengths: list[int]) -> Tensor:
-    """The same the other way: (B, heads of this rank, all rows, ...) as (B, `total` heads, own rows, ...), added up."""
-    shapes = [(x.shape[0], _count(some), lengths[whole.ranks.rank], *x.shape[3:]) for some in heads]
-    parts = ranks_of.all_to_all(whole.ranks, list(x.split(lengths, 2)), shapes)
-    if isinstance(heads[0], slice):
-        return torch.cat(parts, 1)
-    made = x.new_zeros(x.shape[0], total, *shapes[0][2:])
-    for some, part in zip(heads, parts, strict=True):
-        made.index_add_(1, torch.tensor(some, dtype=torch.int64, device=x.device), part)
-    return made
-
-
-def _lengths(whole: Whole) -> tuple[list[int], list[int]]:
-    """(rows, keys) of each rank."""
-    return [rows_of(some) for some in whole.rows], [rows_of(some) for some in whole.keys]
-
-
-def _pairs(x: Tensor, whole: Whole, heads: Heads) -> Tensor:
-    """A mask or bias of the rank's own rows as one of all rows, of the rank's heads or of all alike."""
-    rows, _ = _lengths(whole)
-    x = x.expand(-1, -1, rows[whole.ranks.rank], whole.total)
-    return _to_heads(x, whole, heads.queries if x.shape[1] > 1 else [slice(0, 1)] * whole.ranks.size, rows)
-
-
-def _masks(whole: Whole, heads: Heads) -> Call:
-    """The call with the masks of all rows and keys."""
-    call, (rows, keys) = whole.call, _lengths(whole)
+    def pairs(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.expand(-1, -1, rows[whole.ranks.rank], whole.total)
+        return exchange.to_heads(x, heads.queries if x.shape[1] > 1 else first, rows)
 
     def tokens(mask: Tensor | None, lengths: list[int]) -> Tensor | None:
-        if mask is None:
-            return None
-        return _to_heads(mask[:, None], whole, [slice(0, 1)] * whole.ranks.size, lengths)[:, 0]
+        return None if mask is None else exchange.to_heads(mask[:, None], first, lengths)[:, 0]
 
     return call._replace(
-        mask=None if call.mask is None else _pairs(call.mask, whole, heads),
+        query=exchange.to_heads(call.query, heads.queries, rows),
+        key=exchange.to_heads(call.key, heads.keys, keys),
+        value=exchange.to_heads(call.value, heads.keys, keys),
+        bias=pairs(call.bias),
+        mask=pairs(call.mask),
         key_mask=tokens(call.key_mask, keys),
         query_mask=tokens(call.query_mask, rows),
-    )
-
-
-def _of_heads(x: Tensor | None, own: slice) -> Tensor | None:
-    """What a (1 or B, Hq) tensor has for some heads."""
-    return None if x is None else x[:, own]
-
-
-def _local(whole: Whole, heads: Heads) -> Call:
-    """The call of the rank's heads and all rows, whose masks are of all rows already."""
-    call, (rows, keys), rank = whole.call, _lengths(whole), whole.ranks.rank
-    own, total = heads.queries[rank], call.query.shape[1]
-    return call._replace(
-        query=_to_heads(call.query, whole, heads.queries, rows),
-        key=_to_heads(call.key, whole, heads.keys, keys),
-        value=_to_heads(call.value, whole, heads.keys, keys),
-        bias=None if call.bias is None else _pairs(call.bias, whole, heads),
-        alibi_slopes=_of_heads(call.alibi_slopes, own),
-        sinks=_of_heads(call.sinks, own),
-        origin=list(Origin(whole.shift, 0, 0, own.start, total)),
+        alibi_slopes=None if call.alibi_slopes is None else call.alibi_slopes[:, own],
+        sinks=None if call.sinks is None else call.sinks[:, own],
+        origin=list(Origin(whole.shift, 0, 0, own.start, exchange.total)),
     )
 
 
 @without_autocast
-def _forward(whole: Whole, heads: Heads) -> tuple[Tensor, Tensor, Call, partial.Rows]:
-    """(output, lse, the rank's own call, its Rows)."""
-    call, (lengths, _) = _local(whole, heads), _lengths(whole)
-    part = call._replace(partial=True, sinks=None)
-    rows = partial.start(call, partial.unit(part, whole.backend))
-    out, stats = partial.forward(part, whole.backend)
-    partial.add(rows, slice(None), out, *stats.unbind(-1))
-    if call.sinks is not None:
-        partial.add_sinks(rows, call.sinks)
-    total = whole.call.query.shape[1]
-    out, lse = (_to_rows(x, whole, heads.queries, total, lengths) for x in (arrange(rows.out, call.query), rows.lse))
-    return arrange(out, whole.call.query), lse, call, rows
+def _forward(
+    whole: GlobalCall, exchange: _Exchange, need_lse: bool, need_weights: bool
+) -> tuple[list[Tensor | None], Call, tuple[Tensor, ...]]:
+    """Return ((output, lse or None, weights or None), the local call, what its backward needs of its results)."""
+    call, query = _local(whole, exchange), whole.call.query
+    if exchange.heads.repeated:  # gradients of a key head on several ranks are rounded after they are added up
+        kernels = whole.backend in partial.KERNELS and not need_weights
+        call = call._replace(partial=True) if kernels else partial.widened(call)
+    flops.offer(OPERATORS.forward)
+    out, lse, weights, stats = OPERATORS.forward(*call, need_lse, need_weights, whole.differentiated, whole.backend)
+    asked = out.to(query.dtype), lse if need_lse else None, weights.to(query.dtype) if need_weights else None
+    results = [
+        None if x is None else exchange.to_rows(x, exchange.heads.queries, exchange.total, exchange.rows) for x in asked
+    ]
+    results[0] = arrange(results[0], query)  # type: ignore[arg-type]
+    return results, call, (out, weights, stats)
 
 
 @without_autocast
 def _backward(
-    whole: Whole, heads: Heads, call: Call, rows: partial.Rows, out_grad: Tensor, lse_grad: Tensor | None
+    whole: GlobalCall, exchange: _Exchange, call: Call, saved: Sequence[Tensor], incoming: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the first fields of the call of a rank, from what its `_forward` kept."""
-    own, (lengths, keys), rank = whole.call, _lengths(whole), whole.ranks.rank
-    out_grad = _to_heads(out_grad, whole, heads.queries, lengths)
-    lse_grad = None if lse_grad is None else _to_heads(lse_grad, whole, heads.queries, lengths)
-    wanted = [whole.wanted(number) and call[number] is not None for number in range(5)] + [False]
-    part = call._replace(partial=True, sinks=None)
-    grads = partial.backward(part, whole.backend, out_grad, lse_grad, rows.out, rows.stats, wanted)
-    query, key, value, bias, slopes, _ = grads
-    total = own.query.shape[1]
+    """Return the gradients of the first fields of a rank's call, from those of its results."""
+    heads, rows, keys, total = exchange.heads, exchange.rows, exchange.keys, exchange.total
+    out, weights, stats = saved
+    given = [None if x is None else exchange.to_heads(x, heads.queries, rows) for x in incoming]
+    given = [x if x is None or n == 1 else x.to(call.query.dtype) for n, x in enumerate(given)]  # 1: of lse
+    need = [whole.wanted(n) and x is not None for n, x in enumerate(inputs_of(call))]
+    found = gradients(given, out, weights if weights.dim() == 4 else None, stats, tuple(call), whole.backend, need)
+    query, key, value, bias, slopes, sinks = found
+    dtype, size = whole.call.query.dtype, whole.ranks.size
     if query is not None:
-        query = _to_rows(query.to(own.query.dtype), whole, heads.queries, total, lengths)
-    made = []
-    for grad, x in ((key, own.key), (value, own.value)):
-        if grad is not None:
-            grad = grad if heads.repeated else grad.to(x.dtype)
-            grad = _to_rows(grad, whole, heads.keys, x.shape[1], keys)
-        made.append(grad)
-    if bias is not None and own.bias is not None:
-        bias = bias.to(rows.out.dtype)
-        if own.bias.shape[1] > 1:
-            bias = _to_rows(bias, whole, heads.queries, total, lengths)
-        else:
-            bias = _to_rows(bias, whole, [[0]] * whole.ranks.size, 1, lengths)
-        bias = bias.sum_to_size(own.bias.shape)
-    sinks = None
-    if call.sinks is not None and whole.wanted(5):
-        sinks = partial.of_sinks(call, rows, out_grad, lse_grad)
+        query = exchange.to_rows(query.to(dtype), heads.queries, total, rows)
+    key_heads = whole.call.key.shape[1]
+    key, value = (x if x is None or heads.repeated else x.to(dtype) for x in (key, value))
+    key, value = (None if x is None else exchange.to_rows(x, heads.keys, key_heads, keys) for x in (key, value))
+    if bias is not None and whole.call.bias is not None:
+        shared = whole.call.bias.shape[1] == 1
+        bias = bias.to(wide_dtype(call))
+        bias = (
+            exchange.to_rows(bias, [[0]] * size, 1, rows)
+            if shared
+            else exchange.to_rows(bias, heads.queries, total, rows)
+        )
+        bias = bias.sum_to_size(whole.call.bias.shape)
 
-    def of_all(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
-        if grad is None or x is None:
+    def of_all(grad: Tensor | None) -> Tensor | None:
+        if grad is None:
             return None
-        every = rows.out.new_zeros(x.shape)
-        every[:, heads.queries[rank]] = grad.to(every.dtype)
+        every = grad.new_zeros((grad.shape[0], total), dtype=wide_dtype(call))
+        every[:, exchange.own] = grad.to(every.dtype)
         return ranks_of.sum_of(whole.ranks, every)
 
-    slopes, sinks = of_all(slopes, own.alibi_slopes), of_all(sinks, own.sinks)
-    return as_inputs((query, *made, bias, slopes, sinks), own[:6])
+    return in_dtypes_of(inputs_of(whole.call), (query, key, value, bias, of_all(slopes), of_all(sinks)))
 
 
 class _Ulysses(torch.autograd.Function):
-    """`ulysses_attention` of a Whole without weights, and its derivative."""
+    """`ulysses_attention` of a GlobalCall, and its derivative."""
 
     @staticmethod
     def forward(ctx, *arguments):
-        *tensors, _, whole, heads, need_lse = arguments
-        out, lse, call, rows = _forward(whole.with_tensors(tensors), heads)
-        ctx.whole, ctx.heads, ctx.need_lse, ctx.unit, ctx.call = (
-            whole.with_tensors(),
-            heads,
-            need_lse,
-            rows.unit,
-            with_tensors(call, (None,) * len(TENSORS)),
-        )
-        ctx.save_for_backward(*tensors, *tensors_of(call), *rows[:3])
-        ctx.set_materialize_grads(False)
-        return out, lse
+        *tensors, _, whole, exchange, need_lse, need_weights = arguments
+        whole = whole.with_tensors(tensors)
+        results, call, saved = _forward(whole, exchange, need_lse, need_weights)
+        like = [None if x is None else x.new_empty(()).expand(x.shape) for x in tensors]
+        ctx.whole, ctx.exchange = whole.with_tensors(like), exchange
+        ctx.call = with_tensors(call, [None] * len(TENSORS))
+        ctx.save_for_backward(*tensors_of(call), *saved)
+        return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, out_grad, lse_grad):
-        saved = ctx.saved_tensors
-        tensors, local, kept = saved[: len(TENSORS)], saved[len(TENSORS) : 2 * len(TENSORS)], saved[2 * len(TENSORS) :]
-        rows, call, query = partial.Rows(*kept, ctx.unit), with_tensors(ctx.call, local), tensors[0]
-        out_grad = grad_of_out(out_grad, query[..., :1].expand(*query.shape[:3], call.value.shape[3]), query)
-        if ctx.need_lse and lse_grad is None:  # another rank may have one, and all take part in the exchange
-            lse_grad = rows.out.new_zeros(query.shape[:3])
-        grads = _backward(ctx.whole.with_tensors(tensors), ctx.heads, call, rows, out_grad, lse_grad)
-        return *grads, *(None,) * (len(TENSORS) - NEEDS + 4)
-
-
-class _Exchange(torch.autograd.Function):
-    """`_to_heads` of a tensor that has `total` heads, and its derivative."""
-
-    @staticmethod
-    def forward(ctx, x, whole, heads, lengths, total):
-        ctx.rest = whole.with_tensors(), heads, total, lengths
-        return _to_heads(x, whole, heads, lengths)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return _to_rows(grad, *ctx.rest), None, None, None, None
-
-
-class _Back(torch.autograd.Function):
-    """`_to_rows` of several results together: ranks may use some of them each, and all take part in the exchanges."""
-
-    @staticmethod
-    def forward(ctx, whole, heads, lengths, total, *results):
-        ctx.rest, ctx.there = (whole.with_tensors(), heads, lengths), [x is not None for x in results]
-        return tuple(None if x is None else _to_rows(x, whole, heads, total, lengths) for x in results)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        pairs = zip(grads, ctx.there, strict=True)
-        return *(None,) * 4, *(_to_heads(grad, *ctx.rest) if there else None for grad, there in pairs)
-
-
-class _Shared(torch.autograd.Function):
-    """A tensor that is the same on all ranks: each gets the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return ranks_of.sum_of(ctx.ranks, grad), None
-
-
-@without_autocast
-def _with_weights(
-    whole: Whole, heads: Heads, need_lse: bool, backend: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, lse, weights) by the operators themselves, between exchanges that are differentiable."""
-    given, dtype = whole.call, whole.call.query.dtype
-    if heads.repeated:  # gradients of a key head on several ranks are not to be rounded before they are added up
-        whole = whole._replace(call=partial.widened(given))
-    # What has a gradient on any rank has one on each: its exchange takes part in the backward of the others.
-    inputs: Any = (
-        x if x is None or x.requires_grad or not whole.wanted(number) else x.detach().requires_grad_()
-        for number, x in enumerate(whole.call[:6])
-    )
-    query, key, value, bias, slopes, sinks = inputs
-    (rows, keys), ranks, own = _lengths(whole), whole.ranks, heads.queries[whole.ranks.rank]
-    if bias is not None:
-        many = bias.shape[1] > 1
-        of = heads.queries if many else [[0]] * ranks.size
-        every = bias.expand(-1, -1, query.shape[2], whole.total)
-        bias = _Exchange.apply(every, whole, of, rows, bias.shape[1])
-    total = query.shape[1]
-    local = _masks(whole, heads)._replace(
-        query=_Exchange.apply(query, whole, heads.queries, rows, total),
-        key=_Exchange.apply(key, whole, heads.keys, keys, key.shape[1]),
-        value=_Exchange.apply(value, whole, heads.keys, keys, key.shape[1]),
-        bias=bias,
-        alibi_slopes=None if slopes is None else _Shared.apply(slopes, ranks)[:, own],
-        sinks=None if sinks is None else _Shared.apply(sinks, ranks)[:, own],
-        origin=list(Origin(whole.shift, 0, 0, own.start, total)),
-    )
-    results = backends.choose(local, True, backends.named(backend)).run(local, need_lse, True)
-    out, lse, weights = _Back.apply(whole, heads.queries, rows, total, *results)
-    return arrange(out.to(dtype), given.query), lse, weights.to(dtype)
+    def backward(ctx, *incoming):
+        # Zeros stand for what did not come: another rank may have it, and all take part in the exchange.
+        saved = ctx.saved_tensors  # once, as checkpoints want it
+        call = with_tensors(ctx.call, saved[: len(TENSORS)])
+        grads = _backward(ctx.whole, ctx.exchange, call, saved[len(TENSORS) :], incoming)
+        return *grads, *(None,) * (len(TENSORS) - len(INPUTS) + 5)

@@ -1,7 +1,6 @@
-"""DTensors: each rank computes its own batches and heads, by the backend that takes these, and nothing is sent.
+"""DTensors: each rank computes its own batches and heads, and nothing is sent.
 
-Backends get what a rank has, as plain tensors; what they return becomes a DTensor that is cut as the query is. So all
-of them take DTensors, also those that are no operators of torch.
+Backends get a rank's plain tensors; their results become DTensors that are sharded as the query is.
 """
 
 import functools
@@ -41,9 +40,9 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
 
 
 class Own(NamedTuple):
-    """What a rank computes of a call of DTensors.
+    """A rank's part of a call of DTensors: call, with its batches and heads, and the placements of its results.
 
-    call: its batches and heads. mesh, placements: of the results, the query's. query: that of all ranks.
+    query: the DTensor.
     """
 
     call: Call
@@ -77,10 +76,10 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 
 
 def own(call: Call, seed: Any) -> Own | None:
-    """What this rank computes of a checked call; None if no tensor of it is a DTensor.
+    """Return this rank's part of a checked call; None if no tensor of it is a DTensor.
 
-    What is not sharded where others are is cut here: its gradient is Partial. Tensors that are no DTensors, other than
-    query, key and value, are those of all ranks.
+    A replicated tensor beside sharded ones is cut here: its gradient is Partial. Options that are no DTensors are those
+    of all ranks.
 
     Args:
         seed: as the caller gave it.
@@ -197,12 +196,10 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """(the first, how many) elements, of those that a rank has of `size`, belong to its part of the query.
+    """Return (first, count) of a rank's elements that belong to its part of the query.
 
-    None if any rank lacks some, or, of heads of keys, if they do not serve equally many heads of its query each.
-
-    Args:
-        wanted, had: which dimensions of the mesh cut the query, and this.
+    None if a rank lacks some, or if its key heads do not serve equally many query heads each. wanted, had: the
+    dimensions of the mesh that cut the query, and this tensor.
     """
     found = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:

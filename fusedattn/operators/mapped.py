@@ -1,9 +1,8 @@
-"""torch.vmap of the operators: the calls that it maps over become one call, or are made one by one.
+"""torch.vmap of the operators: mapped calls become one call, or are made one by one.
 
-Mapped calls are folded into the batch; those of packed sequences into one call with all of their sequences. So each has
-planes of its own, as dropout counts them: the bits of one call are not those of the next. They are the same where torch
-is told so (randomness="same") and for derivatives of a call that was not mapped itself, and each call has those of its
-seed where seeds are mapped: then the calls are made one by one.
+Mapped calls are folded into the batch, packed sequences into one call with all sequences. So each call has planes of
+its own, and drops other weights than the next. Calls are made one by one where they must drop the same: with
+randomness="same", for derivatives of a call that was not mapped itself, and where seeds are mapped.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,12 +75,12 @@ def mapped(
     in_dims: Sequence[int | None],
     arguments: Sequence[Any],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """(results, their dimensions) of a Function under torch.vmap.
+    """Return (results, their dimensions) of a Function under torch.vmap.
 
     Args:
-        apply: computes it. names: of its arguments; those of a Call are its fields, and what derivatives are of them
-            may have a prefix, grad_, tangent_ or moved_, and a number and a colon before it. results: the names of what
-            it returns; gradients may have those of what they are the gradients of.
+        apply: computes it. names: of its arguments, the fields of a Call among them; derivatives may have a prefix,
+            grad_, tangent_ or moved_, and a number and a colon before it. results: the names of what it returns;
+            gradients may have the names of their inputs.
         info, in_dims, arguments: as torch hands them to `vmap`.
     """
     given, fields = dict(zip(names, arguments, strict=True)), Call._fields

@@ -1,8 +1,10 @@
-"""Processes that talk over gloo: started once for each number of them, and given one function after the other."""
+"""Processes that talk over gloo: started once for each number of them, and given one test after the other."""
 
 import datetime
+import functools
 import importlib
-import multiprocessing
+import inspect
+import multiprocessing.connection
 import os
 import socket
 import traceback
@@ -11,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = datetime.timedelta(seconds=20)  # that a rank waits for another
+LIMIT = datetime.timedelta(seconds=120)  # that a rank waits for another
 
 
 def free_port():
-    """A port of this machine that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -33,30 +34,40 @@ def _serve(rank, size, port, pipe):
     while True:
         module, name, arguments = pipe.recv()
         try:
-            pipe.send((None, getattr(importlib.import_module(module), name)(rank, size, *arguments)))
+            torch.manual_seed(0)
+            getattr(importlib.import_module(module), name).of_rank(rank, size, **arguments)
+            pipe.send(None)
         except BaseException:  # those of pytest among them
-            pipe.send((traceback.format_exc(), None))
+            pipe.send(traceback.format_exc())
 
 
 class Pool:
     """`size` processes."""
 
     def __init__(self, size):
+        self.size = size
+        self.start()
+
+    def start(self):
         context, port, self.pipes, self.processes = multiprocessing.get_context("spawn"), free_port(), [], []
-        for rank in range(size):
+        for rank in range(self.size):
             here, there = context.Pipe()
             self.pipes.append(here)
-            self.processes.append(context.Process(target=_serve, args=(rank, size, port, there), daemon=True))
+            self.processes.append(context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True))
             self.processes[-1].start()
 
-    def run(self, function, *arguments):
-        """What function(rank, size, *arguments) returns in each process; it is one of a module's."""
+    def run(self, module, name, arguments):
+        """Run a test in each process."""
         for pipe in self.pipes:
-            pipe.send((function.__module__, function.__name__, arguments))
-        answers = [pipe.recv() for pipe in self.pipes]
-        for rank, (error, _) in enumerate(answers):
-            assert error is None, f"rank {rank}:\n{error}"
-        return [answer for _, answer in answers]
+            pipe.send((module, name, arguments))
+        waiting = dict(zip(self.pipes, range(self.size), strict=True))
+        while waiting:
+            for pipe in multiprocessing.connection.wait(list(waiting)):
+                rank, error = waiting.pop(pipe), pipe.recv()
+                if error is not None:
+                    self.stop()  # ranks that wait for this one answer nobody
+                    self.start()
+                    pytest.fail(f"rank {rank}: {error}")
 
     def stop(self):
         """End the processes, at once: leaving a group in order takes seconds."""
@@ -65,9 +76,33 @@ class Pool:
 
 
 @pytest.fixture(scope="session")
-def pools():
+def pool_of():
     """A function of a number of processes that gives their Pool."""
-    made = {}
-    yield lambda size: made.setdefault(size, None) or made.update({size: Pool(size)}) or made[size]
-    for pool in filter(None, made.values()):
+    pools = {}
+
+    def pool_of(size):
+        if size not in pools:
+            pools[size] = Pool(size)
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
         pool.stop()
+
+
+def on_ranks(size):
+    """Make a test of a function of rank, size and parameters: each of `size` processes runs it."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(pool_of, **parameters):
+            pool_of(size).run(function.__module__, function.__name__, parameters)
+
+        names = [name for name in inspect.signature(function).parameters if name not in ("rank", "size")]
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("pool_of", *names)]
+        )
+        test.of_rank = function
+        return test
+
+    return decorate

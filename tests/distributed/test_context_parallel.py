@@ -13,9 +13,12 @@ from fusedattn.compat import _provider
 from fusedattn.compat._override import Override
 
 from ..close import assert_like
+from .conftest import on_ranks
 
 
-def with_torchs_ring(rank, size):
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on the CPU kernels need TRITON_INTERPRET=1")
+@on_ranks(2)
+def test_the_operators_of_the_provider_run_inside_torchs_ring(rank, size):
     """Hold results and gradients by the operators that the provider replaces to those of one process.
 
     On a CPU torch has none of them, and its attention never asks for them: here they are called by name.
@@ -26,7 +29,6 @@ def with_torchs_ring(rank, size):
     with mock.patch.object(torch.library, "get_kernel", lambda name, key: None):
         ours = Override(_provider.REPLACED, "CPU")
     mesh = init_device_mesh("cpu", (size,))
-    torch.manual_seed(0)
     whole = [torch.randn(1, heads, 8 * size, 16).half() for heads in (2, 2, 2, 2)]
     *inputs, given = (x.clone() for x in whole)
 
@@ -46,19 +48,11 @@ def with_torchs_ring(rank, size):
     assert_like(found, in_one_process)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on the CPU kernels need TRITON_INTERPRET=1")
-def test_the_operators_of_the_provider_run_inside_torchs_ring(pools):
-    pools(2).run(with_torchs_ring)
-
-
-def functions_of_ours(rank, size):
+@on_ranks(2)
+def test_where_torchs_function_is_ours_a_shard_is_not_taken_for_the_whole(rank, size):
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh, whole = init_device_mesh("cpu", (size,)), torch.randn(1, 2, 8 * size, 16)
     with context_parallel(mesh, buffers=[whole], buffer_seq_dims=[2]), fa.compat.torch.sdpa():
-        with pytest.raises(ValueError, match="query: .* sequences in shards"):
+        with pytest.raises(ValueError, match="^query: "):
             F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
-
-
-def test_where_torchs_function_is_ours_a_shard_is_not_taken_for_the_whole(pools):
-    pools(2).run(functions_of_ours)

@@ -10,128 +10,115 @@ import torch
 
 from fusedattn import distributed
 
-from .conftest import free_port, join
-
-METHODS = ("ring_attention", "gather_attention", "ulysses_attention")
+from .conftest import free_port, join, on_ranks
+from .whole import METHODS
 
 
 def inputs(rows=8, heads=4, dtype=torch.float32, columns=8, batch=1):
     return [torch.randn(batch, heads, rows, columns, dtype=dtype) for _ in range(3)]
 
 
-# What the last rank does otherwise: (arguments of `inputs`, options), and what the others' message begins with.
+# What the last rank does otherwise: (arguments of `inputs`, options, the argument that the others' message names).
 DISAGREE = {
-    "dtype": (dict(dtype=torch.float64), {}, "^query: expected the same on rank 1 as on rank 0"),
-    "columns": (dict(columns=4), {}, "^query: expected the same on rank 1"),
-    "batch": (dict(batch=2), {}, "^query: expected the same on rank 1"),
-    "heads": (dict(heads=8), {}, "^query: expected the same on rank 1"),
-    "rows": (dict(rows=11), {}, "^query: expected 10 rows on rank 0, as `shard` cuts 19, got 8"),
-    "causal": ({}, dict(causal=True), r"^causal: expected the same on rank 1 .* \((on this rank (True|False))\)$"),
-    "window": ({}, dict(window=(3, None)), "^window: expected the same on rank 1"),
-    "scale": ({}, dict(scale=0.5), "^scale: expected the same on rank 1"),
-    "dropout": ({}, dict(dropout_p=0.5, seed=1), "^dropout_p: expected the same on rank 1"),
-    "key mask": ({}, dict(key_mask=torch.ones(1, 8, dtype=torch.bool)), "^key_mask: expected the same on rank 1"),
-    "sinks": ({}, dict(sinks=torch.zeros(4)), "^sinks: expected the same on rank 1"),
-    "return_lse": ({}, dict(return_lse=True), "^return_lse: expected the same on rank 1"),
-    "an error": ({}, dict(softcap=-1.0), "raised ValueError: softcap: expected a finite number above 0|^softcap: "),
-    "a wrong type": ({}, dict(causal="yes"), "raised TypeError: causal: expected a bool|^causal: expected a bool"),
+    "dtype": (dict(dtype=torch.float64), {}, "^query: .*rank 1"),
+    "columns": (dict(columns=4), {}, "^query: .*rank 1"),
+    "batch": (dict(batch=2), {}, "^query: .*rank 1"),
+    "heads": (dict(heads=8), {}, "^query: .*rank 1"),
+    "rows": (dict(rows=11), {}, "^query: .*10 rows on rank 0.* got 8"),
+    "causal": ({}, dict(causal=True), r"^causal: .*rank 1.*(True|False)"),
+    "window": ({}, dict(window=(3, None)), "^window: .*rank 1"),
+    "scale": ({}, dict(scale=0.5), "^scale: .*rank 1"),
+    "softcap": ({}, dict(softcap=2.0), "^softcap: .*rank 1"),
+    "dropout": ({}, dict(dropout_p=0.5, seed=1), "^dropout_p: .*rank 1"),
+    "key mask": ({}, dict(key_mask=torch.ones(1, 8, dtype=torch.bool)), "^key_mask: .*rank 1"),
+    "slopes": ({}, dict(alibi_slopes=torch.zeros(4)), "^alibi_slopes: .*rank 1"),
+    "sinks": ({}, dict(sinks=torch.zeros(4)), "^sinks: .*rank 1"),
+    "return_lse": ({}, dict(return_lse=True), "^return_lse: .*rank 1"),
+    "backend": ({}, dict(backend="naive"), "^backend: .*rank 1"),
+    "an error": ({}, dict(softcap=-1.0), "(raised ValueError: |^)softcap: .*-1.0"),
+    "a wrong type": ({}, dict(causal="yes"), "(raised TypeError: |^)causal: "),
 }
 
 
-def disagree(rank, size, method, sizes, options, message):
-    other = rank == size - 1
-    wanted = (ValueError, TypeError)
-    with pytest.raises(wanted, match=message):
-        getattr(distributed, method)(*inputs(**(sizes if other else {})), **(options if other else {}))
-    # All have heard it, so that the next call is one again.
-    return getattr(distributed, method)(*inputs()).shape
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_that_disagree_raise_on_all(pools, method):
+def test_ranks_that_disagree_raise_on_all(rank, size, method):
+    attend = getattr(distributed, method)
     for sizes, options, message in DISAGREE.values():
-        assert pools(2).run(disagree, method, sizes, options, message) == [(1, 4, 8, 8)] * 2
+        with pytest.raises((ValueError, TypeError), match=message):
+            attend(*inputs(**(sizes if rank else {})), **(options if rank else {}))
+        assert attend(*inputs()).shape == (1, 4, 8, 8)  # all have heard it, so that the next call is one again
 
 
-def other_functions(rank, size):
-    with pytest.raises(ValueError, match="expected the same function on all ranks, rank 1 and rank 0 called two"):
+@on_ranks(2)
+def test_ranks_that_call_two_functions_raise(rank, size):
+    with pytest.raises(ValueError, match="rank 1 and rank 0"):
         (distributed.ring_attention if rank else distributed.gather_attention)(*inputs())
 
 
-def test_ranks_that_call_two_functions_raise(pools):
-    pools(2).run(other_functions)
+@on_ranks(2)
+def test_heads_that_ranks_do_not_divide_are_refused(rank, size):
+    with pytest.raises(ValueError, match="query: .* 3 heads"):
+        distributed.ulysses_attention(*inputs(heads=3))
+    query, (key, value, _) = inputs(heads=6)[0], inputs(heads=3)
+    assert distributed.ulysses_attention(query, key, value).shape == (1, 6, 8, 8)
 
 
-def no_divisor(rank, size):
-    for heads in ((3, 3), (6, 3)):
-        query, key, value = (torch.randn(1, n, 8, 8) for n in (heads[0], heads[1], heads[1]))
-        if heads[0] % size:
-            with pytest.raises(ValueError, match="query: expected heads that 2 ranks divide, got 3 heads"):
-                distributed.ulysses_attention(query, key, value)
-        else:
-            assert distributed.ulysses_attention(query, key, value).shape == (1, 6, 8, 8)
-
-
-def test_heads_that_ranks_do_not_divide_are_refused(pools):
-    pools(2).run(no_divisor)
-
-
-def wrong_offsets(rank, size):
-    query, key, value = (torch.randn(8, 2, 8) for _ in range(3))
-    offsets = [0, 16] if rank else torch.tensor([0, 16], dtype=torch.int32)
-    with pytest.raises((TypeError, ValueError), match="cu_seqlens: expected a tensor, got list"):
-        distributed.gather_attention_varlen(query, key, value, offsets)
-    with pytest.raises(ValueError, match="^cu_seqlens_q: expected "):
-        distributed.gather_attention_varlen(query, key, value, torch.tensor([0, 15], dtype=torch.int32))
-    for shape in ((1, 1, 8, 0), (1, 1, 8, 9)):
-        mask = torch.ones(shape if rank else (1, 1, 1, 1), dtype=torch.bool)
-        with pytest.raises(ValueError, match="^mask: expected all keys, 16, or 1 as its last size"):
-            distributed.ulysses_attention(*inputs(), mask=mask)
-    mask = torch.ones((1, 1, 8, 16) if rank else (1, 1, 1, 1), dtype=torch.bool)
-    return distributed.ulysses_attention(*inputs(), mask=mask).shape
-
-
-def test_sizes_and_types_that_differ_between_ranks(pools):
-    assert pools(2).run(wrong_offsets) == [(1, 4, 8, 8)] * 2
-
-
-WRONG = {
-    "balance": (dict(balance="striped"), "^balance: expected None or 'zigzag', got 'striped'"),
-    "rank": (dict(query=torch.randn(4, 8, 8)), r"^query: expected rank 4, \(B, H, rows, D\), got \(4, 8, 8\)"),
-    "mask": (
-        dict(mask=torch.ones(8, 9, dtype=torch.bool)),
-        "^mask: expected all keys, 16, or 1 as its last size, got 9",
-    ),
-    "bias": (dict(bias=torch.ones(7, 16)), r"^bias: expected "),
-}
-
-
-def all_wrong(rank, size, options, message):
+@on_ranks(2)
+def test_what_is_wrong_everywhere_raises_everywhere(rank, size):
+    wrong = {
+        "balance: .*'striped'": dict(balance="striped"),
+        r"query: .*\(4, 8, 8\)": dict(query=torch.randn(4, 8, 8)),
+        "mask: .* 16, .* 9": dict(mask=torch.ones(8, 9, dtype=torch.bool)),
+        "bias: ": dict(bias=torch.ones(7, 16)),
+    }
     query, key, value = inputs()
-    with pytest.raises(ValueError, match=message):
-        distributed.gather_attention(**dict(query=query, key=key, value=value) | options)
+    for message, options in wrong.items():
+        with pytest.raises(ValueError, match=f"^{message}"):
+            distributed.gather_attention(**dict(query=query, key=key, value=value) | options)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_everywhere_raises_everywhere(pools, name):
-    pools(2).run(all_wrong, *WRONG[name])
+@on_ranks(2)
+def test_sizes_and_types_that_differ_between_ranks(rank, size):
+    query, key, value = (torch.randn(8, 2, 8) for _ in range(3))
+    attend = distributed.gather_attention_varlen
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens: .*list"):
+        attend(query, key, value, [0, 16] if rank else torch.tensor([0, 16], dtype=torch.int32))
+    with pytest.raises(ValueError, match="^cu_seqlens_q: "):
+        attend(query, key, value, torch.tensor([0, 15], dtype=torch.int32))
+    with pytest.raises(ValueError, match="^cu_seqlens: .*rank 1"):
+        attend(query, key, value, torch.tensor([0, 9 + rank, 16], dtype=torch.int32))
+    for columns in (0, 9, 16):
+        mask = torch.ones((1, 1, 8, columns) if rank else (1, 1, 1, 1), dtype=torch.bool)
+        if columns == 16:
+            assert distributed.ulysses_attention(*inputs(), mask=mask).shape == (1, 4, 8, 8)
+        else:
+            with pytest.raises(ValueError, match="^mask: .* 16"):
+                distributed.ulysses_attention(*inputs(), mask=mask)
+
+
+@on_ranks(2)
+def test_wrong_shards(rank, size):
+    with pytest.raises(ValueError, match="^x: .*rank 0"):
+        distributed.unshard(torch.ones(3 + 4 * rank), 0)
+    with pytest.raises(ValueError, match="^shape: .*rank 1"):
+        distributed.unshard(torch.ones(3, 1 + rank), 0)
+    with pytest.raises(ValueError, match="dim: "):
+        distributed.unshard(torch.ones(3), rank)
 
 
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: distributed.shard([1, 2], 0), TypeError, "^x: expected a tensor, got list"),
-        (
-            lambda: distributed.shard(torch.ones(3), 1),
-            ValueError,
-            "^dim: expected a dimension of x, which has 1, got 1",
-        ),
-        (lambda: distributed.shard(torch.ones(3), 0.0), TypeError, "^dim: expected an int, got float"),
-        (lambda: distributed.unshard(torch.ones(3), 0, balance="x"), ValueError, "^balance: expected None or 'zigzag'"),
-        (lambda: distributed.positions(-1), ValueError, "^length: expected 0 or more, got -1"),
-        (lambda: distributed.positions(1.5), TypeError, "^length: expected an int, got float"),
-        (lambda: distributed.positions(3, group="all"), TypeError, "^group: expected a process group, a DeviceMesh"),
-        (lambda: distributed.ring_attention(1, 2, 3), TypeError, "^query: expected a tensor, got int"),
+        (lambda: distributed.shard([1, 2], 0), TypeError, "^x: .*list"),
+        (lambda: distributed.shard(torch.ones(3), 1), ValueError, "^dim: .* 1$"),
+        (lambda: distributed.shard(torch.ones(3), 0.0), TypeError, "^dim: .*float"),
+        (lambda: distributed.unshard(torch.ones(3), 0, balance="x"), ValueError, "^balance: "),
+        (lambda: distributed.positions(-1), ValueError, "^length: .*-1"),
+        (lambda: distributed.positions(1.5), TypeError, "^length: .*float"),
+        (lambda: distributed.positions(3, group="all"), TypeError, "^group: "),
+        (lambda: distributed.ring_attention(1, 2, 3), TypeError, "^query: .*int"),
+        (lambda: distributed.ring_attention(*inputs(), mask=None), TypeError, "unexpected keyword argument 'mask'"),
     ],
 )
 def test_wrong_arguments_of_one_process(call, error, message):
@@ -159,38 +146,33 @@ def _missing(rank, port, queue):
 def _killed(rank, port, queue):
     join(rank, 3, port, datetime.timedelta(minutes=5))
     query, key, value = (x.requires_grad_() for x in inputs(rows=64))
-    began = None
     try:
         for step in range(10**6):
             if rank == 1 and step == 5:
                 os._exit(9)
             began = time.monotonic()
             distributed.ring_attention(query, key, value, causal=True).sum().backward()
-    except RuntimeError as error:
-        queue.put((rank, f"{time.monotonic() - began:.1f} {error}"))
+    except RuntimeError:
+        queue.put((rank, time.monotonic() - began))
 
 
-def _answers(target, ranks, seconds):
+def _answers(target, ranks):
     context = multiprocessing.get_context("spawn")
     queue, port = context.Queue(), free_port()
     processes = [context.Process(target=target, args=(rank, port, queue), daemon=True) for rank in range(3)]
     for process in processes:
         process.start()
-    answers = dict(queue.get(timeout=seconds) for _ in ranks)
+    answers = dict(queue.get(timeout=120) for _ in ranks)
     for process in processes:
         process.kill()
     assert answers.keys() == set(ranks)
-    return answers
+    return answers.values()
 
 
 def test_a_rank_that_does_not_come_is_named():
-    for rank, message in _answers(_missing, (0, 1), 40).items():
-        assert "ring_attention: rank 2 of the group did not call it within 2 s, or has ended" in message, (
-            rank,
-            message,
-        )
+    for message in _answers(_missing, (0, 1)):
+        assert "ring_attention: rank 2 of the group" in message
 
 
 def test_a_rank_that_is_killed_ends_the_others():
-    for message in _answers(_killed, (0, 2), 60).values():
-        assert float(message.split()[0]) < 30
+    assert all(seconds < 60 for seconds in _answers(_killed, (0, 2)))

@@ -1,81 +1,139 @@
-"""Every method on 2 and 4 processes equals one process: results and all gradients, float64 to 1e-11."""
+"""Every method on 4 processes equals one process, for every option and covering pairs of them."""
 
 import pytest
 import torch
 
-from .cases import Case, whole_and_shard
+import fusedattn as fa
+from fusedattn import distributed
+from fusedattn.testing.compare import with_gradients
 
-TOLERANCE = 1e-11
+from ..cases import DISTINCT, FEATURES, Case, covering
+from ..close import assert_close
+from ..sequences import packed
+from .conftest import on_ranks
+from .whole import METHODS, by_shards, largest, put_together, summed_gradients
 
-SLIDING = dict(window=(6, 3))
-COMMON = (  # what every method takes
-    Case("full"),
-    Case("causal", dict(causal=True)),
-    Case("window", SLIDING),
-    Case("causal window", dict(causal=True, window=(9, None))),
-    Case("a window of one key", dict(window=(0, 0))),
-    Case("more rows than keys", dict(causal=True), rows=41, keys=23),
-    Case("more keys than rows", dict(causal=True), rows=23, keys=41),
-    Case("fewer rows than chunks", dict(causal=True), rows=3),
-    Case("divisible", dict(causal=True), rows=32),
-    Case("key mask", dict(causal=True), ("key_mask",)),
-    Case("softcap", dict(causal=True, softcap=1.5)),
-    Case("scale", dict(scale=-0.3)),
-    Case("slopes", dict(causal=True), ("alibi_slopes",)),
-    Case("slopes of each batch", SLIDING, ("own_slopes",)),
-    Case("sinks", dict(causal=True), ("sinks",)),
-    Case("dropout", dict(dropout_p=0.3, seed=5)),
-    Case("dropout, causal", dict(dropout_p=0.3, seed=2**40 + 5, causal=True)),
-    Case("as many key heads", dict(causal=True), heads=(4, 4)),
-    Case("one key head", dict(causal=True), heads=(4, 1)),
-    Case("all at once", dict(causal=True, dropout_p=0.2, seed=3, softcap=2.0), ("key_mask", "alibi_slopes", "sinks")),
+TOLERANCE = 1e-10  # of float64
+
+
+RING = "grouped heads, causal, window, awkward, expanded, softcap, slopes, sinks, dropout, more keys, key mask".split(
+    ", "
 )
-PAIRS = (  # what needs all keys
-    Case("mask", {}, ("mask",)),
-    Case("mask of heads", dict(causal=True), ("head_mask",)),
-    Case("bias", dict(causal=True), ("bias",)),
-    Case("bias that heads share", {}, ("shared_bias",)),
-    Case("query mask", dict(causal=True), ("query_mask", "key_mask")),
-    Case("top left", dict(causal=True, align="top_left"), rows=41, keys=23),
-    Case(
-        "everything", dict(window=(20, 5), dropout_p=0.2, seed=3), ("mask", "bias", "key_mask", "query_mask", "sinks")
-    ),
-)
-HEADS = (  # key heads that do not divide as query heads do
-    Case("six heads, three key heads", dict(causal=True), heads=(12, 3)),
-    Case("twelve heads, six key heads", dict(causal=True), ("bias",), heads=(12, 6)),
-)
-PLANS = [("ring_attention", balance, COMMON) for balance in (None, "zigzag")]
-PLANS += [("gather_attention", balance, COMMON + PAIRS) for balance in (None, "zigzag")]
-PLANS += [("ulysses_attention", None, COMMON + PAIRS + HEADS)]
+RING += ["negative scale", "lse alone"]
+SINGLE = ["more rows", "one row", "one key", "one kv head", "window of itself", "slopes of each batch"]
+SHORT = [
+    Case("fewer rows than chunks", Sq=3, Sk=3, causal=True),
+    Case("chunks of one length", Sq=32, Sk=32, causal=True),
+    Case("slopes", Sq=37, Sk=37, causal=True, alibi="shared"),
+    Case("dropout", Sq=37, Sk=37, causal=True, dropout=0.3),
+]
+KEY_HEADS = [  # that ulysses repeats, or that do not divide as query heads do
+    Case("three key heads", Hq=12, Hkv=3, causal=True),
+    Case("six key heads", Hq=12, Hkv=6, bias="pairs"),
+    Case("one key head, weights", Hq=4, Hkv=1, sinks=True, grads="out, lse and weights"),
+]
+PLANS = {
+    "ring": ("ring_attention", {}),
+    "ring, zigzag": ("ring_attention", dict(balance="zigzag")),
+    "gather": ("gather_attention", {}),
+    "gather, zigzag": ("gather_attention", dict(balance="zigzag")),
+    "ulysses": ("ulysses_attention", {}),
+}
 
 
-def differences(rank, size, case, method, balance, backend, dtype=torch.float64, mean=False):
-    """{name: the largest difference}, or the mean, of the rank's rows; of the whole gradient of what ranks share."""
-    wanted, found, _ = whole_and_shard(case, method, dtype, balance, backend=backend)
-    assert wanted.keys() == found.keys()
-    different = {}
-    for name, want in wanted.items():
-        have = found[name]
-        assert have.dtype == want.dtype and have.shape == want.shape, name
-        same = (have == want) | (have.isnan() & want.isnan())
-        error = torch.where(same, 0.0, (have.double() - want).abs())
-        different[name] = float(error.mean() if mean else error.max()) if want.numel() else 0.0
-    return different
+def cases_of(method, features):
+    """Each pair of features that a method takes, in calls of several, and some alone."""
+    names = RING if method == "ring_attention" else [name for name in DISTINCT if name != "weights"]
+    names = DISTINCT if method == "ulysses_attention" else names
+    every = covering(6, names) + SHORT + [Case(name)._replace(**FEATURES[name]) for name in features]
+    heads = [case if case.Hq == 12 else case._replace(Hq=4, Hkv=4 * case.Hkv // case.Hq) for case in every]
+    if method == "ring_attention":
+        heads = [case._replace(align="bottom_right") for case in heads]
+    heads += KEY_HEADS if method == "ulysses_attention" else []
+    return [case._replace(dtype=torch.float64) for case in heads]
 
 
-def all_differences(rank, size, cases, method, balance, backend=None):
-    return {case.name: differences(rank, size, case, method, balance, backend) for case in cases}
+def check_methods(plan, features):
+    method, balance = PLANS[plan]
+    wrong = {}
+    for case in cases_of(method, features):
+        tensors, options = case.draw()
+        wanted = with_gradients(fa.attention, tensors, options, case.grads, backend="naive")
+        found = summed_gradients(by_shards(method, **balance), tensors, options, case.grads)
+        assert found.keys() == wanted.keys()
+        differences = {(case.name, name): largest([found[name]], [x]) for name, x in wanted.items()}
+        wrong |= {where: difference for where, difference in differences.items() if not difference < TOLERANCE}
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("method, balance, cases", PLANS, ids=lambda x: x if isinstance(x, str) else "")
-def test_methods_equal_one_process(pools, size, method, balance, cases):
-    for found in pools(size).run(all_differences, cases, method, balance):
-        wrong = {
-            (case, name): difference
-            for case, every in found.items()
-            for name, difference in every.items()
-            if not difference < TOLERANCE
-        }
-        assert not wrong
+@on_ranks(4)
+@pytest.mark.parametrize("plan", PLANS)
+def test_four_processes_equal_one(rank, size, plan):
+    check_methods(plan, SINGLE)
+
+
+@on_ranks(2)
+@pytest.mark.matrix
+@pytest.mark.parametrize("plan", PLANS)
+def test_two_processes_equal_one(rank, size, plan):
+    method, _ = PLANS[plan]
+    lacks = {"ring_attention": {"mask", "bias", "query_mask", "align"}}.get(method, set())
+    lacks |= {"grads"} if method != "ulysses_attention" else set()
+    check_methods(plan, [name for name, fields in FEATURES.items() if not lacks & fields.keys()])
+
+
+LENGTHS = 9, 0, 1, 14, 0, 13  # of documents: no shard of 37 rows ends with one
+DOCUMENTS = [
+    Case("full", Hq=4, Hkv=2),
+    Case("causal", Hq=4, Hkv=2, causal=True),
+    Case("everything", causal=True, window=(7, None), softcap=2.0, dropout=0.2, bias="pairs", mask="heads", alibi="own")
+    ._replace(sinks=True, key_mask="own", query_mask="own"),
+    Case("shared pairs", window=(5, 2), bias="rank 2", mask="rank 2", alibi="shared"),
+]  # fmt: skip
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("balance", [None, "zigzag"])
+@pytest.mark.parametrize("case", DOCUMENTS, ids=lambda case: case.name)
+def test_documents_may_be_cut_anywhere(rank, size, balance, case):
+    longest = max(LENGTHS)
+    case = case._replace(B=len(LENGTHS), Sq=longest, Sk=longest, dtype=torch.float64)
+    tensors, options = case.draw()
+    for b, length in enumerate(LENGTHS):
+        tensors["out"][b, :, length:] = tensors["lse"][b, :, length:] = 0
+
+    def of_shards(query, key, value, cu_seqlens, _, max_seqlen_q=None, max_seqlen_k=None, **options):
+        given = dict(query=query, key=key, value=value) | options
+        for name in ("query", "key", "value", "key_mask", "query_mask"):
+            if name in given:
+                given[name] = distributed.shard(given[name], 0, balance=balance)
+        given.pop("return_weights")
+        out, lse = distributed.gather_attention_varlen(cu_seqlens=cu_seqlens, balance=balance, **given)
+        return put_together(out, 0, balance=balance), put_together(lse, 1, balance=balance)
+
+    wanted = with_gradients(packed(fa.attention_varlen, LENGTHS, LENGTHS, backend="naive"), tensors, options)
+    found = summed_gradients(packed(of_shards, LENGTHS, LENGTHS), tensors, options)
+    wrong = {name: largest([found[name]], [x]) for name, x in wanted.items()}
+    assert all(difference < TOLERANCE for difference in wrong.values()), wrong
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("method", METHODS)
+def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
+    """No partial result is rounded: the gradient of a key head that four ranks share among them."""
+    balance = {} if method == "ulysses_attention" else dict(balance="zigzag")
+    for Hkv in (1, 4):
+        case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)
+        tensors, options = case.draw()
+        assert_close(summed_gradients(by_shards(method, **balance), tensors, options), tensors, options)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", ["ring_attention", "ulysses_attention"])
+def test_kernels(rank, size, method):
+    case = Case(
+        "kernels", Hq=2, Sq=20, Sk=20, Hkv=1, causal=True, alibi="shared", sinks=True, key_mask="own", dropout=0.2
+    )
+    tensors, options = case.draw()
+    with fa.use_backend("triton"):
+        assert_close(summed_gradients(by_shards(method), tensors, options), tensors, options)

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fusedattn as fa
 
 from ..close import assert_like
+from .conftest import on_ranks
 
-TOLERANCE = 1e-13
+TOLERANCE = 1e-12
 WIDTH, HEADS = 32, 4
 MODULES = dict(
     attention=lambda: fa.MultiHeadAttention(WIDTH, HEADS, causal=True),
@@ -32,34 +33,25 @@ def parallel(module, size, local=True):
     return parallelize_module(copy.deepcopy(module), init_device_mesh("cpu", (size,)), plan)
 
 
-def differences(rank, size, name, local, compiled):
-    torch.manual_seed(0)
+@on_ranks(2)
+@pytest.mark.parametrize("local, compiled", [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("name", MODULES)
+def test_outputs_and_gradients_are_those_of_one_process(rank, size, name, local, compiled):
     one, x = MODULES[name]().double(), torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
     cut, mine = parallel(one, size, local), x.detach().clone().requires_grad_()
-    run = torch.compile(cut, backend="aot_eager") if compiled else cut
-    found, wanted = run(mine), one(x)
+    found, wanted = (torch.compile(cut, backend="aot_eager") if compiled else cut)(mine), one(x)
     found, wanted = (y[0] if isinstance(y, tuple) else y for y in (found, wanted))
     for y in (found, wanted):
         y.square().sum().backward()
     grads = [y.grad.full_tensor() if hasattr(y.grad, "full_tensor") else y.grad for y in cut.parameters()]
-    pairs = [(found, wanted), (mine.grad, x.grad)]
-    pairs += zip(grads, [y.grad for y in one.parameters()], strict=True)
-    return [(a - b).abs().max().item() for a, b in pairs]
+    same = [found, mine.grad, *grads], [wanted, x.grad, *(y.grad for y in one.parameters())]
+    torch.testing.assert_close(*same, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("local, compiled", [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("name", MODULES)
-def test_outputs_and_gradients_are_those_of_one_process(pools, name, local, compiled):
-    for found in pools(2).run(differences, name, local, compiled):
-        assert all(x < TOLERANCE for x in found), found
-
-
-def weights_of_its_heads(rank, size):
-    one, x = fa.MultiHeadAttention(WIDTH, HEADS), torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
-    for parameter in one.parameters():
-        torch.distributed.broadcast(parameter.data, 0)
-    share, seen = HEADS // size, torch.rand(2, HEADS, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.3
-    own = slice(rank * share, (rank + 1) * share)
+@on_ranks(2)
+def test_weights_and_masks_are_of_the_heads_of_the_process(rank, size):
+    one, x = fa.MultiHeadAttention(WIDTH, HEADS), torch.randn(2, 7, WIDTH)
+    own, seen = slice(rank * HEADS // size, (rank + 1) * HEADS // size), torch.rand(2, HEADS, 7, 7) > 0.3
     found = parallel(one, size)(x, mask=seen[:, own], need_weights=True)
 
     def wanted(one):
@@ -69,24 +61,17 @@ def weights_of_its_heads(rank, size):
     assert_like(found, wanted, one)
 
 
-def test_weights_and_masks_are_of_the_heads_of_the_process(pools):
-    pools(2).run(weights_of_its_heads)
-
-
-def refused(rank, size):
+@on_ranks(2)
+def test_heads_that_processes_do_not_divide_are_refused(rank, size):
     x = torch.randn(2, 7, WIDTH)
     for local in (True, False):
-        with pytest.raises(ValueError, match="num_heads: expected a multiple of the number of processes .* got 3"):
+        with pytest.raises(ValueError, match="^num_heads: .* 3"):
             parallel(fa.MultiHeadAttention(WIDTH, 3, head_dim=8), size, local)(x)
-        with pytest.raises(ValueError, match="num_kv_heads: expected a multiple of the number of processes .* got 1"):
+        with pytest.raises(ValueError, match="^num_kv_heads: .* 1"):
             parallel(fa.MultiHeadAttention(WIDTH, HEADS, num_kv_heads=1), size, local)(x)
     whole = parallel(fa.MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2), size)
     whole.k_proj, whole.v_proj = (torch.nn.Linear(WIDTH, 16) for _ in range(2))
-    with pytest.raises(ValueError, match="num_kv_heads: expected q_proj and k_proj cut over the same number"):
+    with pytest.raises(ValueError, match="^num_kv_heads: "):
         whole(x)
-    with pytest.raises(ValueError, match="q_proj: expected 32 columns, .* got 16"):
+    with pytest.raises(ValueError, match="^q_proj: .* 32 .* 16"):
         parallel(fa.SelfAttention(WIDTH), size)(x)
-
-
-def test_heads_that_processes_do_not_divide_are_refused(pools):
-    pools(2).run(refused)

@@ -1,6 +1,6 @@
-"""How much is sent, and when: what nobody sees is not, and the next keys are on their way under the present ones."""
+"""How much a ring sends, and when: what nobody sees is not sent, and the next keys travel under the present ones."""
 
-import time
+import contextlib
 from unittest import mock
 
 import pytest
@@ -11,118 +11,65 @@ from fusedattn import distributed
 from fusedattn.distributed import ranks
 from fusedattn.operators import partial
 
-ROWS, HEADS, KEY_HEADS, COLUMNS, ITEM = 32, 4, 2, 8, 4
-SHARD = ROWS * KEY_HEADS * 2 * COLUMNS * ITEM  # bytes of the keys and values of a rank
+from .conftest import on_ranks
+
+ROWS, HEADS, KEY_HEADS, COLUMNS = 32, 4, 2, 8
+SHARD = ROWS * KEY_HEADS * 2 * COLUMNS * 4  # bytes of the float32 keys and values of a rank
 
 
-def counted(rank, size, options, balance):
-    """(bytes that this rank sends forward, and backward; calls of other kinds), without what ranks agree on."""
-    sent, other = [0], [0]
-    exchange, operations = dist.batch_isend_irecv, ("all_gather", "all_to_all_single", "all_gather_into_tensor")
+@contextlib.contextmanager
+def recorded():
+    """A list of events: the bytes of each exchange that begins, "wait", "compute", names of other operations."""
+    events, exchange, wait, forward = [], ranks.exchange, ranks.Transfer.wait, partial.forward
 
-    def count(ops):
-        sent[0] += sum(
-            op.tensor.numel() * op.tensor.element_size()
-            for op in ops
-            if op.op is dist.isend and op.tensor.dtype == torch.uint8
-        )
-        return exchange(ops)
+    def begin(group, sent, to, *rest):
+        sent = list(sent)
+        events.append(0 if to is None else sum(x.numel() * x.element_size() for x in sent))
+        return exchange(group, sent, to, *rest)
 
-    def refuse(*given, **more):
-        other[0] += 1
+    def note(name, function=lambda *given, **more: None):
+        return lambda *given, **more: (events.append(name), function(*given, **more))[1]
 
-    torch.manual_seed(rank)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ranks, "exchange", begin))
+        patches.enter_context(mock.patch.object(ranks.Transfer, "wait", note("wait", wait)))
+        patches.enter_context(mock.patch.object(partial, "forward", note("compute", forward)))
+        for name in ("all_gather", "all_to_all_single", "all_gather_into_tensor"):
+            patches.enter_context(mock.patch.object(dist, name, note(name)))
+        yield events
+
+
+def ring(balance=None, **options):
+    """(events, bytes sent forward, bytes sent backward) of a ring."""
     query = torch.randn(1, HEADS, ROWS, COLUMNS, requires_grad=True)
     key, value = (torch.randn(1, KEY_HEADS, ROWS, COLUMNS, requires_grad=True) for _ in range(2))
-    with mock.patch.object(dist, "batch_isend_irecv", count):
-        for name in operations:
-            mock.patch.object(dist, name, refuse).start()
-        try:
-            out = distributed.ring_attention(query, key, value, balance=balance, **options)
-            forward = sent[0]
-            out.square().sum().backward()
-        finally:
-            mock.patch.stopall()
-    return forward, sent[0] - forward, other[0]
+    with recorded() as events:
+        out = distributed.ring_attention(query, key, value, balance=balance, **options)
+        count = len(events)
+        out.square().sum().backward()
+    sent = [[x for x in some if isinstance(x, int)] for some in (events[:count], events[count:])]
+    return events[:count], *map(sum, sent)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(4)
 @pytest.mark.parametrize("balance", [None, "zigzag"])
-def test_a_ring_sends_each_shard_once_to_each_rank(pools, size, balance):
-    """Backward as often, and their gradients, float32 as they are, back."""
-    for forward, backward, other in pools(size).run(counted, {}, balance):
-        assert (forward, backward, other) == ((size - 1) * SHARD, 2 * (size - 1) * SHARD, 0)
+def test_a_ring_sends_each_shard_once_to_each_rank(rank, size, balance):
+    """Backward as often, and float32 gradients come back."""
+    events, forward, backward = ring(balance)
+    assert (forward, backward) == ((size - 1) * SHARD, 2 * (size - 1) * SHARD)
+    assert set(events) <= {SHARD, "wait", "compute"}
 
 
-def test_what_no_row_sees_is_not_sent(pools):
+@on_ranks(4)
+def test_the_next_keys_travel_under_the_present_ones(rank, size):
+    events, _, _ = ring()
+    assert events == [SHARD, "compute", "wait"] * 3 + ["compute"]
+
+
+@on_ranks(4)
+def test_what_no_row_sees_is_not_sent(rank, size):
     """Causal: to later ranks alone. A window that reaches into the shard before: to the next one."""
-    causal = pools(4).run(counted, dict(causal=True), None)
-    assert [forward for forward, *_ in causal] == [3 * SHARD, 2 * SHARD, SHARD, 0]
-    assert [backward for _, backward, _ in causal] == [3 * SHARD, (2 + 1) * SHARD, (1 + 2) * SHARD, 3 * SHARD]
-    window = pools(4).run(counted, dict(causal=True, window=(ROWS, None)), None)
-    assert [forward for forward, *_ in window] == [SHARD] * 3 + [0]
-
-
-def traced(rank, size, slow):
-    """(what happened, in order; seconds) of a forward whose parts take at least so long."""
-    events = []
-    exchange, wait, forward = ranks.exchange, ranks.Transfer.wait, partial.forward
-
-    def begin(*given):
-        events.append("begin")
-        return exchange(*given)
-
-    def await_(transfer):
-        events.append("wait")
-        return wait(transfer)
-
-    def compute(*given):
-        events.append("compute")
-        time.sleep(slow)
-        return forward(*given)
-
-    inputs = [torch.randn(1, 2, 256, 64) for _ in range(3)]
-    with (
-        mock.patch.object(ranks, "exchange", begin),
-        mock.patch.object(ranks.Transfer, "wait", await_),
-        mock.patch.object(partial, "forward", compute),
-    ):
-        dist.barrier()
-        distributed.ring_attention(*inputs)
-    return events
-
-
-def test_the_next_keys_are_on_their_way_under_the_present_ones(pools):
-    for events in pools(4).run(traced, 0.01):
-        assert events == ["begin", "compute", "wait"] * 3 + ["compute"]
-
-
-def waited(rank, size):
-    """Seconds that ranks wait for keys whose transfer began 0.2 s of computing before."""
-    seconds, wait, forward = [], ranks.Transfer.wait, partial.forward
-
-    def await_(transfer):
-        began = time.monotonic()
-        found = wait(transfer)
-        seconds.append(time.monotonic() - began)
-        return found
-
-    def compute(*given):
-        time.sleep(0.2)
-        return forward(*given)
-
-    inputs = [torch.randn(1, 8, 2048, 64) for _ in range(3)]  # 8 MiB of keys and values a shard
-    with mock.patch.object(ranks.Transfer, "wait", await_), mock.patch.object(partial, "forward", compute):
-        dist.barrier()
-        distributed.ring_attention(*inputs, window=(2100, 0))
-    began = time.monotonic()
-    tensors = [x.contiguous() for x in inputs[1:]]
-    ranks.exchange(ranks.of(None), tensors, 1 - rank, [torch.empty_like(x) for x in tensors], 1 - rank).wait()
-    return max(seconds, default=0.0), time.monotonic() - began
-
-
-@pytest.mark.matrix
-def test_transfers_take_no_time_of_their_own(pools):
-    """On gloo: what is waited for has come, while sending as much by itself takes longer."""
-    for seconds, alone in pools(2).run(waited):
-        assert seconds < max(0.5 * alone, 0.005), (seconds, alone)
+    _, forward, backward = ring(causal=True)
+    assert (forward, backward) == ((3 - rank) * SHARD, 3 * SHARD)
+    _, forward, _ = ring(causal=True, window=(ROWS, None))
+    assert forward == (SHARD if rank < 3 else 0)

@@ -1,11 +1,10 @@
-"""Calls to caches, by `attention_decode` and by flash-attn's function, held to a loop over the sequences."""
+"""Calls to caches, held to a loop over the sequences."""
 
 import torch
 from hypothesis import strategies as st
 
 import fusedattn as fa
 from fusedattn import reference
-from fusedattn.compat.flash_attn import flash_attn_with_kvcache
 from fusedattn.testing.tolerance import verdict
 
 from ..caches import Cached, bits, in_float64, one_by_one, touched
@@ -15,7 +14,7 @@ from .strategies import DTYPES, rarely
 
 
 class Cache(Cached):
-    """A Cached call, named by what it is, and whether flash-attn's function is asked."""
+    """A Cached call, shown as code."""
 
     __slots__ = ()
     __repr__ = shown
@@ -23,8 +22,7 @@ class Cache(Cached):
 
 @st.composite
 def calls(draw, name):
-    """(a Cached, its seed); of "flash cache" what flash-attn knows."""
-    flash = name == "flash cache"
+    """(a Cached, its seed)."""
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 5]))
     C = draw(st.sampled_from([8, 1, 5, 15, 16, 17, 33, 48, 49]))
     page = rarely(draw, st.sampled_from([1, 3, 4, 7, 16, 20]), None, 2)
@@ -33,7 +31,7 @@ def calls(draw, name):
     new = min(new, C)
     lengths = tuple(draw(st.lists(st.integers(0, C - new), min_size=1, max_size=3)))
     D = draw(st.sampled_from([2, 8, 16, 17, 3, 1, 32, 40, 64]))
-    half = rarely(draw, st.integers(1, D // 2), 0) if D > 1 and not flash else 0
+    half = rarely(draw, st.integers(1, D // 2), 0) if D > 1 else 0
     Sq = draw(st.sampled_from([1, 2, 3, 5, 9, 17, 33, 0]))
     if Hkv * group * Sq > 60:
         Sq = 2
@@ -48,27 +46,10 @@ def calls(draw, name):
         window=rarely(draw, st.tuples(side, side)), softcap=rarely(draw, st.sampled_from([1.5, 50.0, 1e-3, 1e30]))
     )
     made |= dict(alibi=rarely(draw, st.just(True), False))
-    if not flash:
-        made |= {each: rarely(draw, st.just(True), False) for each in ("mask", "bias", "query_mask", "sinks")}
-        made |= dict(key_mask=rarely(draw, st.sampled_from(["own", "shared"])), interleaved=draw(st.booleans()))
-        made |= dict(align=draw(st.sampled_from(["bottom_right", "top_left"])))
+    made |= {each: rarely(draw, st.just(True), False) for each in ("mask", "bias", "query_mask", "sinks")}
+    made |= dict(key_mask=rarely(draw, st.sampled_from(["own", "shared"])), interleaved=draw(st.booleans()))
+    made |= dict(align=draw(st.sampled_from(["bottom_right", "top_left"])))
     return Cache(name, **made), draw(st.integers(0, 99))
-
-
-def _flash(arguments, return_lse):
-    """(output, lse) of flash-attn's function, of the arguments of `attention_decode`."""
-    a = dict(arguments)
-    window = tuple(-1 if side is None else side for side in a.pop("window", None) or (None, None))
-    names = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k", new_value="v")
-    given = {theirs: a.pop(ours).transpose(1, 2) for ours, theirs in names.items() if ours in a}
-    given |= dict(window_size=window, softmax_scale=a.pop("scale", None), softcap=a.pop("softcap", None) or 0.0)
-    results = flash_attn_with_kvcache(**given, **a, return_softmax_lse=return_lse)
-    out, *rest = results if return_lse else (results,)
-    return out.transpose(1, 2), *rest
-
-
-def _decode(arguments, backend, weights):
-    return fa.attention_decode(**arguments, return_lse=True, return_weights=weights, backend=backend)
 
 
 def _run(case, seed, backend, weights):
@@ -78,11 +59,7 @@ def _run(case, seed, backend, weights):
     before = [bits(x) for x in caches]
     others = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and name[-5:] != "cache"}
     kept = {name: memory(x) for name, x in others.items()}
-    if case.name == "flash cache":
-        with fa.use_backend(backend):
-            results = _flash(arguments, True)
-    else:
-        results = _decode(arguments, backend, weights)
+    results = fa.attention_decode(**arguments, return_lse=True, return_weights=weights, backend=backend)
     for x, was in zip(caches, before, strict=True):
         mark = touched(x, arguments)
         if not torch.equal(bits(x)[~mark], was[~mark]):
@@ -117,10 +94,10 @@ def _judged(found, truths):
     return wrong
 
 
-def hold(call, tally=None):
+def hold(call):
     case, seed = call
     truth = _truth(case, seed)
-    weights = seed % 4 == 0 and case.name != "flash cache"
+    weights = seed % 4 == 0
     for backend in ("triton", None):
         found, caches, arguments = _run(case, seed, backend, weights)
         wide = torch.promote_types(case.dtype, torch.float32)
@@ -135,8 +112,6 @@ def hold(call, tally=None):
             continue
         wrong = _judged([found], [truth])
         if wrong and all("error" in why for why in wrong.values()):
-            if tally is not None:
-                tally["drawn again"] = tally.get("drawn again", 0) + 1
             seeds = [seed + 1000 * n for n in range(OTHERS + 1)]
             every = [_run(case, each, backend, weights)[0] for each in seeds]
             wrong = _judged(every, [_truth(case, each) for each in seeds])

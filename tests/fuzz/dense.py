@@ -73,11 +73,10 @@ class Dense(NamedTuple):
     dropout: float = 0.0
     seed: int = 0
     seed_is_tensor: bool = False
-    wanted: tuple = ()  # what requires a gradient, or, forward, has a tangent
+    wanted: tuple = ()  # what requires a gradient
     loss: tuple = ()  # the results that have an incoming gradient
     lse: bool = False
     weights: bool = False
-    forward: bool = False  # tangents instead of gradients
     backend: str | None = None  # asked for besides "triton" and what a CPU takes; it may refuse
     by_keyword: bool = True  # not by `use_backend`
     again: bool = False  # called twice, the second time from other memory

@@ -6,9 +6,8 @@ import fusedattn as fa
 from fusedattn import reference
 from fusedattn.testing import compare
 from fusedattn.testing.compare import INPUTS, LEARNED, in_float64
-from fusedattn.testing.tolerance import verdict, verdicts
+from fusedattn.testing.tolerance import verdicts
 
-from .. import tangents
 from ..sequences import by_sequence
 from .layouts import memory
 from .routes import ROUTES
@@ -17,8 +16,6 @@ RESULTS = "out", "lse", "weights"
 LARGEST = 2.0**20  # scores up to here meet the rule, others are finite
 LARGEST_ON_CPU = 16.0  # in float32: PyTorch's kernel computes a score of its backward in another order
 LARGEST_IN_FLOAT64 = 20.0  # where the oracle itself is exact enough to tell
-CAPPED = 50.0
-NEARLY_ONE = 0.8  # the weight of a key that leaves little for others
 LARGEST_TO_MERGE = 16.0  # lse of float32 that two calls hand over knows the weights of larger ones no better
 OTHERS = 7  # draws of values that are put together where one misses the rule by its error alone
 
@@ -39,32 +36,26 @@ def of_backend(function, case, backend):
     return attend
 
 
-def computed(function, tensors, options, case, lse, learned=None):
+def computed(function, tensors, options, case, lse):
     """{result or input: result or gradient}, detached; {} of what is not there."""
-    wanted = case.wanted if learned is None else learned
     inputs = {name: tensors[name].detach() for name in INPUTS}
     inputs |= {name: options[name].detach() for name in LEARNED if name in options}
-    wanted = [name for name in wanted if name in inputs]
-    if case.forward:
-        moved = tangents.directions(tensors, options, wanted)
-        return tangents.with_tangents(function, tensors, options, moved, weights=case.weights)
+    wanted = [name for name in case.wanted if name in inputs]
     for name in wanted:
         inputs[name].requires_grad_()
     results = function(**options | inputs, return_lse=lse, return_weights=case.weights)
     results = results if isinstance(results, tuple) else (results,)
     names = [name for name, there in zip(RESULTS, (True, lse, case.weights), strict=True) if there]
     outputs = dict(zip(names, results, strict=True))
-    found = {name: x.detach() for name, x in outputs.items()}
     losses = {name: outputs[name] for name in case.loss if outputs[name].requires_grad}
+    grads = [None] * len(wanted)
     if wanted and losses:
         given = [tensors[name].to(x.dtype) for name, x in losses.items()]
         leaves = [inputs[name] for name in wanted]
         grads = torch.autograd.grad(list(losses.values()), leaves, given, allow_unused=True)
-        made = zip(wanted, leaves, grads, strict=True)
-        found |= {name: torch.zeros_like(x) if grad is None else grad for name, x, grad in made}
-    elif wanted:
-        found |= {name: torch.zeros_like(inputs[name]) for name in wanted}
-    return found
+    found = {name: x.detach() for name, x in outputs.items()}
+    pairs = zip(wanted, grads, strict=True)
+    return found | {name: torch.zeros_like(inputs[name]) if grad is None else grad for name, grad in pairs}
 
 
 def peak(tensors, options, case):
@@ -94,43 +85,23 @@ class Truth:
         if case.lengths is not None:
             self.apply = lambda function: by_sequence(function, *case.lengths)
         exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
-        with torch.no_grad() if case.forward else torch.enable_grad():
-            self.eager = computed(self.apply(reference.eager), tensors, options, case, True)
-            self.oracle = computed(self.apply(reference.attention), in_float64(tensors), exact, case, True)
+        self.eager = computed(self.apply(reference.eager), tensors, options, case, True)
+        self.oracle = computed(self.apply(reference.attention), in_float64(tensors), exact, case, True)
         self.terms = self._terms(tensors, options)
         self.products, self.score = peak(tensors, options, case)
 
     def _terms(self, tensors, options):
         case = self.case
-        # Where what is summed is not of order one.
-        large = case.spread > 1.0 or case.alike or case.scale is not None or case.dropout
-        if case.forward:
-            moved = tangents.directions(tensors, options, case.wanted)
-            terms = tangents._terms(tensors, options, moved)
-            more = self._sizes_of_tangents(tensors, moved) if large else {}
-            return {name: max(terms.get(name, 1.0), more.get(name, 1.0)) for name in terms | more}
         if not case.wanted or 0 in (case.B, case.Hq, case.Sq, case.Sk):
             return {}
         terms = {}
         if any(name in case.wanted for name in LEARNED):
             terms = compare._sizes_of_terms(tensors, options, " ".join(case.loss), self.apply, case.lengths)
-        if large:
+        # Where what is summed is not of order one.
+        if case.spread > 1.0 or case.alike or case.scale is not None or case.dropout:
             for name, size in self._sizes_of_cancelling(tensors, options).items():
                 terms[name] = max(size, terms.get(name, 1.0))
         return terms
-
-    def _sizes_of_tangents(self, tensors, moved):
-        """The same of tangents, where that of each score less their mean is to be small."""
-        norms = {name: x.double().nan_to_num(0, 0, 0).norm(dim=3) for name, x in tensors.items() if name in INPUTS}
-        norms |= {f"t {name}": x.double().nan_to_num(0, 0, 0).norm(dim=3) for name, x in moved.items() if x.dim() == 4}
-        most = {name: x.max().item() if x.numel() else 0.0 for name, x in norms.items()}
-        scale = abs(self.case.D**-0.5 if self.case.scale is None else self.case.scale)
-        size = scale * (most.get("t query", 0) * most["key"] + most["query"] * most.get("t key", 0))
-        far = dict(bias=1.0, sinks=1.0, alibi_slopes=self.case.Sq + self.case.Sk)
-        added = {name: moved[name].double().abs() for name in far if name in moved}
-        size += sum(x.max().item() * far[name] for name, x in added.items() if x.numel())
-        kept = 1.0 / (1.0 - self.case.dropout) if self.case.dropout < 1.0 else 0.0
-        return dict(out=size * kept * most["value"], lse=size, weights=size * kept)
 
     def _sizes_of_cancelling(self, tensors, options):
         """{input: how large what cancels in its gradient is}: weights times what comes back to each.
@@ -157,19 +128,14 @@ class Truth:
 
     @property
     def lonely(self):
-        """Whether a row sees a single key: half precision may then have rounding where the formula has 0.
-
-        That is so through dropout, of gradients and tangents, and of tangents of the output of any row with a weight
-        near 1: kernels round what they multiply the values by, and take the mean of it off afterwards.
-        """
-        if self.case.dtype.itemsize != 2 or not (self.case.dropout or self.case.forward):
+        """Whether dropout leaves a row of half precision one key: its gradient is rounding, where the formula has 0."""
+        if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)
         with torch.no_grad():
             given = {name: tensors[name] for name in INPUTS}
             weights = self.apply(reference.attention)(**given, **options, return_lse=True, return_weights=True)[2]
-        alone = (weights != 0).sum(-1) == 1
-        return bool((alone | (weights.amax(-1) > NEARLY_ONE) if self.case.forward and self.case.Sk else alone).any())
+        return bool(((weights != 0).sum(-1) == 1).any())
 
 
 def judged(found, truths):
@@ -183,15 +149,7 @@ def judged(found, truths):
     filled = {name: got.get(name, oracle[name].to(eager[name].dtype)) for name in names}
     terms = {name: max(x.terms[name] for x in truths) for name in truths[0].terms}
     eager, oracle = ({name: x[name] for name in names} for x in (eager, oracle))
-    if truths[0].case.forward:  # a tangent may be 0 by cancellation alone
-        unknown = {name: x.new_zeros(x.shape[:-1], dtype=torch.bool) for name, x in oracle.items()}
-        dtype = torch.promote_types(filled["out"].dtype, torch.float32)
-        result = {
-            name: verdict(filled[name], eager[name], x, unknown[name], terms.get(name, 1.0), dtype)
-            for name, x in oracle.items()
-        }
-    else:
-        result = verdicts(filled, eager, oracle, terms)
+    result = verdicts(filled, eager, oracle, terms)
     return {name: verdict.why for name, verdict in result.items() if not verdict.ok}
 
 
@@ -218,66 +176,49 @@ def _finite(found, backend):
             raise Wrong(f"{backend}: {name} is not finite")
 
 
-def _same_bits(a, b, backend):
-    for name, x in a.items():
-        if not torch.equal(x, b[name]):
-            raise Wrong(f"{backend}: {name} has other bits the second time")
-
-
-def is_capped_high(case, truth):
-    """Whether the kernels' tanh, right to two units of its last place, shows: they are multiplied by the cap."""
-    cap = case.softcap or 0.0
-    return 30.0 < cap < 2.0**60 and (case.dtype == torch.float64 or truth.score > 2.0 * CAPPED)
-
-
 def is_coarse(case, truth):
     """Whether the gradients are those of PyTorch's kernel, and coarser than the rule allows: known of "cpu"."""
-    if case.softcap is not None or case.dropout or case.forward or case.dtype == torch.float64:
+    if case.softcap is not None or case.dropout or case.dtype == torch.float64:
         return False
     if case.dtype == torch.bfloat16:
         return case.alike > 1
     return truth.score > LARGEST_ON_CPU and (case.Sk > 64 or case.sinks is not None or case.alike > 4.0)
 
 
-def hold(case, tally=None):
+def hold(case):
     """Raise Wrong for the first thing that is not as it must be."""
     truth = Truth(case)
-    backends = ["triton", None] + ([case.backend] if case.backend else [])
-    for backend in backends:
+    for backend in ["triton", None] + ([case.backend] if case.backend else []):
         try:
             found = run(case, backend)
         except NotImplementedError as error:
-            if backend == "cpu" and str(error).startswith("backend: 'cpu' cannot take this call: "):
+            if backend == "cpu" and str(error).startswith("backend: "):
                 continue
             raise
         half = case.dtype == torch.float16 and truth.products > 3e4
         double = case.dtype == torch.float64 and truth.score > LARGEST_IN_FLOAT64
         merged = case.route == "merge" and truth.score > LARGEST_TO_MERGE
-        if truth.score > LARGEST or half or double or merged or is_capped_high(case, truth):
-            if not case.forward:  # tangents may pass what half precision holds
-                _finite(found, backend)
+        if truth.score > LARGEST or half or double or merged:
+            _finite(found, backend)
             continue
         if backend in (None, "cpu") and is_coarse(case, truth):
             _finite(found, backend)
             found = {name: x for name, x in found.items() if name in RESULTS}
         wrong = judged([found], [truth])
-        if wrong and all("error" in why for why in wrong.values()):
+        truths, every = [], []
+        for count in (OTHERS + 1, 4 * (OTHERS + 1)):
             # A draw of few values says little of an error: the same call of others, all together, and of more.
-            if tally is not None:
-                tally["drawn again"] = tally.get("drawn again", 0) + 1
-            truths, every = [], []
-            for count in (OTHERS + 1, 4 * (OTHERS + 1)):
-                more = range(len(truths), count)
-                truths += [Truth(case, n) for n in more]
-                every += [{name: x for name, x in run(case, backend, n).items() if name in found} for n in more]
-                wrong = judged(every, truths)
-                if any(each.lonely for each in truths):
-                    exact = ("lse", "weights") if case.forward else (*RESULTS, "value")
-                    wrong = {name: why for name, why in wrong.items() if name in exact}
-                if not wrong or not all("error" in why for why in wrong.values()):
-                    break
+            if not wrong or not all("error" in why for why in wrong.values()):
+                break
+            more = range(len(truths), count)
+            truths += [Truth(case, n) for n in more]
+            every += [{name: x for name, x in run(case, backend, n).items() if name in found} for n in more]
+            wrong = judged(every, truths)
+            if any(each.lonely for each in truths):
+                wrong = {name: why for name, why in wrong.items() if name in (*RESULTS, "value")}
         if wrong:
             raise Wrong(f"{backend}: {wrong}")
         if case.again:
             again = run(case, backend)
-            _same_bits(found, again, backend)
+            if other := [name for name, x in found.items() if not torch.equal(x, again[name])]:
+                raise Wrong(f"{backend}: {other} have other bits the second time")

@@ -14,10 +14,8 @@ from fusedattn.compat import flash_attn as flash, torch as compat
 from ..sequences import packed
 
 ALL = frozenset(("out", "lse", "weights"))
-SCORES = frozenset(("scale", "softcap", "slopes", "sinks"))
-BAND = frozenset(("causal", "window", "align"))
 MASKS = frozenset(("mask", "bias", "key_mask", "query_mask"))
-EVERYTHING = SCORES | BAND | MASKS | {"dropout", "planned"}
+EVERYTHING = MASKS | {"scale", "softcap", "slopes", "sinks", "causal", "window", "align", "dropout", "planned"}
 
 
 class Route(NamedTuple):
@@ -26,11 +24,9 @@ class Route(NamedTuple):
     make: Callable
     options: frozenset = EVERYTHING
     results: frozenset = ALL
-    forward: bool = False  # whether it has tangents that can be asked for
     packed: bool = False
     heads: int | None = None  # of query and key, where it takes no others
     batches: int | None = None
-    more: tuple = ()  # besides: "ungrouped", "square", "one width", "top left"
 
 
 def _tuple(results):
@@ -66,26 +62,6 @@ def of_lower_rank(case, rank):
     return attend
 
 
-def _flip(x, axes):
-    return x.flip([axis for axis in axes if axis < x.dim()])
-
-
-def flipped(case):
-    """Heads and batches in reverse order."""
-    axes = dict(mask=(0, 1), bias=(0, 1), key_mask=(0,), query_mask=(0,), sinks=(0,))
-
-    def attend(query, key, value, **options):
-        for name, x in options.items():
-            if name == "alibi_slopes":
-                options[name] = x.flip(0, 1) if x.dim() == 2 else x.flip(0)
-            elif name in axes and x.dim() > (2 if name in ("mask", "bias") else 1 if "mask" in name else 0):
-                options[name] = _flip(x, axes[name])
-        results = fa.attention(*(_flip(x, (0, 1)) for x in (query, key, value)), **options)
-        return tuple(_flip(x, (0, 1)) for x in _tuple(results))
-
-    return attend
-
-
 def split(case):
     """The keys in two parts, merged."""
 
@@ -100,21 +76,6 @@ def split(case):
                     own[name] = own[name][..., start:end]
             found += fa.attention(query, key[:, :, start:end], value[:, :, start:end], return_lse=True, **own)
         return fa.merge(*found)[: 1 + return_lse]
-
-    return attend
-
-
-def with_ones(case):
-    """Masks that hide nothing where there are none, a window that is no bound, and a bias of zeros."""
-
-    def attend(query, key, value, **options):
-        ones = torch.ones(case.Sq, case.Sk, dtype=torch.bool)
-        given = dict(mask=ones, key_mask=ones[0] if case.Sq else ones.new_ones(case.Sk))
-        given |= dict(query_mask=ones.new_ones(case.Sq), bias=ones.new_zeros(1, 1, dtype=torch.float32))
-        given = given | options
-        if given["window"] is None:
-            given["window"] = (case.Sq + case.Sk, case.Sq + case.Sk)
-        return fa.attention(query, key, value, **given)
 
     return attend
 
@@ -188,24 +149,17 @@ def sdpa(case):
     return attend
 
 
-def _as_flash(options):
+def _as_flash(options, return_lse):
     window = tuple(-1 if side is None else side for side in options["window"] or (None, None))
     given = dict(softmax_scale=options.get("scale"), causal=options["causal"], window_size=window)
     given |= dict(softcap=options.get("softcap") or 0.0, alibi_slopes=options.get("alibi_slopes"))
-    return given
+    return given | dict(return_attn_probs=return_lse)
 
 
 def flash_dense(case):
     def attend(query, key, value, *, return_lse, return_weights, **options):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        given = _as_flash(options) | dict(return_attn_probs=return_lse)
-        if "one width" in case.route and "square" in case.route:
-            results = flash.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **given)
-        elif "one width" in case.route:
-            results = flash.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **given)
-        else:
-            results = flash.flash_attn_func(q, k, v, **given)
-        out, *rest = _tuple(results)
+        out, *rest = _tuple(flash.flash_attn_func(q, k, v, **_as_flash(options, return_lse)))
         return out.transpose(1, 2), *rest[:1]
 
     return attend
@@ -214,12 +168,7 @@ def flash_dense(case):
 def flash_packed(case):
     def attend(q, k, v, cu_q, cu_k, *, max_seqlen_q=None, max_seqlen_k=None, return_lse, return_weights, **options):
         longest = case.Sq if max_seqlen_q is None else max_seqlen_q, case.Sk if max_seqlen_k is None else max_seqlen_k
-        given = _as_flash(options) | dict(return_attn_probs=return_lse)
-        if "one width" in case.route:
-            kv = torch.stack((k, v), 1)
-            results = flash.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, *longest, **given)
-        else:
-            results = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, **given)
+        results = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, **_as_flash(options, return_lse))
         return _tuple(results)[:2]
 
     return packed(attend, *case.lengths)
@@ -228,19 +177,14 @@ def flash_packed(case):
 FLASH = frozenset(("scale", "softcap", "slopes", "causal", "window"))
 OUT, OUT_AND_LSE = frozenset(("out",)), frozenset(("out", "lse"))
 ROUTES = {
-    "attention": Route(direct, forward=True),
-    "attention_varlen": Route(varlen, packed=True, forward=True),
+    "attention": Route(direct),
+    "attention_varlen": Route(varlen, packed=True),
     "rank 3": Route(lambda case: of_lower_rank(case, 3), heads=1),
     "rank 2": Route(lambda case: of_lower_rank(case, 2), heads=1, batches=1),
     "jagged": Route(jagged, EVERYTHING - {"planned"}, packed=True),
     "vmap": Route(mapped, EVERYTHING - {"planned"}),
-    "flipped": Route(flipped, EVERYTHING - {"planned", "dropout"}),
-    "ones": Route(with_ones, EVERYTHING - {"planned"}),
     "merge": Route(split, MASKS | {"scale", "softcap", "sinks"}, OUT_AND_LSE),
-    "sdpa": Route(sdpa, frozenset(("scale", "mask", "bias", "causal")), OUT, more=("top left",)),
+    "sdpa": Route(sdpa, frozenset(("scale", "mask", "bias", "causal")), OUT),
     "flash": Route(flash_dense, FLASH, OUT_AND_LSE),
-    "flash, one width": Route(flash_dense, FLASH, OUT_AND_LSE, more=("one width",)),
-    "flash, one width, square": Route(flash_dense, FLASH, OUT_AND_LSE, more=("one width", "square", "ungrouped")),
     "flash varlen": Route(flash_packed, FLASH, OUT_AND_LSE, packed=True),
-    "flash varlen, one width": Route(flash_packed, FLASH, OUT_AND_LSE, packed=True, more=("one width",)),
 }

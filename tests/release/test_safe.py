@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 # Modules that read objects from bytes, run text as code, or reach other machines.
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "pty", "commands"}
@@ -53,15 +51,6 @@ def test_no_line_of_it_does_and_each_exception_has_a_reason():
     there = {(file, what): line for file, tree in sources() for line, what in found(tree)}
     assert not {f"{file}:{line}: {what}" for (file, what), line in there.items() if (file, what) not in NAMED}
     assert set(NAMED) <= set(there), "a reason that nothing needs any more"
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["import pickle", "from urllib.request import urlopen", "eval('1')", "def f():\n    exec(x)", "os.system('ls')"]
-    + ["torch.load(path)", "subprocess.run(x, shell=True)", "import os; os.execvp(a, b)", "torch.hub.load(a, b)"],
-)
-def test_the_search_sees(line):
-    assert list(found(ast.parse(line)))
 
 
 # torch and Triton may do as they please while they are imported; from then on nobody opens a connection, starts a

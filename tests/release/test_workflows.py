@@ -1,7 +1,6 @@
 """GitHub's workflows, as far as files say it: least permissions, pinned actions, nothing of strangers in commands."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -37,10 +36,6 @@ def steps():
             yield f"{file} {name}", step
 
 
-def test_there_are_tests_a_release_and_documentation():
-    assert [path.name for path in FILES] == ["docs.yml", "release.yml", "tests.yml"]
-
-
 def test_jobs_may_read_and_one_may_publish():
     for path in FILES:
         assert workflow(path)["permissions"] == {}, f"{path.name}: what a job may do, the job says"
@@ -54,17 +49,7 @@ def test_what_publishes_waits_for_a_person_and_for_what_checks():
     (job,) = [job for file, name, job in jobs() if (file, name) == PUBLISHES]
     assert job["environment"]["name"] == "pypi" and set(job["needs"]) == {"build", "check"}
     assert job["if"] == "github.event_name == 'push'"
-    assert [step["uses"].partition("@")[0] for step in job["steps"]] == [
-        "actions/download-artifact",
-        "pypa/gh-action-pypi-publish",
-    ]
     assert workflow(GITHUB / "workflows" / "release.yml")["on"]["push"] == {"tags": ["v*"]}
-
-
-def test_no_workflow_runs_strangers_code_with_secrets():
-    for path in FILES:
-        assert not {"pull_request_target", "workflow_run", "issue_comment"} & set(workflow(path)["on"])
-        assert "secrets." not in path.read_text()
 
 
 def test_actions_are_pinned_to_a_commit_with_their_version():
@@ -79,18 +64,17 @@ def test_actions_are_pinned_to_a_commit_with_their_version():
     assert all(len(versions) == 1 for versions in pinned.values()), pinned
 
 
-def test_checkouts_keep_no_credentials():
-    for where, step in steps():
-        if step.get("uses", "").startswith("actions/checkout@"):
-            assert step["with"]["persist-credentials"] is False, where
-
-
-def test_commands_have_nothing_that_a_stranger_can_choose():
+def test_nothing_of_a_stranger_runs_with_secrets_or_in_a_command():
+    for path in FILES:
+        text = path.read_text()
+        assert not {"pull_request_target", "workflow_run", "issue_comment"} & set(workflow(path)["on"])
+        assert "secrets." not in text
+        for expression in re.findall(r"\$\{\{\s*(.*?)\s*\}\}", text):
+            assert OURS.fullmatch(expression), f"{path.name}: {expression}"
     for where, step in steps():
         assert "${{" not in step.get("run", ""), f"{where}: by way of env, where a shell does not read it as code"
-    for path in FILES:
-        for expression in re.findall(r"\$\{\{\s*(.*?)\s*\}\}", path.read_text()):
-            assert OURS.fullmatch(expression), f"{path.name}: {expression}"
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False, where
 
 
 def test_each_python_that_is_promised_is_tested():
@@ -117,26 +101,6 @@ def test_what_they_call_is_there():
             assert target == "docs" or re.search(rf"^{re.escape(target)}:", makefile, re.M), (where, target)
         for file in re.findall(r"\.ci/[\w.]+|constraints\.txt", step.get("run", "")):
             assert (ROOT / file).is_file(), (where, file)
-
-
-def test_releases_are_built_with_what_is_pinned_to_its_bytes():
-    runpy.run_path(str(ROOT / ".ci" / "dist.py"))  # needs the standard library and setuptools alone
-    lines = (ROOT / ".ci" / "setuptools.txt").read_text().splitlines()
-    (pin,) = [line for line in lines if not line.startswith("#")]
-    assert re.fullmatch(r"setuptools==[\d.]+ --hash=sha256:[0-9a-f]{64}", pin)
-
-
-def test_issue_forms_ask_for_what_answers_need():
-    """Commands that the package has, and the versions of whoever asks."""
-    asked = {"bug": "fusedattn info", "numbers": "fusedattn check", "speed": "fusedattn bench", "feature": "formula"}
-    for name, wanted in asked.items():
-        text = (GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text()
-        form = yaml.safe_load(text)
-        assert {"name", "description", "body"} <= set(form) and wanted in text
-        ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
-        assert len(ids) == len(set(ids)) and all(
-            "label" in field["attributes"] for field in form["body"] if "id" in field
-        )
 
 
 def test_the_script_for_wrong_numbers_runs(capsys):
