@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedattn as fa
-from fusedattn.backends import BACKENDS
+from fusedattn.dispatch.backends import BACKENDS
 
 from .cases import SEED
 

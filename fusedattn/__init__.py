@@ -2,9 +2,9 @@
 
 from . import compat, distributed, layers, plot, reference, tuning
 from .api import attention, attention_decode, attention_varlen, merge, plan
-from .backends import Explanation, explain, use_backend
-from .call.form import Plan
-from .modules import MultiHeadAttention, SelfAttention
+from .call.options import Plan
+from .dispatch.backends import Explanation, explain, use_backend
+from .layers.attention import MultiHeadAttention, SelfAttention
 
 __all__ = [
     "Explanation",

@@ -7,17 +7,16 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
-from . import backends
-from .call import cached, jagged
-from .call.cached import CacheArguments
-from .call.form import Arguments, Plan, packed_results, rank4, results, rows
+from .call import decode as cached, jagged
+from .call.decode import CacheArguments
+from .call.options import Arguments, Plan, add_batch_dim, add_head_dim, packed_results, results
 from .call.overrides import overridable
-from .call.packed import Packed, checked_packed
 from .call.plan import check_plan
 from .call.rules import FLOATING, check_flags, check_strided, fail
+from .call.varlen import VarlenArguments, checked_varlen
+from .dispatch import backends, replay
 from .operators import dtensors
 from .operators.attention import block_mask_or_none
-from .replay import cache
 
 
 @overridable
@@ -91,7 +90,7 @@ def attention(
     if isinstance(query, Tensor) and query.is_nested:
         more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return jagged.attend(attention_varlen, arguments, **more)
-    return cache.attend(arguments, return_lse, return_weights, backend)
+    return replay.attend(arguments, return_lse, return_weights, backend)
 
 
 @overridable
@@ -148,10 +147,10 @@ def attention_varlen(
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    packed = Packed(query, key, value, *offsets, key_mask, query_mask)
+    packed = VarlenArguments(query, key, value, *offsets, key_mask, query_mask)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_varlen", options | packed._asdict())
-    call = checked_packed(packed, options, return_weights, backends.named(backend) is not None)
+    call = checked_varlen(packed, options, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     return packed_results(out, lse if return_lse else None, weights)
 
@@ -260,7 +259,7 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
         return handle_torch_function(plan, given, *given)
     check_plan(Plan(*given, None))
     device = next(x.device for x in given if x is not None)
-    masks = rank4(mask), rows(key_mask), rows(query_mask), None
+    masks = add_head_dim(mask), add_batch_dim(key_mask), add_batch_dim(query_mask), None
     return Plan(*given, None if backends.machine_reasons(device) else block_mask_or_none(masks))
 
 

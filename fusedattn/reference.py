@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import api
-from .call.form import Arguments, check_names, results
+from .call.options import Arguments, check_names, results
 from .call.overrides import overridable
 from .call.rules import check_flags, checked
 from .naive import formula

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from .dispatch import replay
 from .launch import tuned
-from .replay import cache
 
 __all__ = ["forget", "load"]
 
@@ -34,7 +34,7 @@ def load(file: str | os.PathLike[str]) -> None:
     gpu, choices = tuned.read(Path(file), here)
     tuned.loaded[gpu] = choices
     tuned.ask(None)
-    cache.forget()
+    replay.forget()
 
 
 def forget() -> None:
@@ -45,4 +45,4 @@ def forget() -> None:
     """
     tuned.loaded.clear()
     tuned.ask(None)
-    cache.forget()
+    replay.forget()

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import pages as paging, rotary as turning, span, tiles
+from .vocabulary import memory, pages as paging, rotary as turning, span
 
 
 @triton.jit(do_not_specialize=["heads", "capacity", "added", "pages", "positions"])
@@ -22,7 +22,7 @@ def append(
     if cache.table is not None:
         exists &= (page >= 0) & (page < pages)
     lines = paging.rows(at, spec.PAGE)
-    k = turning.load(tiles.matrix(K, plane), rows, exists, rotary, at, positions, spec)
-    v = tiles.load(tiles.matrix(V, plane), rows, exists, spec.DV)
-    tiles.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), lines, exists, k, spec.D)
-    tiles.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)
+    k = turning.load(memory.matrix(K, plane), rows, exists, rotary, at, positions, spec)
+    v = memory.load(memory.matrix(V, plane), rows, exists, spec.DV)
+    memory.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), lines, exists, k, spec.D)
+    memory.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import masks as masking, span, tiles, walk
+from .vocabulary import masks as masking, memory, span, walk
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
@@ -24,12 +24,12 @@ def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SI
     real = masking.real_rows(masks, plane, r, own_rows)
     seen = exists & masking.real_keys(masks, plane, c, own_keys)
     if masks.pairs is not None:
-        seen &= tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
+        seen &= memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
     every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
     seen &= real
     if bias is not None:
-        b = tiles.load_pairs(tiles.matrix(bias, plane), r, c, rows, keys, CHECK=True)
-        seen &= tiles.cast(b, tl.float32) > float("-inf")
+        b = memory.load_pairs(memory.matrix(bias, plane), r, c, rows, keys, CHECK=True)
+        seen &= memory.cast(b, tl.float32) > float("-inf")
     some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
     tl.store(BlockMask + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
 

@@ -6,7 +6,7 @@ Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from .vocabulary import partials as splitting, softmax, span, tiles
+from .vocabulary import memory, partials as splitting, softmax, span
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "splits"])
@@ -20,15 +20,15 @@ def combine(
     first, n = row * splits, rows * splits
     last = first + splits
     state = softmax.join(splitting.states(partials, plane, first + tl.arange(0, MOST)[:, None], last, n), scale)
-    sums = tiles.table(partials.sums, plane, n, DV)
-    out = tl.zeros([1, tiles.width(DV)], state.row_sum.dtype)
+    sums = memory.table(partials.sums, plane, n, DV)
+    out = tl.zeros([1, memory.width(DV)], state.row_sum.dtype)
     for start in tl.range(first, last, BLOCK_M):
         at = start + tl.arange(0, BLOCK_M)
         part = splitting.states(partials, plane, at, last, n)
-        tile = tiles.load(sums, at, part.row_sum > 0, DV)
+        tile = memory.load(sums, at, part.row_sum > 0, DV)
         out += tl.sum(tile * softmax.share(part, state, scale)[:, None], 0)[None, :]
     out, lse, _ = softmax.finish(out, state, scale)
     one = row + tl.arange(0, 1)
-    tiles.store(tiles.matrix(Out, plane), one, rows, out, DV)
+    memory.store(memory.matrix(Out, plane), one, rows, out, DV)
     if Lse is not None:
-        tiles.store_column(tiles.table(Lse, plane, rows, 1), one, rows, 0, lse)
+        memory.store_column(memory.table(Lse, plane, rows, 1), one, rows, 0, lse)

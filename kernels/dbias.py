@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, gradient, masks as masking, scores, span, tiles, walk
+from .vocabulary import copies, gradient, masks as masking, memory, scores, span, walk
 
 
 @triton.jit(do_not_specialize="heads bias_heads q_len k_len max_seqlen_q max_seqlen_k left right batches".split())
@@ -25,7 +25,7 @@ def dbias(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
+    grad = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(Q.base.dtype.element_ty))
     together = heads // bias_heads
     met, own_rows, own_keys = tile >= 0, q_len, k_len
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
@@ -44,10 +44,10 @@ def dbias(
         kv = span.kv_head(plane, spec.GROUP)
         real_rows = masking.real_rows(rules.masks, plane, rows, own_rows)
         real_keys = masking.real_keys(rules.masks, plane, cols, own_keys)
-        q = tiles.load(tiles.of_rows(Q, plane), rows, real_rows, spec.D)
-        do = tiles.load(tiles.of_rows(incoming.grad_out, plane), rows, real_rows, spec.DV)
-        k = tiles.load(tiles.of_keys(K, kv), cols, real_keys, spec.D)
-        v = tiles.load(tiles.of_keys(V, kv), cols, real_keys, spec.DV)
+        q = memory.load(memory.of_rows(Q, plane), rows, real_rows, spec.D)
+        do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, real_rows, spec.DV)
+        k = memory.load(memory.of_keys(K, kv), cols, real_keys, spec.D)
+        v = memory.load(memory.of_keys(V, kv), cols, real_keys, spec.DV)
         row = gradient.down(gradient.load(incoming.rows, plane, rows, own_rows))
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
         bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
@@ -56,4 +56,4 @@ def dbias(
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
         grad += gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
-    tiles.store_pairs(tiles.matrix(GradBias, own), r, c, max_seqlen_q, max_seqlen_k, grad)
+    memory.store_pairs(memory.matrix(GradBias, own), r, c, max_seqlen_q, max_seqlen_k, grad)

@@ -9,13 +9,13 @@ import triton.language as tl
 
 from .vocabulary import (
     masks as masking,
+    memory,
     pages as paging,
     partials as splitting,
     rotary as turning,
     scores,
     softmax,
     span,
-    tiles,
 )
 from .vocabulary.attend import attend
 
@@ -71,7 +71,7 @@ def decode(
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masking.real_rows(rules.masks, kv, rows, q_len)
     q = turning.load(
-        tiles.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec
+        memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec
     )  # fmt: skip
 
     ranges = span.blocks(band, first // spec.GROUP, spanned(BLOCK_M, spec.GROUP), BLOCK_N)
@@ -79,7 +79,7 @@ def decode(
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     # walk it
-    out = tl.zeros([BLOCK_M, tiles.width(spec.DV)], tiles.wide(Q.base.dtype.element_ty))
+    out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     # A sink is seen once.
     nothing = None
     if rules.score.sinks is not None:
@@ -108,6 +108,6 @@ def decode(
         splitting.keep(partials, head, rows * splits + split, q_len * splits, out, state, some, spec.DV)
     else:
         out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
-        tiles.store(tiles.matrix(Out, plane), rows, q_len, out, spec.DV)
+        memory.store(memory.matrix(Out, plane), rows, q_len, out, spec.DV)
         if Lse is not None:
-            tiles.store_column(tiles.table(Lse, head, q_len, 1), rows, q_len, 0, lse)
+            memory.store_column(memory.table(Lse, head, q_len, 1), rows, q_len, 0, lse)

@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, dropout as dropping, gradient, masks as masking, row_sums, scores, span, tiles, walk
+from .vocabulary import copies, dropout as dropping, gradient, masks as masking, memory, row_sums, scores, span, walk
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _walk_rows(
             masking.real_rows(rules.masks, plane, rows, band.rows) if CHECK or rules.masks.rows is not None else None
         )
         r, c = rows[None, :], cols[:, None]
-        q = tiles.load(tiles.of_rows(Q, plane), rows, exists, spec.D, first)
-        do = tiles.load(tiles.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
+        q = memory.load(memory.of_rows(Q, plane), rows, exists, spec.D, first)
+        do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
         row = gradient.across(gradient.load(incoming.rows, plane, rows, band.rows))
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
         bias = scores.bias(rules.score, band, plane, r, c, CHECK)
@@ -58,18 +58,18 @@ def _walk_rows(
             else:
                 # Read once more: what tells loads where to go ahead, and stores when, fails to compile by stages.
                 done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
-            table = tiles.table(grads.bias_sums, plane, band.keys, 3, BY_KEYS=True)
-            tl.store(tiles.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
+            table = memory.table(grads.bias_sums, plane, band.keys, 3, BY_KEYS=True)
+            tl.store(memory.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)
         if grads.bias is not None:
-            tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
+            memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.k is not None or GradQ is not None:
             ds = scores.apply_dcap(rules.score, dcap, ds).to(q.dtype)
         if grads.k is not None:
             dk = tl.dot(ds, q, dk, input_precision=spec.PRECISION, out_dtype=dk.dtype)
         if GradQ is not None:
             dq = tl.dot(ds.T, k, input_precision=spec.PRECISION, out_dtype=dk.dtype)
-            tiles.add(GradQ, plane, rows, first, band.rows, dq, spec.D)
+            memory.add(GradQ, plane, rows, first, band.rows, dq, spec.D)
         if tile_list is None:
             block += 1
             if spec.GROUP > 1:
@@ -100,11 +100,11 @@ def dkdv(
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = masking.real_keys(rules.masks, kv, cols, k_len)
-    k = tiles.load(tiles.of_keys(K, kv), cols, real, spec.D)
-    v = tiles.load(tiles.of_keys(V, kv), cols, real, spec.DV)
-    wide: tl.constexpr = tiles.wide(K.base.dtype.element_ty)
-    dk = tl.zeros([BLOCK_N, tiles.width(spec.D)], wide)
-    dv = tl.zeros([BLOCK_N, tiles.width(spec.DV)], wide)
+    k = memory.load(memory.of_keys(K, kv), cols, real, spec.D)
+    v = memory.load(memory.of_keys(V, kv), cols, real, spec.DV)
+    wide: tl.constexpr = memory.wide(K.base.dtype.element_ty)
+    dk = tl.zeros([BLOCK_N, memory.width(spec.D)], wide)
+    dv = tl.zeros([BLOCK_N, memory.width(spec.DV)], wide)
 
     # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
@@ -124,6 +124,6 @@ def dkdv(
         )  # fmt: skip
     # store it
     if grads.k is not None:
-        tiles.store(tiles.of_keys(grads.k, kv), cols, k_len, scores.grad(rules.score, dk), spec.D)
+        memory.store(memory.of_keys(grads.k, kv), cols, k_len, scores.grad(rules.score, dk), spec.D)
     if grads.v is not None:
-        tiles.store(tiles.of_keys(grads.v, kv), cols, k_len, dv, spec.DV)
+        memory.store(memory.of_keys(grads.v, kv), cols, k_len, dv, spec.DV)

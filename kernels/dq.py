@@ -11,11 +11,11 @@ from .vocabulary import (
     dropout as dropping,
     gradient,
     masks as masking,
+    memory,
     row_sums,
     scores,
     softmax,
     span,
-    tiles,
     walk,
 )
 
@@ -39,7 +39,7 @@ def _walk_keys(
         exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         first = j * BLOCK_N
-        k_tile, v_tile = tiles.load(k, cols, exists, spec.D, first), tiles.load(v, cols, exists, spec.DV, first)
+        k_tile, v_tile = memory.load(k, cols, exists, spec.D, first), memory.load(v, cols, exists, spec.DV, first)
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
         bias = scores.bias(rules.score, band, plane, r, c, CHECK)
         copies.fence()
@@ -49,7 +49,7 @@ def _walk_keys(
         dp = tl.dot(do, v_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
         ds = gradient.of_scores(p, dp, known, r, c, band, rules, plane, GradWeights)
         if grads.bias is not None:
-            tiles.store_pairs(tiles.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
+            memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
             sums = row_sums.add(
                 sums, dropping.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
@@ -77,18 +77,18 @@ def dq(
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)
-    q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
-    do = tiles.load(tiles.of_rows(GradOut, plane), rows, real, spec.DV)
+    q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
+    do = memory.load(memory.of_rows(GradOut, plane), rows, real, spec.DV)
     row = gradient.load(Rows, plane, rows, q_len)
     kv = span.kv_head(plane, spec.GROUP)
-    k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
+    k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
     # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
-    wide: tl.constexpr = tiles.wide(Q.base.dtype.element_ty)
-    grad = tl.zeros([BLOCK_M, tiles.width(spec.D)], wide)
+    wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
+    grad = tl.zeros([BLOCK_M, memory.width(spec.D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
     # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
@@ -102,15 +102,15 @@ def dq(
         )  # fmt: skip
     # store it
     if GradQ is not None:
-        tiles.store(tiles.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
+        memory.store(memory.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
     delta = row.delta
     if grads.partial is None:
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
             sums, delta = row_sums.mend(sums, row.delta, row.dlse)
     if grads.bias_sums is not None:
-        tiles.store_column(tiles.table(grads.bias_sums, plane, q_len, 1), rows, q_len, 0, sums.ds)
+        memory.store_column(memory.table(grads.bias_sums, plane, q_len, 1), rows, q_len, 0, sums.ds)
     if grads.slope_sums is not None:
-        tiles.store_column(tiles.table(grads.slope_sums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
+        memory.store_column(memory.table(grads.slope_sums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
     if grads.sink_sums is not None:
         p = softmax.weights(scores.sink(rules.score, plane, wide), row.softmax, rules.score.softmax_scale)
-        tiles.store_column(tiles.table(grads.sink_sums, plane, q_len, 1), rows, q_len, 0, -p * delta)
+        memory.store_column(memory.table(grads.sink_sums, plane, q_len, 1), rows, q_len, 0, -p * delta)

@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from .vocabulary import kept, masks as masking, scores, softmax, span, tiles, walk
+from .vocabulary import masks as masking, memory, saved_stats, scores, softmax, span, walk
 from .vocabulary.attend import attend
 
 
@@ -45,15 +45,15 @@ def forward(
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)
-    q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
+    q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
     kv = span.kv_head(plane, spec.GROUP)
-    k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
+    k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
     # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
-    out = tl.zeros([BLOCK_M, tiles.width(spec.DV)], tiles.wide(Q.base.dtype.element_ty))
+    out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
@@ -73,10 +73,10 @@ def forward(
         log2_sum = tl.where(real, log2_sum, float("inf"))
     if Stats is not None:
         dtype: tl.constexpr = Out.base.dtype.element_ty
-        stats = kept.table(Stats, plane, q_len, dtype, spec.DV)
-        kept.store(stats, rows, q_len, state.row_max, log2_sum)
+        stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
+        saved_stats.store(stats, rows, q_len, state.row_max, log2_sum)
     if Lse is not None:
-        tiles.store_column(tiles.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
+        memory.store_column(memory.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
-        kept.store_tail(stats, rows, q_len, out, tl.arange(0, tiles.width(spec.DV))[None, :], spec.DV, dtype)
-    tiles.store(tiles.of_rows(Out, plane), rows, q_len, out, spec.DV)
+        saved_stats.store_tail(stats, rows, q_len, out, tl.arange(0, memory.width(spec.DV))[None, :], spec.DV, dtype)
+    memory.store(memory.of_rows(Out, plane), rows, q_len, out, spec.DV)

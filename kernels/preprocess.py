@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import kept, scores, softmax, span, tiles
+from .vocabulary import memory, saved_stats, scores, softmax, span
 
 LARGEST = tl.constexpr(3.3895313892515355e38)  # of bfloat16
 
@@ -62,28 +62,28 @@ def preprocess(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
         if UNIT is None:
-            zeros = tl.zeros([BLOCK_M, tiles.width(spec.D)], GradQ.base.dtype.element_ty)
-            tiles.store(tiles.matrix(GradQ, plane), rows, q_len, zeros, spec.D)
+            zeros = tl.zeros([BLOCK_M, memory.width(spec.D)], GradQ.base.dtype.element_ty)
+            memory.store(memory.matrix(GradQ, plane), rows, q_len, zeros, spec.D)
         else:
             tl.static_assert(BLOCK_M % UNIT == 0)
             zeros = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-            tiles.store(tiles.matrix(GradQ, plane), rows, tl.cdiv(q_len, UNIT) * UNIT, zeros, WIDTH)
+            memory.store(memory.matrix(GradQ, plane), rows, tl.cdiv(q_len, UNIT) * UNIT, zeros, WIDTH)
     if Turns is not None:
-        counters, none = tiles.table(Turns + 1, plane, q_len, 2), tl.zeros([BLOCK_M], tl.int32)
-        tiles.store_column(counters, rows, q_len, 0, none)
-        tiles.store_column(counters, rows, q_len, 1, none)
+        counters, none = memory.table(Turns + 1, plane, q_len, 2), tl.zeros([BLOCK_M], tl.int32)
+        memory.store_column(counters, rows, q_len, 0, none)
+        memory.store_column(counters, rows, q_len, 1, none)
         if tl.program_id(0) == 0:
             tl.store(Turns, 0)
-    stats = tiles.table(Stats, plane, q_len, COLUMNS)
-    log2_sum = tiles.load_column(stats, rows, q_len, 1)
-    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), log2_sum)
+    stats = memory.table(Stats, plane, q_len, COLUMNS)
+    log2_sum = memory.load_column(stats, rows, q_len, 1)
+    row = softmax.row(memory.load_column(stats, rows, q_len, 0), log2_sum)
     delta = tl.zeros([BLOCK_M], log2_sum.dtype)
     dlse = delta
     if GradLse is not None:
-        dlse = tiles.load_column(tiles.table(GradLse, plane, q_len, 1), rows, q_len, 0)
+        dlse = memory.load_column(memory.table(GradLse, plane, q_len, 1), rows, q_len, 0)
     if Out is not None:
-        out = tiles.load(tiles.matrix(Out, plane), rows, rows < q_len, spec.DV)
-        grad_out = tiles.load(tiles.matrix(GradOut, plane), rows, rows < q_len, spec.DV)
+        out = memory.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
+        grad_out = memory.load(memory.matrix(GradOut, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
             # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
             products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
@@ -92,27 +92,27 @@ def preprocess(
         else:
             delta = tl.sum(out * grad_out.to(out.dtype), 1)
         if COLUMNS > 2:
-            delta += tl.sum(kept.lost(stats, rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1)
+            delta += tl.sum(saved_stats.lost(stats, rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1)
         if GradWeights is not None:
-            p, dp = tiles.matrix(Weights, plane), tiles.matrix(GradWeights, plane)
+            p, dp = memory.matrix(Weights, plane), memory.matrix(GradWeights, plane)
             r = rows[:, None]
             for start in tl.range(0, k_len, 64):
                 c = start + tl.arange(0, 64)[None, :]
-                p_tile = tiles.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
-                dp_tile = tiles.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
+                p_tile = memory.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
+                dp_tile = memory.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
     if Rows.dtype.element_ty == tl.bfloat16:
         _store_added(Rows, plane, rows, q_len, row, delta, scale)
     else:
         if pitch is None:
-            table = tiles.table(Rows, plane, q_len, 4)
+            table = memory.table(Rows, plane, q_len, 4)
         else:
-            table = tiles.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
-        tiles.store_column(table, rows, q_len, 0, row.pivot)
-        tiles.store_column(table, rows, q_len, 1, row.neg_log2_sum)
-        tiles.store_column(table, rows, q_len, 2, delta)
-        tiles.store_column(table, rows, q_len, 3, dlse)
+            table = memory.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
+        memory.store_column(table, rows, q_len, 0, row.pivot)
+        memory.store_column(table, rows, q_len, 1, row.neg_log2_sum)
+        memory.store_column(table, rows, q_len, 2, delta)
+        memory.store_column(table, rows, q_len, 3, dlse)
 
 
 @triton.jit
@@ -137,11 +137,11 @@ def postprocess(
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if UNIT is None:
-        total = tiles.load(tiles.matrix(Sums, plane), rows, rows < q_len, D)
-        tiles.store(tiles.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)
+        total = memory.load(memory.matrix(Sums, plane), rows, rows < q_len, D)
+        memory.store(memory.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)
     else:
         padded = tl.cdiv(q_len, UNIT) * UNIT
-        total = _ordered(tiles.matrix(Sums, plane), block * BLOCK_M, padded, BLOCK_M, UNIT, WIDTH)
-        m, r, c = tiles.matrix(GradQ, plane), rows[:, None], tl.arange(0, WIDTH)[None, :]
+        total = _ordered(memory.matrix(Sums, plane), block * BLOCK_M, padded, BLOCK_M, UNIT, WIDTH)
+        m, r, c = memory.matrix(GradQ, plane), rows[:, None], tl.arange(0, WIDTH)[None, :]
         total = scores.grad(score, total).to(GradQ.base.dtype.element_ty)
-        tl.store(tiles.pointers(m, r, c), total, mask=(r < q_len) & (c < D))
+        tl.store(memory.pointers(m, r, c), total, mask=(r < q_len) & (c < D))

@@ -15,13 +15,13 @@ import triton.language as tl
 from .vocabulary import (
     copies,
     dropout as dropping,
-    kept,
     masks as masking,
+    memory,
     row_sums,
+    saved_stats,
     scores,
     softmax,
     span,
-    tiles,
     walk,
 )
 
@@ -29,12 +29,12 @@ from .vocabulary import (
 class Tangents(NamedTuple):
     """Tangents of the inputs, each like what it is the tangent of: Views, None where it is zero."""
 
-    q: tiles.View
-    k: tiles.View
-    v: tiles.View
-    bias: tiles.View
-    slopes: tiles.View
-    sinks: tiles.View
+    q: memory.View
+    k: memory.View
+    v: memory.View
+    bias: memory.View
+    slopes: memory.View
+    sinks: memory.View
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def _walk(
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        k_tile = tiles.load(k, cols, exists, spec.D)
-        t_k_tile = None if t_k is None else tiles.load(t_k, cols, exists, spec.D)
+        k_tile = memory.load(k, cols, exists, spec.D)
+        t_k_tile = None if t_k is None else memory.load(t_k, cols, exists, spec.D)
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
         bias = scores.bias(rules.score, band, plane, r, c, CHECK)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK)
@@ -79,15 +79,15 @@ def _walk(
         if tangents.bias is not None:  # that of -inf, as the log of a shut gate has it, is not finite
             t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
-        v_tile = tiles.load(v, cols, exists, spec.DV)
+        v_tile = memory.load(v, cols, exists, spec.DV)
         copies.fence_later(spec.BY_THREADS)
         p = dropping.drop(rules.dropout, p, plane, r, c)
-        t_p = tiles.opaque(p * t_s).to(v_tile.dtype)
+        t_p = memory.opaque(p * t_s).to(v_tile.dtype)
         out = tl.dot(t_p, v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
         if t_v is not None:
-            t_v_tile = tiles.load(t_v, cols, exists, spec.DV)
+            t_v_tile = memory.load(t_v, cols, exists, spec.DV)
             copies.fence_later(spec.BY_THREADS)
-            p = tiles.opaque(p).to(v_tile.dtype)
+            p = memory.opaque(p).to(v_tile.dtype)
             out = tl.dot(p, t_v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
     return out, total
 
@@ -108,23 +108,23 @@ def tangent(
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)
-    q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
-    t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, spec.D)
+    q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
+    t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
     dtype: tl.constexpr = Out.base.dtype.element_ty
-    stats = kept.table(Stats, plane, q_len, dtype, spec.DV)
-    row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
+    stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
+    row = softmax.row(memory.load_column(stats, rows, q_len, 0), memory.load_column(stats, rows, q_len, 1))
     known = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
     kv = span.kv_head(plane, spec.GROUP)
-    k, v = tiles.of_keys(K, kv), tiles.of_keys(V, kv)
-    t_k = None if tangents.k is None else tiles.of_keys(tangents.k, kv)
-    t_v = None if tangents.v is None else tiles.of_keys(tangents.v, kv)
+    k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
+    t_k = None if tangents.k is None else memory.of_keys(tangents.k, kv)
+    t_v = None if tangents.v is None else memory.of_keys(tangents.v, kv)
 
     # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
-    wide: tl.constexpr = tiles.wide(dtype)
-    t_out = tl.zeros([BLOCK_M, tiles.width(spec.DV)], wide)
+    wide: tl.constexpr = memory.wide(dtype)
+    t_out = tl.zeros([BLOCK_M, memory.width(spec.DV)], wide)
     t_lse = tl.zeros([BLOCK_M], wide)
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
@@ -140,20 +140,20 @@ def tangent(
         t_lse = tl.where(real, t_lse, 0.0)
     if tangents.sinks is not None:
         p = softmax.weights(scores.sink(rules.score, plane, wide), row, rules.score.softmax_scale)
-        t_lse += p * tiles.cast(tiles.scalar(tangents.sinks, plane), wide)
+        t_lse += p * memory.cast(memory.scalar(tangents.sinks, plane), wide)
     if TangentLse is not None:
-        tiles.store_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0, t_lse)
-    out = tiles.load(tiles.of_rows(Out, plane), rows, rows < q_len, spec.DV)
+        memory.store_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0, t_lse)
+    out = memory.load(memory.of_rows(Out, plane), rows, rows < q_len, spec.DV)
     if dtype.primitive_bitwidth == 16:
-        t_out -= t_lse[:, None] * kept.lost(stats, rows, q_len, out, spec.DV)
+        t_out -= t_lse[:, None] * saved_stats.lost(stats, rows, q_len, out, spec.DV)
     t_out -= t_lse[:, None] * out.to(wide)
     if rules.masks.rows is not None:
         t_out = tl.where(real[:, None], t_out, 0.0)
-    tiles.store(tiles.of_rows(TangentOut, plane), rows, q_len, t_out, spec.DV)
+    memory.store(memory.of_rows(TangentOut, plane), rows, q_len, t_out, spec.DV)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
-def tangent_p(
+def tangent_weights(
     Q, K, Stats, TangentLse, TangentWeights,
     tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -173,17 +173,17 @@ def tangent_p(
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     dtype: tl.constexpr = Q.base.dtype.element_ty
-    t_p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(dtype))
+    t_p = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(dtype))
     if (tile >= begin) & (tile < end):
         real = masking.real_rows(rules.masks, plane, rows, q_len)
         exists = masking.real_keys(rules.masks, plane, cols, k_len)
-        q = tiles.load(tiles.of_rows(Q, plane), rows, real, spec.D)
-        t_q = None if tangents.q is None else tiles.load(tiles.of_rows(tangents.q, plane), rows, real, spec.D)
+        q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
+        t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
         kv = span.kv_head(plane, spec.GROUP)
-        k = tiles.load(tiles.of_keys(K, kv), cols, exists, spec.D)
-        t_k = None if tangents.k is None else tiles.load(tiles.of_keys(tangents.k, kv), cols, exists, spec.D)
-        stats = kept.table(Stats, plane, q_len, dtype, spec.DV)
-        row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
+        k = memory.load(memory.of_keys(K, kv), cols, exists, spec.D)
+        t_k = None if tangents.k is None else memory.load(memory.of_keys(tangents.k, kv), cols, exists, spec.D)
+        stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
+        row = softmax.row(memory.load_column(stats, rows, q_len, 0), memory.load_column(stats, rows, q_len, 1))
         row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=t_p.dtype)
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
@@ -195,6 +195,6 @@ def tangent_p(
         t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if tangents.bias is not None:
             t_s = tl.where(p > 0, t_s, 0.0)
-        mean = tiles.load_column(tiles.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
+        mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
         t_p = tl.where(masking.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
-    tiles.store_pairs(tiles.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)
+    memory.store_pairs(memory.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout as dropping, kept, masks as masking, scores, softmax, span, tiles
+from .vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
@@ -26,13 +26,13 @@ def weights(
     r, c = rows[:, None], cols[None, :]
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
-    p = tl.zeros([BLOCK_M, BLOCK_N], tiles.wide(Q.base.dtype.element_ty))
+    p = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(Q.base.dtype.element_ty))
     if (tile >= begin) & (tile < end):
-        q = tiles.load(tiles.of_rows(Q, plane), rows, masking.real_rows(rules.masks, plane, rows, q_len), spec.D)
-        kv = tiles.of_keys(K, span.kv_head(plane, spec.GROUP))
-        k = tiles.load(kv, cols, masking.real_keys(rules.masks, plane, cols, k_len), spec.D)
-        stats = kept.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
-        row = softmax.row(tiles.load_column(stats, rows, q_len, 0), tiles.load_column(stats, rows, q_len, 1))
+        q = memory.load(memory.of_rows(Q, plane), rows, masking.real_rows(rules.masks, plane, rows, q_len), spec.D)
+        kv = memory.of_keys(K, span.kv_head(plane, spec.GROUP))
+        k = memory.load(kv, cols, masking.real_keys(rules.masks, plane, cols, k_len), spec.D)
+        stats = saved_stats.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
+        row = softmax.row(memory.load_column(stats, rows, q_len, 0), memory.load_column(stats, rows, q_len, 1))
         row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=p.dtype)
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
@@ -44,4 +44,4 @@ def weights(
             0.0,
         )
         p = dropping.drop(rules.dropout, p, plane, r, c)
-    tiles.store_pairs(tiles.of_rows(Weights, plane), r, c, q_len, columns, p)
+    memory.store_pairs(memory.of_rows(Weights, plane), r, c, q_len, columns, p)

@@ -182,7 +182,7 @@ def poison(monkeypatch):
 
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
-    from fusedattn import private
+    from fusedattn.call import private
 
     for name, make in private.EMPTY.items():
         monkeypatch.setitem(private.EMPTY, name, poisoned(make))
@@ -234,13 +234,13 @@ def _anew(request, monkeypatch):
 
     Its calls are recorded and replayed at once, but for half of the cases: those take the way of a user's first call.
     """
+    from fusedattn.dispatch import replay
     from fusedattn.launch import failures
-    from fusedattn.replay import cache
 
     torch.manual_seed(0)
-    cache.forget()
+    replay.forget()
     failures.forget()
     parameters = getattr(request.node, "callspec", None)
     case = parameters and parameters.params.get("case")
     first = hasattr(case, "name") and not cases.replayed(case)
-    monkeypatch.setattr(cache, "RECORD_AFTER", 2 if first else 1)
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2 if first else 1)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedattn import private
+from fusedattn.call import private
 
 MARGIN = 192  # elements on each side; of no dtype is that less than the 16 bytes that aligned tensors lie at
 

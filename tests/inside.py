@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import fusedattn as fa
-from fusedattn.call.form import Call
+from fusedattn.call.options import Call
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")

@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedattn.call.form import Arguments, Origin
+from fusedattn.call.options import Arguments, Origin
 from fusedattn.call.rules import checked
 from fusedattn.operators import partial
 from fusedattn.testing.compare import LEARNED, in_float64, with_gradients

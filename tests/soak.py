@@ -29,8 +29,8 @@ import torch
 
 import fusedattn as fa
 from fusedattn import reference
+from fusedattn.dispatch import replay
 from fusedattn.operators import namespace
-from fusedattn.replay import cache
 from fusedattn.testing.compare import in_float64, with_gradients
 
 from . import caches, sequences
@@ -153,7 +153,7 @@ JOBS = {dense: 6, served: 4, packed: 2, cached: 4}  # and how often
 
 def measured():
     """A Measured of this process, without what it keeps of calls."""
-    cache.forget()
+    replay.forget()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
         ctypes.CDLL(None).malloc_trim(0)
@@ -191,8 +191,8 @@ class Soak:
             thread.start()
         for thread in threads:
             thread.join()
-        if len(cache._known) > cache.MAX_KEPT + self.threads:  # each may have looked before another one added
-            self.wrong.append(f"{len(cache._known)} recordings, of at most {cache.MAX_KEPT}")
+        if len(replay._known) > replay.MAX_KEPT + self.threads:  # each may have looked before another one added
+            self.wrong.append(f"{len(replay._known)} recordings, of at most {replay.MAX_KEPT}")
         self.rows.append(measured())
 
     def growth(self):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn import backends
-from fusedattn.call.form import Arguments
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
+from fusedattn.dispatch import backends
 from fusedattn.launch import failures
 
 from .close import assert_like
@@ -297,7 +297,7 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
 def test_tiles_that_do_not_fit_are_passed_over_and_remembered(device, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    from fusedattn.launch import run as launch, tiles as tile_table
+    from fusedattn.launch import run as launch, tile_table
 
     tried = []
     tiles = (tile_table.Tile(64, 64, 4, 1), tile_table.Tile(32, 16, 4, 1), tile_table.Tile(16, 16, 4, 1))

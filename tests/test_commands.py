@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from fusedattn import backends, cli
+from fusedattn import cli
+from fusedattn.dispatch import backends, replay
 from fusedattn.naive import formula
-from fusedattn.replay import cache
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +41,12 @@ def test_check_passes_and_fails(monkeypatch, capsys):
     assert "no such case" in capsys.readouterr().err
 
     def slightly_wrong(*call):
-        out, *rest = formula.run(*call)
+        out, *rest = formula.run_naive(*call)
         return out if out.dtype == torch.float64 else out * 1.001, *rest  # what it is held to is right
 
     planted = backends.BACKENDS["naive"]._replace(run=slightly_wrong)
     monkeypatch.setitem(backends.BACKENDS, "naive", planted)
-    cache.forget()
+    replay.forget()
     assert cli.main(CHECK) == 1 and "FAIL" in capsys.readouterr().out
 
 

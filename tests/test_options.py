@@ -1,11 +1,11 @@
-"""The table of options, call/form.py: what is written out by hand elsewhere agrees with it."""
+"""The table of options, call/options.py: what is written out by hand elsewhere agrees with it."""
 
 import inspect
 
 import pytest
 
 import fusedattn as fa
-from fusedattn.call.form import DIMS, INPUTS, TENSORS, Arguments, Call
+from fusedattn.call.options import DIMS, INPUTS, TENSORS, Arguments, Call
 from fusedattn.testing.compare import LEARNED
 
 FLAGS = {"return_lse": False, "return_weights": False, "backend": None}

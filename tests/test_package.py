@@ -16,36 +16,33 @@ ROOT = Path(__file__).parent.parent
 
 # Floors, from the ground up: a room imports from the rooms that stand beside it here, and from no other.
 ROOMS = {
-    "private": set(),
     "kernels": set(),
-    "call": {"private"},
-    "naive": {"call", "private"},
-    "launch": {"call", "kernels", "private"},
-    "cpu": {"call", "naive", "private"},
-    "operators": {"call", "cpu", "launch", "naive", "private"},
-    "backends": {"call", "cpu", "launch", "naive", "operators", "private"},
-    "replay": {"backends", "call", "cpu", "kernels", "launch", "naive", "operators", "private"},
-    "api": {"backends", "call", "operators", "replay"},
+    "call": set(),
+    "naive": {"call"},
+    "launch": {"call", "kernels"},
+    "cpu": {"call", "naive"},
+    "operators": {"call", "cpu", "launch", "naive"},
+    "dispatch": {"call", "cpu", "kernels", "launch", "naive", "operators"},
+    "api": {"call", "dispatch", "operators"},
     "reference": {"api", "call", "naive"},
-    "tuning": {"launch", "replay"},
+    "tuning": {"dispatch", "launch"},
     "plot": {"call"},
-    "distributed": {"api", "backends", "call", "naive", "operators", "private"},
-    "modules": {"api", "backends", "call", "distributed"},
-    "layers": {"call", "distributed", "modules"},
-    "compat": {"api", "backends", "call", "modules", "naive", "operators", "private"},
+    "distributed": {"api", "call", "dispatch", "naive", "operators"},
+    "layers": {"api", "call", "dispatch", "distributed"},
+    "compat": {"api", "call", "dispatch", "layers", "naive", "operators"},
     "testing": {"api", "reference"},
-    "bench": {"", "backends", "testing"},
+    "bench": {"", "dispatch", "testing"},
 }
 # What imports Triton before a call asks for it: the launches, and of them neither the tables of tiles nor the failures.
 LAUNCHES = {
     f"launch.{x}"
     for x in (
-        *("arguments", "backward", "blocks", "cached", "forward"),
+        *("arguments", "backward", "blocks", "decode", "forward"),
         *("hopper", "interpreter", "launcher", "run", "tangent"),
     )
 }
-KNOWS_TRITON = {*LAUNCHES, "replay.recording"}
-ASKS_FOR_TRITON = {"backends", "launch.tuned"}  # whether it is there, and which version
+KNOWS_TRITON = {*LAUNCHES, "dispatch.recording"}
+ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # whether it is there, and which version
 KERNELS_KNOW = {"triton", "typing"}
 
 

@@ -78,7 +78,7 @@ def without(names, backend):
 
     put_back(there.keys() - ASKED)
     _attend(fa, backend, lambda: put_back(there.keys() & ASKED))
-    repeat = importlib.import_module("fusedattn.replay.cache")
+    repeat = importlib.import_module("fusedattn.dispatch.replay")
     assert not repeat._recent and bool(repeat._known) == (backend is not None and names is SLOWING)
 
 

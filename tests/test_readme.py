@@ -27,7 +27,7 @@ def test_every_link_leads_somewhere():
 def test_the_rooms_of_the_architecture_are_there():
     """Every file of a room is named in its row."""
     page = (ROOT / "ARCHITECTURE.md").read_text()
-    for room in ("call", "naive", "launch", "operators", "replay", "distributed", "testing"):
+    for room in ("call", "naive", "cpu", "launch", "operators", "dispatch", "distributed", "testing"):
         (row,) = re.findall(rf"^\| `{room}/` \| (.*) \|$", page, re.M)
         files = {path.stem for path in (ROOT / "fusedattn" / room).glob("*.py")} - {"__init__"}
         assert files <= set(re.findall(r"`(\w+)`", row)), room

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
 
 from . import soak
 
@@ -63,11 +63,11 @@ def test_a_result_that_is_far_off_is_seen(monkeypatch):
 
 
 def test_more_recordings_than_there_may_be_are_seen(monkeypatch):
-    monkeypatch.setattr(cache, "forget", lambda: None)
+    monkeypatch.setattr(replay, "forget", lambda: None)
 
     def piles_up(dice):
-        cache._known[len(cache._known)] = None
+        replay._known[len(replay._known)] = None
 
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "MAX_KEPT", 3)
+    monkeypatch.setattr(replay, "_known", {})
+    monkeypatch.setattr(replay, "MAX_KEPT", 3)
     assert "recordings, of at most 3" in _grows(piles_up)

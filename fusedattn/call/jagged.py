@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..private import eager, longest, ragged_dim
-from .form import Arguments
+from .options import Arguments
+from .private import eager, longest, ragged_dim
 from .rules import check_tensors, expected_of_mask, fail, kind
 
 SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import UninitializedBuffer, UninitializedParameter
 
-from ..private import assert_at_run_time, holds
+from .private import assert_at_run_time, holds
 
 
 def irregular(x: Any) -> Any:
@@ -152,7 +152,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return first, first + elements * tensor.itemsize
 
 
-def alone(tensor: Tensor) -> Tensor:
+def own_storage(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy that fills its memory, as a tangent of it does: torch holds the two to the same layout."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 

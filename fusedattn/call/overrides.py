@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..private import TENSORS_OF_TORCH, torch_function_enabled
+from .private import TENSORS_OF_TORCH, torch_function_enabled
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .form import Plan, rank4, rows
+from .options import Plan, add_batch_dim, add_head_dim
 from .rules import check_bool, check_floating, fail
 
 
@@ -15,7 +15,9 @@ def check_plan(plan: Plan) -> None:
     if not masks:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
     check_masks(masks, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
-    check_fit({name: pairs_of(name, rank4(x) if name == "mask" else rows(x)) for name, x in masks.items()})
+    check_fit(
+        {name: pairs_of(name, add_head_dim(x) if name == "mask" else add_batch_dim(x)) for name, x in masks.items()}
+    )
 
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:

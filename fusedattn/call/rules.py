@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..private import unmapped
-from .form import Arguments, Call, Plan, autocast, differentiated, normalise
 from .layout import broadcasts, divides, irregular, is_shape, is_size
 from .numbers import as_python, is_int, is_number
+from .options import Arguments, Call, Plan, autocast, differentiated, normalise
+from .private import unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 ALIGNMENTS = ("bottom_right", "top_left")

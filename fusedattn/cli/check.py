@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from ..backends import BACKENDS
 from ..bench import rows
 from ..bench.report import error
+from ..dispatch.backends import BACKENDS
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..backends import BACKENDS
 from ..bench import rows
+from ..dispatch.backends import BACKENDS
 from . import DTYPES, machine
 from .output import Output
 

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from ..backends import Explanation, explain
+from ..dispatch.backends import Explanation, explain
 from .output import Problem
 
 

@@ -10,10 +10,10 @@ import torch
 from .. import attention, explain
 from ..bench import measure as timer
 from ..bench.cases import TOKENS, WIDTH, Case
-from ..call.form import asking
-from ..launch import failures, tiles, tuned
+from ..call.options import override
+from ..dispatch import replay
+from ..launch import failures, tile_table, tuned
 from ..launch.tuned import Row
-from ..replay import cache
 from . import machine
 from .output import Output, Problem
 
@@ -21,7 +21,7 @@ OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {load
 # What a kernel is judged by and timed on; a backward by all three gradients.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
 GRADIENTS = "query", "key", "value"
-REPEATABLE = ("dq", "dkdv", "two_passes", *tiles.REPEATABLE)  # kernels with the same bits each time
+REPEATABLE = ("dq", "dkdv", "two_passes", *tile_table.REPEATABLE)  # kernels with the same bits each time
 LENGTH, CHECKED = 4096, 611  # of usual calls, and of those that are held to float64: no multiple of a tile
 BUDGET_MS, REPEATS = 60.0, 5
 truth = functools.lru_cache(maxsize=2)(lambda case, device: timer.truth(case, case.draw(device)))
@@ -43,7 +43,9 @@ def run(arguments) -> int:
                 advance(case.name)
     except KeyboardInterrupt:
         output.say("Stopped: the rows until now follow.")
-    found = sorted(rows.values(), key=lambda row: (row[1:4], tiles.MEASURED.index(row.kernel), sum(row.ms.values())))
+    found = sorted(
+        rows.values(), key=lambda row: (row[1:4], tile_table.MEASURED.index(row.kernel), sum(row.ms.values()))
+    )
     file = tuned.path(about["gpu"])
     content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
     if found:
@@ -64,9 +66,9 @@ def named(form) -> str:
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
     """Check and time the forms of each kernel on full and causal calls of a size; rows: {(place, form): Row} so far."""
-    width = tiles.row_width(max(case.D, case.Dv))
-    for kernel in tiles.MEASURED:
-        for form in tiles.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
+    width = tile_table.row_width(max(case.D, case.Dv))
+    for kernel in tile_table.MEASURED:
+        for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
             key = kernel, case.dtype, width, load, form
             row = rows.get(key, Row(*key))
             try:
@@ -87,17 +89,17 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 def taking(row: Row, rows, capability: int | None):
     """Inside, calls of the row's kind take its form, and other kernels their best form so far."""
     itemsize = getattr(torch, row.dtype).itemsize
-    forms = tiles.candidates(row.kernel, capability, itemsize, row.width, row.load)
+    forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.load)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # of the form before
-    cache.forget()
+    replay.forget()
     tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel != row.kernel)]))
     try:
-        with asking(deterministic=row.kernel in REPEATABLE):
+        with override(deterministic=row.kernel in REPEATABLE):
             yield
     finally:
         tuned.ask(None)
-        cache.forget()
+        replay.forget()
 
 
 def measured(row: Row, case: Case, device) -> Row:
@@ -125,8 +127,8 @@ def step_of(row: Row, case: Case, device):
     names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
     inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
     call = case.arguments(tensors.masks) | inputs
-    call["backend"] = "hopper" if row.kernel in tiles.ON_HOPPER else "triton"
-    if tiles.same(explain(**call).tiles.get(row.kernel)) != row.form:
+    call["backend"] = "hopper" if row.kernel in tile_table.ON_HOPPER else "triton"
+    if tile_table.same(explain(**call).tiles.get(row.kernel)) != row.form:
         return None
     if names[0] == "out":
         return lambda: attention(**call, return_lse=True)

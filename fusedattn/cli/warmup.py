@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..bench.cases import Case
-from ..call.form import Arguments, inputs
+from ..call.options import Arguments, inputs
 from ..call.rules import checked
 from . import machine
 from .output import Output, Problem
@@ -47,7 +47,7 @@ class _Counting:
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     """Compile what one of PASSES launches for a case on a device, without a launch and without memory."""
     from ..launch import forward, hopper, run
-    from ..launch.backward import fill
+    from ..launch.backward import launch_backward
     from ..operators import attention, backward
 
     def tensor(*sizes):
@@ -65,10 +65,12 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
             if what == "backward":
                 need = [x is not None for x in inputs(call)]
                 grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
-                fill([x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton")
+                launch_backward(
+                    [x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton"
+                )
             else:
                 on_hopper = run.is_default("hopper", call, device) and not hopper.reasons(call)
-                forward.forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
+                forward.launch_forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
         why = ""
     except Exception as error:  # whatever a compiler raises is what the command says of this pass
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import is_known
+from ..call.options import is_known
 from ..call.overrides import overridable
-from ..call.packing import longest
+from ..call.padding import longest
 from ..call.rules import check_strided, fail
-from ..modules import check_sizes
+from ..layers.attention import check_sizes
 
 
 @overridable

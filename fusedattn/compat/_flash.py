@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..call import cached
-from ..call.cached import CacheArguments
-from ..call.form import Arguments, asking, autocast_dtype, autocasting, is_known
+from ..call import decode
+from ..call.decode import CacheArguments
 from ..call.numbers import as_python, is_int, is_number
+from ..call.options import Arguments, autocast_dtype, autocasting, is_known, override
 from ..call.rules import check_flags, check_strided, fail, type_name
-from ..naive.cached import rotated
+from ..naive.decode import rotated
 
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for|because) )(\w+)")  # where an error names an argument
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
@@ -81,7 +81,7 @@ def _run(
     dropout_p, *of_scores, repeatable, return_attn_probs = options
     check_flags(deterministic=repeatable, return_attn_probs=return_attn_probs)
     more |= dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
-    with asking(deterministic=repeatable), half_kept(tensors[0]):
+    with override(deterministic=repeatable), half_kept(tensors[0]):
         results = ask(names, function, *tensors, **more)
     return (*results, tensors[0].new_empty(0)) if return_attn_probs else (results,)
 
@@ -201,7 +201,7 @@ def rotated_as_theirs(caches: CacheArguments, options: dict[str, Any], spread: b
     A new key is rotated by its slot; query i by the length before the append, plus i if spread.
     """
     # All is checked before anything is computed. With "top_left" no rule is about the positions of queries.
-    cached.checked(caches, Arguments(None, None, None, align="top_left", **options))
+    decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device
     rows, new = (torch.arange(x.shape[2], device=device) for x in (caches.query, caches.new_key))
     positions = start + (rows if spread else torch.zeros_like(rows))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
 from ..api import attention
-from ..call.form import Arguments, Call
+from ..call.options import Arguments, Call
 from ..call.rules import checked
+from ..dispatch import backends
 from ..operators.namespace import NAME, OPERATORS
 from ._override import Override
 

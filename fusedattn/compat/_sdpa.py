@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..api import attention
-from ..call.form import CAST, autocast_dtype, autocasting
 from ..call.layout import broadcasts, divides, irregular, is_size
+from ..call.options import CAST, autocast_dtype, autocasting
 from ..call.overrides import overridable
+from ..call.private import holds
 from ..call.rules import check_flags, check_strided, check_tensors, fail
-from ..private import holds
 
 
 @overridable

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import private
+from ..call import private
 from ._override import Override
 from ._sdpa import scaled_dot_product_attention
 

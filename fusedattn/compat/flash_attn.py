@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention_decode
-from ..call.cached import CacheArguments, check_inputs
-from ..call.form import autocast_dtype
+from ..call.decode import CacheArguments, check_inputs
+from ..call.options import autocast_dtype
 from ..call.overrides import overridable
 from ..call.rules import check_flags, fail
 from . import _bert_padding, _flash

@@ -12,7 +12,7 @@ from torch.types import Device
 from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_strided, fail, unfit
-from ..modules import attend, check_fits, check_shares, check_sizes
+from ..layers.attention import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa

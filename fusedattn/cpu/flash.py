@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.form import Call, diagonal, wide_dtype
 from ..call.layout import arrange, dense
+from ..call.options import Call, diagonal, wide_dtype
+from ..call.private import flash_attention_for_cpu_backward
 from ..naive import pairs
 from ..naive.blocks import Block
-from ..private import flash_attention_for_cpu_backward
-from .centre import INFINITE, centre, in_groups, to_heads, with_centre
-from .few import FEW, added_to_few, by_weights, lse_of, product, scores_of, weights_in_place, weights_of
 from .kernel import attend
-from .parts import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
-from .shares import exact, merged, shares_of, wide_of
+from .merge import exact, merged, shares_of, wide_of
+from .small_k import FEW, added_to_few, by_weights, lse_of, product, scores_of, weights_in_place, weights_of
+from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
+from .value_mean import INFINITE, centre, in_groups, to_heads, with_centre
 
 
 class Result(NamedTuple):

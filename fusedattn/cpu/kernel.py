@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..private import flash_attention_for_cpu
+from ..call.private import flash_attention_for_cpu
 
 VECTOR = 16  # float32 numbers in the widest vector register
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.form import Call, device_of
+from ..call.options import Call, device_of
+from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
-from ..private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from . import flash
-from .few import FEW, has_bias_gradient
-from .parts import is_widened
+from .small_k import FEW, has_bias_gradient
+from .tiling import is_widened
 
 # A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
 NARROW = 16

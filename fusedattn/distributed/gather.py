@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..api import attention_varlen
-from ..call.form import Arguments, Call, Origin, rank4, rows as one_row
+from ..call.options import Arguments, Call, Origin, add_batch_dim as one_row, add_head_dim
 from ..call.overrides import overridable
-from ..call.packed import Packed, check_lengths, check_values
+from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail
-from ..private import eager
+from ..call.varlen import VarlenArguments, check_lengths, check_values
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, arguments_of, attend_alone
 from .parts import attend
@@ -147,12 +147,12 @@ def gather_attention_varlen(
     def prepare(call: Call, ranks: Any) -> tuple[Call, dict[str, Any]]:
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"as many rows as query, {query.shape[0]}", key.shape[0])
-        packed = Packed(query, key, value, cu_seqlens, cu_seqlens)
+        packed = VarlenArguments(query, key, value, cu_seqlens, cu_seqlens)
         check_lengths(packed)
         offsets.extend(cu_seqlens.tolist())
         scores = len(offsets) - 1, query.shape[1], *(_longest(offsets),) * 2
         check_options(Arguments(*call[:3], **pairs), Sizes(query.device, query.dtype, *scores))
-        mask, bias, slopes = rank4(pairs["mask"]), rank4(pairs["bias"]), one_row(pairs["alibi_slopes"])
+        mask, bias, slopes = add_head_dim(pairs["mask"]), add_head_dim(pairs["bias"]), one_row(pairs["alibi_slopes"])
         fields = dict(mask=mask, bias=bias, alibi_slopes=slopes, cu_seqlens_q=cu_seqlens)
         return call._replace(**fields), dict(cu_seqlens=tuple(offsets))
 
@@ -162,7 +162,7 @@ def gather_attention_varlen(
     )
     assert whole is not None
     of_all = query.new_empty(()).expand(whole.total, 1, 1)
-    packed = Packed(of_all, of_all, of_all, cu_seqlens, cu_seqlens)
+    packed = VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens)
     check_values(packed)
     out, lse = attend(whole, functools.partial(_Keys, _documents(whole, offsets)))
     out = out.squeeze(0).transpose(0, 1)

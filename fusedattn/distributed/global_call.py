@@ -8,23 +8,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import backends
 from ..api import attention
-from ..call.form import (
+from ..call.options import (
     INPUTS,
     TENSORS,
     Arguments,
     Call,
     Origin,
     Plan,
+    add_head_dim,
     check_names,
     inputs as inputs_of,
-    rank4,
     with_tensors,
 )
+from ..call.private import forward_level, transforms_active
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
+from ..dispatch import backends
 from ..operators import dtensors, partial
-from ..private import forward_level, transforms_active
 from . import ranks as ranks_of
 from .ranks import Ranks
 from .shards import Chunk, check_balance, chunks, rows_of
@@ -226,7 +226,7 @@ def _checked(arguments: Arguments, balance: Any, backend: Any) -> Call:
         batch, heads, rows, _ = call.query.shape
         sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
         check_options(Arguments(*call[:3], **{name: x}), sizes)
-    return call._replace(**{name: rank4(x) for name, x in pairs.items()})
+    return call._replace(**{name: add_head_dim(x) for name, x in pairs.items()})
 
 
 def _own(call: Call) -> dict[str, int]:

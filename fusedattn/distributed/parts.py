@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, TENSORS, Call, inputs as inputs_of, tensors as tensors_of, wide_dtype, with_tensors
 from ..call.layout import arrange
+from ..call.options import INPUTS, TENSORS, Call, inputs as inputs_of, tensors as tensors_of, wide_dtype, with_tensors
 from ..naive.formula import without_autocast
 from ..operators import partial
 from . import ranks as ranks_of
@@ -58,7 +58,7 @@ def attend(whole: GlobalCall, bring: Method) -> tuple[Tensor, Tensor]:
 
 
 @without_autocast
-def _forward(whole: GlobalCall, bring: Method) -> tuple[Tensor, partial.Rows]:
+def _forward(whole: GlobalCall, bring: Method) -> tuple[Tensor, partial.RowStats]:
     """Return (the output in query's dtype, the Rows that the backward needs)."""
     call, rows = whole.call, None
     for _, shown, pieces in bring(whole):
@@ -87,7 +87,7 @@ def _zeros(call: Call, wanted: list[bool]) -> Call:
 def _backward(
     whole: GlobalCall,
     bring: Method,
-    rows: partial.Rows,
+    rows: partial.RowStats,
     out_grad: Tensor,
     lse_grad: Tensor | None,
 ) -> list[Tensor | None]:
@@ -135,7 +135,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, out_grad, lse_grad):
         *tensors, out, largest, log2_sum = ctx.saved_tensors
-        rows = partial.Rows(out, largest, log2_sum, ctx.unit)
+        rows = partial.RowStats(out, largest, log2_sum, ctx.unit)
         out_grad = tensors[0].new_zeros(()).expand(out.shape) if out_grad is None else out_grad
         grads = _backward(ctx.whole.with_tensors(tensors), ctx.bring, rows, out_grad, lse_grad)
         return *grads, *(None,) * (len(TENSORS) - len(INPUTS) + 3)

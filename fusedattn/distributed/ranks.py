@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call.private import group_timeout, read_store, write_store
 from ..call.rules import fail
-from ..private import group_timeout, read_store, write_store
 
 STATEMENT = 4096  # bytes that a rank says of a call, always as many, so that ranks that disagree understand each other
 MESSAGE = 300  # characters of an error in it

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import Call, wide_dtype
+from ..call.options import Call, wide_dtype
 from ..call.overrides import overridable
-from ..private import eager
+from ..call.private import eager
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, arguments_of, attend_alone
 from .parts import attend

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from ..call.form import INPUTS, TENSORS, Call, tensors as tensors_of
+from ..call.options import INPUTS, TENSORS, Call, tensors as tensors_of
 from ..operators.dtensors import BATCH, DIMS, HEADS
 from ..operators.namespace import OPERATORS
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import (
+from ..call.layout import arrange
+from ..call.options import (
     INPUTS,
     TENSORS,
     Call,
@@ -21,14 +22,13 @@ from ..call.form import (
     wide_dtype,
     with_tensors,
 )
-from ..call.layout import arrange
 from ..call.overrides import overridable
+from ..call.private import eager
 from ..call.rules import fail
 from ..naive.formula import without_autocast
 from ..operators import flops, partial
 from ..operators.backward import gradients
 from ..operators.namespace import OPERATORS
-from ..private import eager
 from . import ranks as ranks_of
 from .global_call import GlobalCall, agreed, arguments_of, attend_alone, in_dtypes_of
 from .ranks import Ranks

@@ -5,14 +5,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.form import diagonal, shift
+from ..call.options import diagonal, shift
+from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
+from ..kernels.vocabulary.memory import View, width
 from ..kernels.vocabulary.rules import Rules, Spec
 from ..kernels.vocabulary.scores import score
-from ..kernels.vocabulary.tiles import View, width
-from ..private import has_storage, holds
-from . import tiles
+from . import tile_table
 
 COPIED_BYTES = 16  # addresses and strides that the copy engine knows are multiples of them
 
@@ -195,7 +195,7 @@ def can_pack_gqa(call, out):
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads
-        and rows * (heads // kv_heads) <= tiles.FEW_ROWS
+        and rows * (heads // kv_heads) <= tile_table.FEW_ROWS
         and all(x is None for x in each_head)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and within.left is within.right is None

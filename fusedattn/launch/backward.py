@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv
 
-from ..call.form import Call, lengths_of
-from ..call.packing import packing
+from ..call.options import Call, lengths_of
+from ..call.padding import padding
 from ..kernels.vocabulary.gradient import Grads, Incoming
-from . import arguments, blocks, failures, hopper, run, tiles, tuned
+from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 from .tuned import SLOWER
 
 
@@ -58,7 +58,7 @@ def _lacks_on_hopper(call, need, kernel):
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not all(need[:3]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
-    return lacks + (hopper.stored_limits(call) if kernel == "hopper_stored" else [])
+    return lacks + (hopper.stored_limits(call) if kernel == "hopper_bwd_ds" else [])
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
@@ -89,11 +89,11 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     where = _bias_sum(call) if bias else None
     by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
     deterministic = _is_deterministic(call)
-    in_one = query and by_keys and not by_rows and run.widest(call) <= tiles.ONE_PASS and not deterministic
+    in_one = query and by_keys and not by_rows and run.widest(call) <= tile_table.ONE_PASS and not deterministic
     special = run.backward_on_hopper(call, deterministic)
     taken = reachable and run.is_to_take(special, call, backend)
     if taken and not _lacks_on_hopper(call, need, special):
-        names = ["preprocess", special, *["postprocess"] * (special != "hopper_stored")]
+        names = ["preprocess", special, *["postprocess"] * (special != "hopper_bwd_ds")]
     elif in_one and not run.prefers_two_passes(call):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
@@ -106,7 +106,7 @@ def _spread(sums, offsets, most):
     """Pad sums by row of packed sequences to (n, H, most, 1); return others unchanged."""
     if offsets is None:
         return sums
-    return packing(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
+    return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
 def _totals(sums, offsets, batch):
@@ -183,7 +183,7 @@ def _on_hopper(name, p, query_sums, turns, grads, taken):
     call, device = p.call, run.device_of(p.call.query)
     rows = p.launched["Rows"]
     launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, turns, grads[1:3], taken)
-    registers, *_ = tiles.REGISTERS[2]
+    registers, *_ = tile_table.REGISTERS[2]
     with run.surroundings(device):
         programs = cdiv(p.keys, taken.keys) * p.batch * call.key.shape[1]
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=registers)
@@ -192,7 +192,7 @@ def _on_hopper(name, p, query_sums, turns, grads, taken):
 def _stored_on_hopper(name, p, grads, taken):
     """Compute all three gradients from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
-    registers, *_ = tiles.REGISTERS[2]
+    registers, *_ = tile_table.REGISTERS[2]
     scores = hopper.new_scores(call)
     multiprocessors = run.multiprocessors(device)
     first = hopper.stored_arguments(call, p.grad_out, p.launched["Rows"], scores, grads[2], taken, multiprocessors)
@@ -267,13 +267,13 @@ def _add_up(p, grads, grad_bias, grad_slopes, grad_sinks):
             grad.copy_(_totals(sums.double(), p.call.cu_seqlens_q, grad.shape[0]).sum_to_size(grad.shape))
 
 
-def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
+def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Fill the gradients of the INPUTS of a Call; None for those not needed."""
     grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
     gradients = [grad_out, *(x for x in grads[:3] if x is not None)]
     reachable = grad_weights is None and hopper.reachable(*gradients)
     names = passes(call, [x is not None for x in grads], backend, reachable)
-    special = next((name for name in names if name in tiles.ON_HOPPER), None)
+    special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     call = call if special is None else arguments.bounded(call)
     block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
@@ -298,7 +298,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
 
     only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
     lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
-    turns = hopper.new_turns(call) if special == "hopper_ordered" else None
+    turns = hopper.new_turns(call) if special == "hopper_bwd_deterministic" else None
     given = None if grad_weights is None else weights
     launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns, taken)
     partial = 1 if call.partial else None
@@ -307,7 +307,7 @@ def fill(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Cal
     of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None, partial)
     if "dq" in names:
         _dq(p, grad_query, of_rows)
-    if special == "hopper_stored":
+    if special == "hopper_bwd_ds":
         _stored_on_hopper(special, p, grads, taken)
     elif special:
         _on_hopper(special, p, query_sums, turns, grads, taken)

@@ -3,9 +3,9 @@
 import torch
 from triton import cdiv
 
-from ..call.form import hiding, lengths_of
+from ..call.options import hiding, lengths_of
 from ..kernels.vocabulary.span import Sequences
-from . import arguments, run, tiles
+from . import arguments, run, tile_table
 
 
 def _narrow(tensor):
@@ -165,4 +165,4 @@ def walks(call, block_mask, mask_size, tile, by_keys=False):
 
 
 def block_mask_size():
-    return tiles.block_mask_size(run.interpreting())
+    return tile_table.block_mask_size(run.interpreting())

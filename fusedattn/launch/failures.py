@@ -10,37 +10,37 @@ import warnings
 
 # What may be otherwise the next time: a disk that is full, too many files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
-known_kinds: dict[tuple, str] = {}  # {what calls share whose kernel fails where one does: why}
+failed_kernels: dict[tuple, str] = {}  # {what calls share whose kernel fails where one does: why}
 _warned: set[str] = set()
 
 
-class Unusable(Exception):
+class KernelUnavailable(Exception):
     """A kernel cannot run here; the message says which, why, and what to do."""
 
 
 def forget() -> None:
     """Try every kernel again."""
-    known_kinds.clear()
+    failed_kernels.clear()
     _warned.clear()
 
 
-def known(key: tuple) -> "Unusable | None":
+def known(key: tuple) -> "KernelUnavailable | None":
     """Return why a kernel is known to fail for a kind of calls, or None."""
-    why = known_kinds.get(("every kernel", key[1])) or known_kinds.get(key) if known_kinds else None
-    return None if why is None else Unusable(why)
+    why = failed_kernels.get(("every kernel", key[1])) or failed_kernels.get(key) if failed_kernels else None
+    return None if why is None else KernelUnavailable(why)
 
 
-def remember(key: tuple, error: Exception) -> "Unusable":
+def remember(key: tuple, error: Exception) -> "KernelUnavailable":
     """Remember a failure unless it may pass, and return the error to raise."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
     if not (isinstance(error, OSError) and error.errno in _PASSING):
-        known_kinds[("every kernel", device) if whole else key] = message
-    return Unusable(message)
+        failed_kernels[("every kernel", device) if whole else key] = message
+    return KernelUnavailable(message)
 
 
-def take_next(why: "Unusable", named: bool) -> None:
+def fall_back(why: "KernelUnavailable", named: bool) -> None:
     """Warn once for each cause, or raise if the call names its backend."""
     if named:
         raise NotImplementedError(f"backend: the one named cannot take this call: {why}") from why

@@ -2,8 +2,8 @@
 
 from triton import cdiv
 
-from ..call.form import Call
-from . import arguments, blocks, hopper, run, tiles
+from ..call.options import Call
+from . import arguments, blocks, hopper, run, tile_table
 
 
 def _forward_on_hopper(out, lse, stats, call):
@@ -16,7 +16,7 @@ def _forward_on_hopper(out, lse, stats, call):
     if pipeline is None:
         raise run.none_is_right("hopper", device)
     launched = hopper.arguments(call, target, pipeline) | dict(Lse=lse, Stats=stats)
-    registers, *_ = tiles.REGISTERS[pipeline.warpgroups]
+    registers, *_ = tile_table.REGISTERS[pipeline.warpgroups]
     with run.surroundings(device):
         programs = hopper.programs(call, pipeline, run.multiprocessors(device))
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
@@ -63,7 +63,7 @@ def _weights(weights, stats, call):
     )
 
 
-def forward(out, lse, weights, stats, call: Call, on_hopper: bool):
+def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """Fill out and, unless None, lse, weights and stats; weights need stats."""
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:

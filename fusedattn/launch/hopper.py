@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.form import Call
-from ..kernels.vocabulary.tiles import width
-from ..private import holds
-from . import arguments as kernel_arguments, tiles
-from .tiles import Backward, Pipeline
+from ..call.options import Call
+from ..call.private import holds
+from ..kernels.vocabulary.memory import width
+from . import arguments as kernel_arguments, tile_table
+from .tile_table import Backward, Pipeline
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
@@ -116,14 +116,16 @@ def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
     blocks, band, keys = cdiv(rows, taken.rows) * batch * heads, band_of(call), call.key.shape[2]
     if call.left is not None and call.right is not None:
         keys = min(keys, call.left + call.right + 1)
-    most = tiles.SHARED_KEYS if band == "full" else tiles.SHARED_KEYS_OF_BANDS
-    if not taken.persistent or keys > most.get(tiles.row_width(max(call.query.shape[3], call.value.shape[3])), keys):
+    most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
+    if not taken.persistent or keys > most.get(
+        tile_table.row_width(max(call.query.shape[3], call.value.shape[3])), keys
+    ):
         return blocks
     if band != "causal":
         return min(blocks, multiprocessors)
     pairs = blocks // 2
     rounds = cdiv(pairs, multiprocessors)
-    if batch * heads % 2 or pairs < tiles.SHARED_PAIRS * rounds * multiprocessors:
+    if batch * heads % 2 or pairs < tile_table.SHARED_PAIRS * rounds * multiprocessors:
         return blocks
     return min(pairs, multiprocessors)
 
@@ -132,9 +134,9 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
     """Return the kernel's arguments without Lse and Stats."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
-    group, each = heads // key.shape[1], tiles.WARPGROUP_ROWS
-    together = tiles.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
-    _, registers, fewer = tiles.REGISTERS[taken.warpgroups]
+    group, each = heads // key.shape[1], tile_table.WARPGROUP_ROWS
+    together = tile_table.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
+    _, registers, fewer = tile_table.REGISTERS[taken.warpgroups]
     return dict(
         Q=descriptor(query, each),
         K=descriptor(key, taken.keys),
@@ -179,12 +181,12 @@ def _widths(call: Call) -> tuple[int, int]:
 
 def _by_rows(call):
     """Return whether a warpgroup has half the rows of dq, rather than half its columns."""
-    return tiles.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
+    return tile_table.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
 
 
 def _is_wide(call):
     """Return whether heads are wider than 128."""
-    return max(call.key.shape[3], call.value.shape[3]) > tiles.ONE_PASS
+    return max(call.key.shape[3], call.value.shape[3]) > tile_table.ONE_PASS
 
 
 def unit(call: Call, taken: Backward) -> tuple[int, int]:
@@ -225,7 +227,7 @@ def backward_arguments(
 
     rows are those of `preprocess`, sums of dq, turns of `new_turns` or None, grads of key and value.
     """
-    each = tiles.WARPGROUP_ROWS
+    each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k if _by_rows(call) else width_k // 2  # columns of dq
     lines = sums.view(*sums.shape[:2], -1, 32)
@@ -248,7 +250,7 @@ def backward_arguments(
 
 def _common(call):
     """Return the arguments that all backward kernels share."""
-    _, registers, fewer = tiles.REGISTERS[2]
+    _, registers, fewer = tile_table.REGISTERS[2]
     return dict(
         scale=kernel_arguments.scored(call).softmax_scale,
         heads=call.key.shape[1],
@@ -270,16 +272,16 @@ def _scores_of_a_head(call):
 def stored_limits(call: Call) -> list[str]:
     """Return why the backward that stores gradients of scores cannot take a call."""
     _, size = _scores_of_a_head(call)
-    if size <= tiles.SCORES_BYTES:
+    if size <= tile_table.SCORES_BYTES:
         return []
-    most = tiles.SCORES_BYTES >> 20
+    most = tile_table.SCORES_BYTES >> 20
     return [f"gradients of scores take {cdiv(size, 2**20)} MiB for a head of key, and it stores no more than {most}"]
 
 
 def heads_at_a_time(call: Call) -> int:
     """Return how many key heads have their gradients of scores stored at a time."""
     _, size = _scores_of_a_head(call)
-    return min(call.key.shape[0] * call.key.shape[1], max(2, tiles.SCORES_BYTES // size))
+    return min(call.key.shape[0] * call.key.shape[1], max(2, tile_table.SCORES_BYTES // size))
 
 
 def new_scores(call: Call) -> Tensor:
@@ -314,12 +316,12 @@ def stored_arguments(
     multiprocessors: int,
 ) -> dict:
     """Return the arguments of the kernel for gradients of scores and values, less `planes` and `before`."""
-    each, length = tiles.WARPGROUP_ROWS, call.query.shape[2]
+    each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
     common, blocks = _common(call), cdiv(call.key.shape[2], taken.keys)
     size = 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
     return common | dict(
-        section=_section(call, tiles.SECTION_BYTES, size, blocks, multiprocessors),
+        section=_section(call, tile_table.SECTION_BYTES, size, blocks, multiprocessors),
         Q=descriptor(call.query, taken.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
@@ -339,13 +341,13 @@ def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward, multiprocessors: int
 ) -> dict:
     """Return the arguments of the kernel for the gradient of key, or of query, less `planes` and `before`."""
-    each, (width_k, _), others = tiles.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
+    each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)
     group, blocks = common["GROUP"], cdiv(grad.shape[2], taken.keys)
     size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
     blocks = blocks if of_key else blocks * group
-    section = _section(call, tiles.SECTION_BYTES // 2, size, blocks, multiprocessors)
+    section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
     return common | dict(
         section=section if of_key else section * group,
         GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),

@@ -12,8 +12,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call import form
-from ..call.form import AssumedGPU, Call, hiding, lengths_of
+from ..call import options as form
+from ..call.options import AssumedGPU, Call, hiding, lengths_of
 from ..kernels import (
     append,
     block_mask,
@@ -28,8 +28,8 @@ from ..kernels import (
     tangent,
     weights,
 )
-from ..kernels.vocabulary.tiles import width
-from . import failures, hopper, launcher, tiles as tile_table, tuned
+from ..kernels.vocabulary.memory import width
+from . import failures, hopper, launcher, tile_table, tuned
 
 
 def interpreting() -> bool:
@@ -77,7 +77,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
         kind = (name, device) if kind is None else kind
-        if failures.known_kinds and (why := failures.known(kind)) is not None:
+        if failures.failed_kernels and (why := failures.known(kind)) is not None:
             raise why
         options["enable_fp_fusion"] = True  # kernels are written for it, and from 3.10 on it is not the default
         try:
@@ -135,15 +135,15 @@ KERNELS = {
         append.append,
         combine.combine,
         tangent.tangent,
-        tangent.tangent_p,
+        tangent.tangent_weights,
     )
 }
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
-    KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_ordered"), hopper.backward_kernel)
-    KERNELS["hopper_stored"] = hopper.stored_backward_kernel
+    KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward_kernel)
+    KERNELS["hopper_bwd_ds"] = hopper.stored_backward_kernel
     KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.product_kernel)
 
 
@@ -152,7 +152,7 @@ def widest(call):
     return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
 
 
-def load_of(call):
+def pressure_of(call):
     """Return the load per pair, as `tiles` names it: "plain", "masked" or "rich"."""
     if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
@@ -167,7 +167,7 @@ def kind_of(name, call):
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     if not small and call.left is not None and call.right is not None:
         small = tile_table.narrow(call.left, call.right)
-    return name, device_of(query), query.dtype, widest(call), load_of(call), small
+    return name, device_of(query), query.dtype, widest(call), pressure_of(call), small
 
 
 def candidates(name, call):
@@ -176,7 +176,7 @@ def candidates(name, call):
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
         _, device, dtype, most, load, small = kind
-        table = tile_table.tiles(name, capability(device), dtype.itemsize, most, load)
+        table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, load)
         fitting = tuned.of(device).tiles(tuned.place(name, dtype, most, load), table)
         fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
     return fitting
@@ -185,8 +185,8 @@ def candidates(name, call):
 def backward_on_hopper(call, ordered):
     """Return the Hopper backward for this head dimension."""
     if widest(call) <= tile_table.ONE_PASS:
-        return "hopper_ordered" if ordered else "hopper_bwd"
-    return "hopper_stored"
+        return "hopper_bwd_deterministic" if ordered else "hopper_bwd"
+    return "hopper_bwd_ds"
 
 
 def _right_form(name, call, device):
@@ -233,13 +233,15 @@ def form_of(name, call):
 
 def none_is_right(name, device):
     """Return the error for a kernel whose every form is wrong by a tuning file."""
-    return failures.Unusable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
+    return failures.KernelUnavailable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
 
 
 def prefers_two_passes(call):
     """Return whether a tuning file prefers the backward in two passes."""
     device = device_of(call.query)
-    return not candidates("one_pass", call) or tuned.is_faster("two_passes", "one_pass", call, device, load_of(call))
+    return not candidates("one_pass", call) or tuned.is_faster(
+        "two_passes", "one_pass", call, device, pressure_of(call)
+    )
 
 
 def surroundings(device):
@@ -279,7 +281,7 @@ def run_tiled(name, call, programs, arguments, more=None):
                 tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)
 
 
-def failed(call: Call, names) -> "failures.Unusable | None":
+def failed(call: Call, names) -> "failures.KernelUnavailable | None":
     """Return why one of these kernels is known to fail for a call, or None."""
     device = device_of(call.query)
     for name in names:

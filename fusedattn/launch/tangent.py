@@ -2,7 +2,7 @@
 
 from triton import cdiv
 
-from ..call.form import Call
+from ..call.options import Call
 from ..kernels.tangent import Tangents
 from . import arguments, blocks, run
 
@@ -17,10 +17,10 @@ def _tangents(call, given):
 
 def passes(need_weights: bool) -> tuple[str, ...]:
     """Return the kernels that compute the tangents, in order."""
-    return ("tangent", *["tangent_p"] * need_weights)
+    return ("tangent", *["tangent_weights"] * need_weights)
 
 
-def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Call):
+def launch_tangent(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Call):
     """Fill the tangents of output, lse and, unless None, weights, from those of the INPUTS of a call."""
     block_mask, mask_size = blocks.block_mask_of(call)
     shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_tangents(call, given))
@@ -40,7 +40,7 @@ def fill(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Cal
         return
     shared.pop("V")
     run.run_tiled(
-        "tangent_p",
+        "tangent_weights",
         call,
         lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * heads,
         shared | dict(TangentWeights=arguments.of(tangent_weights), columns=columns),

@@ -1,7 +1,7 @@
 """Choices of forms by measurement: the file that `fusedattn tune` writes for a GPU, and what calls take of it.
 
 A file counts only with the GPU, driver, torch, Triton and version of this package that it was written with. It is read
-once, at the first call. Without it the tables of `launch.tiles` count.
+once, at the first call. Without it the tables of `launch.tile_table` count.
 """
 
 import functools
@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.form import Call, Device
-from ..private import constant
-from . import tiles
-from .tiles import row_width, same
+from ..call.options import Call, Device
+from ..call.private import constant
+from . import tile_table
+from .tile_table import row_width, same
 
 SLOWER = "the tuning file of this GPU found it slower, so it runs only when named"
 RIVALS = {"hopper": ("forward",)} | {  # of a kernel for Hopper: the universal kernels that it replaces
-    name: ("two_passes",) if name in tiles.REPEATABLE else ("one_pass", "two_passes") for name in tiles.BACKWARDS
+    name: ("two_passes",) if name in tile_table.REPEATABLE else ("one_pass", "two_passes")
+    for name in tile_table.BACKWARDS
 }
 
 
@@ -51,7 +52,7 @@ class Choices(NamedTuple):
     wrong: Mapping[tuple, tuple]
     best: Mapping[tuple, Mapping[str, float]]
 
-    def tiles(self, place: tuple, table: tuple[tiles.Tile, ...]) -> tuple[tiles.Tile, ...]:
+    def tiles(self, place: tuple, table: tuple[tile_table.Tile, ...]) -> tuple[tile_table.Tile, ...]:
         """Return the tiles to try: measured ones first, then the rest of the table."""
         right, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*right, *(tile for tile in table if same(tile) not in (*right, *wrong)))
@@ -112,7 +113,7 @@ def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
 
 def _row(entry, capability):
     kernel, dtype, width, load, form, ms, why = (entry[name] for name in Row._fields)
-    for known in tiles.candidates(kernel, capability, getattr(torch, dtype).itemsize, width, load):
+    for known in tile_table.candidates(kernel, capability, getattr(torch, dtype).itemsize, width, load):
         if form == (known and known._asdict()):
             return Row(kernel, dtype, width, load, known, {case: float(ms[case]) for case in ms}, str(why))
     raise ValueError(f"there is no {form} of {kernel} for {dtype}, width {width} and {load} calls")
@@ -148,7 +149,7 @@ def ask(choices: Choices | None) -> None:
     global _asked
     _asked = choices
     _found.cache_clear()
-    tiles.fitting.clear()
+    tile_table.fitting.clear()
 
 
 @constant

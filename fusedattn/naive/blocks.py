@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import Call, diagonal, plain, with_dims
-from ..private import tracing
+from ..call.options import Call, diagonal, plain, with_dims
+from ..call.private import tracing
 
 # Bytes of scores that a core works on at a time. On an EPYC of 1 MiB L2 and 32 MiB L3, torch 2.13, blocks of 2**28 took
 # 2 to 3 times as long, forward and backward; from 2**20 to 2**23 there was little between them.

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..call.cached import Decode
-from ..call.form import Call, autocasting, wide_dtype
+from ..call.decode import Decode
 from ..call.layout import arrange
-from ..private import dispatch_modes, holds, transforms_active
-from . import cached, pairs
+from ..call.options import Call, autocasting, wide_dtype
+from ..call.private import dispatch_modes, holds, transforms_active
+from . import decode as cached, pairs
 from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
 from .inputs import prepared
-from .packed import joined, packed, padded, sequences
+from .varlen import joined, packed, padded, sequences
 
 # A larger cap no score feels, as in the kernels; by a smaller one a quotient, or its gradient, would be infinite, and
 # this one is as good: nothing of it is left beside another score.
@@ -286,11 +286,11 @@ def without_autocast(function):
         with torch.autocast(call.query.device.type, enabled=False):
             return function(call, *rest)
 
-    return run
+    return run_naive
 
 
 @without_autocast
-def run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
+def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """(output, lse or None, weights or None) of a checked call: the backend "naive"."""
     if call.cu_seqlens_q is None:
         return _run(call, need_lse, need_weights)
@@ -326,8 +326,8 @@ def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
     cached.append(decode)
     calls = cached.by_length(decode)
     if calls is None:
-        return run(cached.dense(decode), need_lse, need_weights)
-    outs, lses, weights = zip(*(run(call, need_lse, need_weights) for call in calls), strict=True)
+        return run_naive(cached.dense(decode), need_lse, need_weights)
+    outs, lses, weights = zip(*(run_naive(call, need_lse, need_weights) for call in calls), strict=True)
     call = decode.call
     if need_weights:
         pad = torch.nn.functional.pad

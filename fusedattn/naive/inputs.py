@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, inputs
+from ..call.options import INPUTS, Call, inputs
 
 
 def prepared(call: Call, dtype: torch.dtype) -> Call:

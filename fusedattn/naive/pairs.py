@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..call.form import Call, diagonal, shift
-from ..private import holds
+from ..call.options import Call, diagonal, shift
+from ..call.private import holds
 from . import dropout
 from .blocks import Block, level
 from .inputs import cast

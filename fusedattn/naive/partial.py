@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, Origin, inputs, wide_dtype
+from ..call.options import INPUTS, Call, Origin, inputs, wide_dtype
 from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored
 from .inputs import prepared
-from .packed import of_batches, of_pairs, part_of
+from .varlen import of_batches, of_pairs, part_of
 
 LN2 = 0.6931471805599453
 _multiply, _add_up = FEWEST_COPIES

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, wide_dtype
+from ..call.options import INPUTS, Call, wide_dtype
 from . import formula
 from .blocks import sized, spans, uncut
 from .formula import of_all, of_block, without_autocast
 from .inputs import prepared
-from .packed import packed, padded
+from .varlen import packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, wide_dtype
 from ..call.layout import arrange, dense
+from ..call.options import INPUTS, Call, wide_dtype
 from . import formula, pairs
 from .blocks import CACHE, ROWS, Block, Part, parts, uncut
 from .formula import LARGEST_CAP, SMALLEST_CAP, grouped, without_autocast
 from .inputs import prepared
-from .packed import joined, packed, padded, sequences
+from .varlen import joined, packed, padded, sequences
 
 Given = Sequence[Tensor | None]  # tangents of the INPUTS of a call; None is zero
 

@@ -1,5 +1,5 @@
 """The operators of torch.ops.fusedattn: schemas, checks, derivatives and implementations."""
 
-from . import attention, cached
+from . import attention, decode
 
-__all__ = ["attention", "cached"]
+__all__ = ["attention", "decode"]

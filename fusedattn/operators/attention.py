@@ -9,16 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
-from ..call.layout import alone
+from ..call.layout import own_storage
+from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
+from ..call.private import constant, forward_level, is_exporting, transforms_active
 from ..call.rules import fail
 from ..cpu import run as cpu
-from ..launch.failures import Unusable, take_next
+from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import formula
-from ..private import constant, forward_level, is_exporting, transforms_active
 from . import fallback, rules
 from .backward import any_failed, gradients, kept_stats, like_dense
-from .mapped import mapped
 from .namespace import OPERATORS, register, register_derivative
 from .schema import (
     FORWARD,
@@ -32,6 +31,7 @@ from .schema import (
     stats_columns,
 )
 from .tangent import Tangent
+from .vmap_rule import vmap_rule
 
 _RESULTS = *RESULTS, "stats"
 _MASKS = 4  # how many arguments of block_mask come before the lengths
@@ -64,7 +64,7 @@ def _forward(*arguments):
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
         found = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(alone, found)) if save else found  # there may be tangents
+        return tuple(map(own_storage, found)) if save else found  # there may be tangents
     out, *rest = results = _new(call, need_lse, need_weights, save, backend)
     if out.numel():
         # The first call imports Triton, nothing before it does.
@@ -75,11 +75,11 @@ def _forward(*arguments):
         special = backend == "hopper" and launch.has_hopper(out) and call.key.shape[2] > 0
         for on_hopper in (True, False) if special else (False,):
             try:
-                forward.forward(out, *filled, call, on_hopper)
+                forward.launch_forward(out, *filled, call, on_hopper)
                 break
-            except Unusable as why:
+            except KernelUnavailable as why:
                 if on_hopper:
-                    take_next(why, call.named)
+                    fall_back(why, call.named)
                 else:
                     fallback.forward(results, call, why)
     return results
@@ -167,7 +167,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
+        return vmap_rule(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
 # For graphs that are compiled or exported, and for who calls operators by name.
@@ -209,15 +209,15 @@ def _attend(
     return out, lse if need_lse else None, weights if need_weights else None
 
 
-def run(call: Call, need_lse: bool, need_weights: bool):
+def run_triton(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "triton")
 
 
-def run_on_hopper(call: Call, need_lse: bool, need_weights: bool):
+def run_hopper(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "hopper")
 
 
-def run_naively(call: Call, need_lse: bool, need_weights: bool):
+def run_naive(call: Call, need_lse: bool, need_weights: bool):
     """The backend "naive". Derivatives see through it, with four exceptions.
 
     Under vmap dropout has the bits that kernels have, and lengths of sequences may be mapped. A gradient of a
@@ -234,10 +234,10 @@ def run_naively(call: Call, need_lse: bool, need_weights: bool):
     hidden = transformed and not call.seed is call.cu_seqlens_q is None
     if hidden or (forward_level() >= 0 and not transformed and torch.is_grad_enabled()):
         return _attend(call, need_lse, need_weights, "naive")
-    return formula.run(call, need_lse, need_weights)
+    return formula.run_naive(call, need_lse, need_weights)
 
 
-def run_on_cpu(call: Call, need_lse: bool, need_weights: bool):
+def run_cpu(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "cpu")
 
 
@@ -258,7 +258,7 @@ def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None =
     try:
         mask, key_mask, query_mask, bias = masks
         return block_mask(mask, key_mask, query_mask, bias, lengths)
-    except Unusable:
+    except KernelUnavailable:
         return None
 
 

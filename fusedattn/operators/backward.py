@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, device_of, inputs as inputs_of, plain, wide_dtype
 from ..call.layout import arrange, dense, is_contiguous
+from ..call.options import INPUTS, Call, device_of, inputs as inputs_of, plain, wide_dtype
+from ..call.private import has_storage, transforms_active
 from ..cpu import run as cpu
 from ..launch import failures, tuned
-from ..launch.failures import Unusable
-from ..private import has_storage, transforms_active
+from ..launch.failures import KernelUnavailable
 from . import fallback, rules
-from .derived import Formula, again, derived, plus
-from .mapped import mapped
+from .derived import Formula, derived, double_backward, plus
 from .namespace import OPERATORS, register, register_derivative
 from .schema import BACKWARD, RESULTS, run_operator, save, saved
+from .vmap_rule import vmap_rule
 
 
 def like_dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
@@ -32,7 +32,7 @@ def new_backward(*arguments):
 
 def any_failed(call):
     """Return whether any kernel is known to fail on the device of a call."""
-    return bool(failures.known_kinds or tuned.of(device_of(call.query)).wrong)
+    return bool(failures.failed_kernels or tuned.of(device_of(call.query)).wrong)
 
 
 def _backward(*arguments):
@@ -49,7 +49,7 @@ def _backward(*arguments):
         fallback.gradients(grads, (grad_out, grad_lse, grad_weights), call)
         return grads
     from ..launch import run as launch
-    from ..launch.backward import fill
+    from ..launch.backward import launch_backward
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
@@ -62,13 +62,13 @@ def _backward(*arguments):
             raise why  # the forward was computed by the naive path, and there are no stats
         given = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
         try:
-            fill(wanted, *given)
-        except Unusable as why:
+            launch_backward(wanted, *given)
+        except KernelUnavailable as why:
             if call.named or not launch.any_on_hopper_failed(call):
                 raise
-            failures.take_next(why, call.named)
-            fill(wanted, *given)  # the universal kernels: the one for Hopper is known to fail now
-    except Unusable as why:
+            failures.fall_back(why, call.named)
+            launch_backward(wanted, *given)  # the universal kernels: the one for Hopper is known to fail now
+    except KernelUnavailable as why:
         fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
     return grads
 
@@ -114,7 +114,7 @@ def _differentiate_again(ctx, *grad_grads):
     incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
     # A graph makes zeros of what did not come, of what nobody needed as well.
     grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
-    grads = again(call, incoming[: len(RESULTS)], grad_grads)
+    grads = double_backward(call, incoming[: len(RESULTS)], grad_grads)
     return BACKWARD.named(dict(zip((*BACKWARD.names[: len(RESULTS)], *INPUTS), grads, strict=True)))
 
 
@@ -131,7 +131,7 @@ def _move_again(ctx, *tangents):
         weights = None if weights.dim() == 1 else weights
         total = gradients(tangents[: len(RESULTS)], out, weights, stats, call, backend, need)
     if any(x is not None for x in moved):
-        curved = again(call, incoming, moved)[len(RESULTS) :]
+        curved = double_backward(call, incoming, moved)[len(RESULTS) :]
         curved = [x if needed else None for x, needed in zip(curved, need, strict=True)]
         total = [plus(*pair) for pair in zip(total, curved, strict=True)]
     made = []
@@ -159,7 +159,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(Backward.apply, BACKWARD.names, INPUTS, info, in_dims, arguments)
+        return vmap_rule(Backward.apply, BACKWARD.names, INPUTS, info, in_dims, arguments)
 
 
 def backward(*arguments):

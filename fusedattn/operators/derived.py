@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, inputs as inputs_of
 from ..call.layout import arrange
+from ..call.options import INPUTS, Call, inputs as inputs_of
+from ..call.private import forward_level, transforms_active
 from ..naive.second import second_derivative, second_tangent
-from ..private import forward_level, transforms_active
-from .mapped import mapped
 from .schema import RESULTS
+from .vmap_rule import vmap_rule
 
 _GRADS = *(f"grad_{name}" for name in RESULTS), *(f"tangent_{name}" for name in INPUTS)
 _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name in INPUTS)
@@ -52,7 +52,7 @@ def _names_at(names: tuple[str, ...] | None, places: Sequence[int]) -> list[str]
     return [] if names is None else [names[place] for place in places]
 
 
-def _pushed(formula: Formula, places: Sequence[int]) -> Formula:
+def _jvp_of(formula: Formula, places: Sequence[int]) -> Formula:
     """Return the JVP of a formula: tangents of its results from those of arguments[places]."""
 
     def compute(*arguments):
@@ -71,7 +71,7 @@ def _pushed(formula: Formula, places: Sequence[int]) -> Formula:
     return formula.linear(compute, _names_at(formula.names, places), formula.results or ())
 
 
-def _pulled(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
+def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
     """Return the VJP of a formula: gradients of arguments[places] from those of results[present]."""
 
     def compute(*arguments):
@@ -110,7 +110,7 @@ class _Derived(torch.autograd.Function):
         present = [n for n, grad in enumerate(grads) if grad is not None]
         made: list[Tensor | None] = [None] * (1 + len(arguments))
         if places and present:
-            found = derived(_pulled(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
+            found = derived(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
             for place, x in zip(places, found, strict=True):
                 made[1 + place] = x
         return tuple(made)
@@ -119,7 +119,7 @@ class _Derived(torch.autograd.Function):
     def jvp(ctx, _, *tangents):
         arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
         places = [place for place, x in enumerate(tangents) if x is not None]
-        return derived(_pushed(ctx.formula, places), *(tangents[place] for place in places), *arguments)
+        return derived(_jvp_of(ctx.formula, places), *(tangents[place] for place in places), *arguments)
 
     @staticmethod
     def vmap(info, in_dims, formula, *arguments):
@@ -130,7 +130,7 @@ class _Derived(torch.autograd.Function):
         def apply(*x):
             return derived(formula, *x)
 
-        return mapped(apply, formula.names, formula.results, info, in_dims[1:], arguments)
+        return vmap_rule(apply, formula.names, formula.results, info, in_dims[1:], arguments)
 
 
 def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
 
 
-def again(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
+def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
     """Return `second_derivative`, recorded for any derivative, with the strides of the inputs."""
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
@@ -168,7 +168,7 @@ def again(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> lis
     return made
 
 
-def moved_again(call: Call, given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
+def double_tangent(call: Call, given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
     """Return `second_tangent`, recorded for any derivative."""
 
     def compute(*arguments):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..call.form import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.layout import order
+from ..call.options import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.rules import fail
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
@@ -39,7 +39,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes its to_local()")
 
 
-class Own(NamedTuple):
+class LocalCall(NamedTuple):
     """A rank's part of a call of DTensors: call, with its batches and heads, and the placements of its results.
 
     query: the DTensor.
@@ -75,7 +75,7 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
     return gradient.permute(*axes).contiguous().permute(*back)
 
 
-def own(call: Call, seed: Any) -> Own | None:
+def local_call(call: Call, seed: Any) -> LocalCall | None:
     """Return this rank's part of a checked call; None if no tensor of it is a DTensor.
 
     A replicated tensor beside sharded ones is cut here: its gradient is Partial. Options that are no DTensors are those
@@ -128,7 +128,7 @@ def own(call: Call, seed: Any) -> Own | None:
         first, head = (_place(size, *place, some)[0] for size, some in zip((batch, heads), of_query, strict=True))
         fields["seed"] = call.seed.to_local() if is_dtensor(call.seed) else call.seed  # type: ignore[attr-defined]
         fields["origin"] = list(Origin(plane=first * heads + head, heads=heads))
-    return Own(call._replace(**fields), mesh, [Replicate() if dim is None else Shard(dim) for dim in cut], query)
+    return LocalCall(call._replace(**fields), mesh, [Replicate() if dim is None else Shard(dim) for dim in cut], query)
 
 
 def _mesh(tensors: Mapping[str, Any]) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..call.cached import CacheArguments, capacity
-from ..call.form import in_memory
-from ..private import argument_names, flop_formulas
+from ..call.decode import CacheArguments, capacity
+from ..call.options import in_memory
+from ..call.private import argument_names, flop_formulas
 
 # Products that each pair of a query and a key has a part in: so many as wide as a query, and as a value.
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..call.form import differentiated
+from ..call.options import differentiated
+from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from ..call.rules import fail
-from ..private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from . import flops
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package

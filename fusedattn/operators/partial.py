@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import Call, wide_dtype
-from ..cpu import few, flash as cpu
+from ..call.options import Call, wide_dtype
+from ..cpu import flash as cpu, small_k
 from ..cpu.run import has_gradients, is_narrow
 from ..naive import partial as naive
 from ..naive.partial import LN2
@@ -40,7 +40,7 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
         return out, stats
     call = widened(call)
-    if backend == "naive" or few.is_few(call) or is_narrow(call):
+    if backend == "naive" or small_k.is_few(call) or is_narrow(call):
         return naive.forward(call)
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
     less, offset = kept[..., 0], cpu.offset(call)  # the lse less the offset, which leaves it near 0: so it is exact
@@ -69,7 +69,7 @@ def backward(
         grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
     else:
         call = widened(call)
-        if backend == "naive" or few.is_few(call) or not has_gradients(call, None, need):
+        if backend == "naive" or small_k.is_few(call) or not has_gradients(call, None, need):
             return naive.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out = grad_out.to(call.query.dtype)
         largest, log2_sum = stats.unbind(-1)
@@ -89,7 +89,7 @@ def unit(call: Call, backend: str) -> float:
     return 1.0 if scale is None else scale
 
 
-class Rows(NamedTuple):
+class RowStats(NamedTuple):
     """Running totals of rows over the parts so far. A row that saw nothing has -inf and inf."""
 
     out: Tensor
@@ -107,15 +107,15 @@ class Rows(NamedTuple):
         return torch.where(empty, -INFINITE, self.largest * self.unit + self.log2_sum * LN2)
 
 
-def start(call: Call, unit: float) -> Rows:
+def start(call: Call, unit: float) -> RowStats:
     """Return the Rows of a call before its first part."""
     shape, dtype = call.query.shape[:3], wide_dtype(call)
     out = call.query.new_zeros((*shape, call.value.shape[3]), dtype=dtype)
     largest = out.new_full(shape, -INFINITE)
-    return Rows(out, largest, torch.full_like(largest, INFINITE), unit)
+    return RowStats(out, largest, torch.full_like(largest, INFINITE), unit)
 
 
-def add(rows: Rows, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
+def add(rows: RowStats, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
     """Add a part to some rows. out is None for a part without values."""
     before = rows.largest[:, :, here], rows.log2_sum[:, :, here]
     most = torch.maximum(before[0], largest)
@@ -134,13 +134,13 @@ def add(rows: Rows, here: slice, out: Tensor | None, largest: Tensor, log2_sum: 
     before[1].copy_(total.log2().masked_fill(total == 0, INFINITE))
 
 
-def add_sinks(rows: Rows, sinks: Tensor) -> None:
+def add_sinks(rows: RowStats, sinks: Tensor) -> None:
     """Add the sinks, (1 or B, Hq), to the softmax of each row."""
     largest = (sinks.to(rows.largest.dtype) / rows.unit)[:, :, None].expand_as(rows.largest)
     add(rows, slice(None), None, largest, torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE))
 
 
-def of_sinks(call: Call, rows: Rows, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """Return the gradient of the sinks (1 or B, Hq) in float32."""
     sinks = call.sinks
     assert sinks is not None

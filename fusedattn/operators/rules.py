@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import cached, layout
-from ..call.cached import CacheArguments
-from ..call.form import INPUTS, Call, Lengths, Origin, inputs, wide_dtype
-from ..call.packed import Packed, check_lengths
+from ..call import decode, layout
+from ..call.decode import CacheArguments
+from ..call.options import INPUTS, Call, Lengths, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
+from ..call.private import holds
 from ..call.rules import (
     FLOATING,
     Sizes,
@@ -30,8 +30,8 @@ from ..call.rules import (
     check_tokens,
     fail,
 )
+from ..call.varlen import VarlenArguments, check_lengths
 from ..cpu import run as cpu
-from ..private import holds
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 _MASKS = "mask", "key_mask", "query_mask", "bias"  # of `block_mask`, in the order of its arguments
@@ -89,7 +89,7 @@ def _check_packed(call: Call, need_weights: bool) -> int:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
     longest = call.max_seqlen_q, call.max_seqlen_k
-    check_lengths(Packed(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, *longest))
+    check_lengths(VarlenArguments(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, *longest))
     if need_weights or not call.mask is call.bias is call.key_mask is None:
         _check_longest(*longest, "mask, bias, key_mask and need_weights")
     assert call.cu_seqlens_q is not None
@@ -204,7 +204,7 @@ def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, t
         if holds(length < 0, False):
             fail(ValueError, name, "0 or more", length)
     query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
-    check_lengths(Packed(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
     assert cu_seqlens_q is not None
     count = cu_seqlens_q.shape[0] - 1
     shapes = {}
@@ -231,13 +231,13 @@ def check_append(
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
     # A query that there might be.
     query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
-    cached.check_sizes(
+    decode.check_sizes(
         CacheArguments(query, key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved)
     )
 
 
 def check_caches(arguments: CacheArguments, added: int) -> None:
     """Check arguments of `decode` other than the fields of a Call."""
-    cached.check_sizes(arguments)
+    decode.check_sizes(arguments)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)

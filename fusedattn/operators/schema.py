@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, TYPES, Call, plain
+from ..call.options import INPUTS, TYPES, Call, plain
+from ..call.private import below_autograd
 from ..call.rules import fail
 from ..cpu import run as cpu
-from ..private import below_autograd
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # that derivatives are taken of

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import INPUTS, Call, wide_dtype
 from ..call.layout import arrange, dense, row_major
-from ..cpu import few, flash
-from ..launch.failures import Unusable, take_next
+from ..call.options import INPUTS, Call, wide_dtype
+from ..cpu import flash, small_k
+from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import tangent as naive
 from . import rules
 from .backward import gradients
-from .derived import again, moved_again, plus
-from .mapped import mapped
+from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register, register_derivative
 from .schema import RESULTS, TANGENT, run_operator, save, saved
+from .vmap_rule import vmap_rule
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     if backend in ("cpu", "naive"):
         # The kernel's lse of few keys is too coarse for a tangent.
-        is_known = backend == "cpu" and not few.is_few(call)
+        is_known = backend == "cpu" and not small_k.is_few(call)
         known = naive.Known(stats[..., 0], flash.offset(call), out) if is_known else naive.NOTHING
         return _by_formula(call, given, need_weights, known)
     results = _new(*arguments)
@@ -53,15 +53,17 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             x.zero_()
         return results
     from ..launch import run as launch
-    from ..launch.tangent import fill
+    from ..launch.tangent import launch_tangent
 
     try:
         if (why := launch.failed(call, ["forward"])) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
         tangent_out, tangent_lse, tangent_weights = results
-        fill(tangent_out, tangent_lse, tangent_weights if need_weights else None, given, out, stats.contiguous(), call)
-    except Unusable as why:
-        take_next(why, call.named)
+        launch_tangent(
+            tangent_out, tangent_lse, tangent_weights if need_weights else None, given, out, stats.contiguous(), call
+        )
+    except KernelUnavailable as why:
+        fall_back(why, call.named)
         for target, x in zip(results, _by_formula(call, given, need_weights), strict=True):
             target.copy_(x)
     return results
@@ -104,7 +106,7 @@ class Tangent(torch.autograd.Function):
             first = gradients(incoming, out, None, stats, call, backend, of_tangents)
             grads |= {f"tangent_{name}": x for name, x in zip(INPUTS, first, strict=True)}
         if any(of_inputs):
-            second = again(call, incoming, given)[len(RESULTS) :]
+            second = double_backward(call, incoming, given)[len(RESULTS) :]
             grads |= {name: x for name, x, wanted in zip(INPUTS, second, of_inputs, strict=True) if wanted}
         return TANGENT.named(grads)
 
@@ -117,13 +119,13 @@ class Tangent(torch.autograd.Function):
         if any(x is not None for x in others):
             total = list(Tangent.apply(*others, out, stats, *call, need_weights, backend))
         if any(x is not None for x in moved):
-            curved = moved_again(call, given, moved, need_weights)
+            curved = double_tangent(call, given, moved, need_weights)
             total = [plus(*pair) for pair in zip(total, curved, strict=True)]
         return tuple(total) if need_weights else (*total[:2], out.new_zeros(0))
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(Tangent.apply, TANGENT.names, RESULTS, info, in_dims, arguments)
+        return vmap_rule(Tangent.apply, TANGENT.names, RESULTS, info, in_dims, arguments)
 
 
 register_derivative("tangent", Tangent.apply)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import span, tiles
+from ..vocabulary import memory, span
 from . import halves, ring, turns
 from .copies import async_add, async_store
 from .steps import (
@@ -70,7 +70,7 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
     Under a causal band the programs of the last keys have the fewest rows: in this order none waits for a longer one.
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
-    counter = tiles.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
+    counter = memory.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
     return counter + g, last - first // KEYS
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import kept, softmax, span, tiles
+from ..vocabulary import memory, saved_stats, softmax, span
 from . import ring, schedule
 from .copies import async_store
 
@@ -54,7 +54,7 @@ class Results(NamedTuple):
     """The outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats are as in the universal kernel."""
 
     Out: tensor_descriptor
-    Wide: tiles.View
+    Wide: memory.View
     Lse: gl.tensor
     Stats: gl.tensor
 
@@ -217,18 +217,18 @@ def _consume(
         out, lse, log2_sum = softmax.finish(out, softmax.State(row_max, row_sum), scale)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:
-            tiles.store_column(tiles.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
+            memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
         if results.Stats is not None:
             c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             stored: gl.constexpr = dtype if results.Wide is None else gl.float32
-            stats = kept.table(results.Stats, plane, band.rows, stored, DV)
-            kept.store(stats, rows, band.rows, row_max, log2_sum)
-            kept.store_tail(stats, rows, band.rows, out, c, DV, stored)
+            stats = saved_stats.table(results.Stats, plane, band.rows, stored, DV)
+            saved_stats.store(stats, rows, band.rows, row_max, log2_sum)
+            saved_stats.store_tail(stats, rows, band.rows, out, c, DV, stored)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
         if results.Wide is not None:
             r, c = rows[:, None], gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
-            where = tiles.pointers(tiles.of_rows(results.Wide, plane), r, c)
+            where = memory.pointers(memory.of_rows(results.Wide, plane), r, c)
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         else:
             tile = q.reshape([1, 1, ROWS, WIDTH]) if SHARE else shared.out.index(g)

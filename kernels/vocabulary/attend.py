@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import copies, dropout as dropping, masks as masking, scores, softmax, tiles
+from . import copies, dropout as dropping, masks as masking, memory, scores, softmax
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def attend(
     and keys from the start of their sequence, for masks, scores and dropout. plane is that of the query heads, of one
     or of each row; kv one whose batch the masks of keys are those of. Without CHECK every row sees every key.
     """
-    k_tile = tiles.load(k, k_rows, exists, spec.D, first)  # [keys, D]
+    k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
     bias = scores.bias(rules.score, band, plane, r, c, CHECK)
     copies.fence()
@@ -25,8 +25,8 @@ def attend(
     if CHECK:
         s = tl.where(masking.visible(rules.masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, rules.score.softmax_scale)
-    v_tile = tiles.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
+    v_tile = memory.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
     copies.fence_later(spec.BY_THREADS)
-    p = tiles.opaque(dropping.drop(rules.dropout, p, plane, r, c)).to(v_tile.dtype)
+    p = memory.opaque(dropping.drop(rules.dropout, p, plane, r, c)).to(v_tile.dtype)
     out = tl.dot(p, v_tile, out * decay[:, None], input_precision=spec.PRECISION, out_dtype=out.dtype)
     return out, state

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import dropout as dropping, masks as masking, scores, softmax, tiles
+from . import dropout as dropping, masks as masking, memory, scores, softmax
 
 
 class Row(NamedTuple):
@@ -24,9 +24,9 @@ class Grads(NamedTuple):
     there are here.
     """
 
-    k: tiles.View
-    v: tiles.View
-    bias: tiles.View
+    k: memory.View
+    v: memory.View
+    bias: memory.View
     bias_sums: tl.tensor
     slope_sums: tl.tensor
     sink_sums: tl.tensor
@@ -36,15 +36,15 @@ class Grads(NamedTuple):
 class Incoming(NamedTuple):
     """Gradients of the output and of the weights, Views (weights' may be None), and the rows of `preprocess`."""
 
-    grad_out: tiles.View
-    grad_weights: tiles.View
+    grad_out: memory.View
+    grad_weights: memory.View
     rows: tl.tensor
 
 
 @triton.jit
 def load(Rows, plane, rows, n):
     """The Row of each of some rows, from what `preprocess` wrote."""
-    pivot, neg_log2_sum, delta, dlse = tiles.load_quad(tiles.table(Rows, plane, n, 4), rows, n)
+    pivot, neg_log2_sum, delta, dlse = memory.load_quad(memory.table(Rows, plane, n, 4), rows, n)
     return Row(softmax.Row(pivot, neg_log2_sum), delta, dlse)
 
 
@@ -75,7 +75,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
         if rules.score.slopes is not None:
             seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
         p = tl.where(seen, p, 0.0)
-    return tiles.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
+    return memory.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
 
 
 @triton.jit
@@ -86,5 +86,5 @@ def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
         exists = masking.real_rows(rules.masks, plane, r, band.rows) & masking.real_keys(
             rules.masks, plane, c, band.keys
         )
-        dp += tl.load(tiles.pointers(tiles.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
+        dp += tl.load(memory.pointers(memory.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
     return dropping.before(rules.dropout, signed) * (dropping.grad(rules.dropout, signed, dp) - row.delta)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import span, tiles
+from . import memory, span
 
 
 class Masks(NamedTuple):
@@ -15,9 +15,9 @@ class Masks(NamedTuple):
     may be NaN, so it is never loaded.
     """
 
-    pairs: tiles.View
-    keys: tiles.View
-    rows: tiles.View
+    pairs: memory.View
+    keys: memory.View
+    rows: memory.View
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def real_keys(masks, plane, c, n):
     """Which of the keys c exist; c of any shape."""
     exists = c < n
     if masks.keys is not None:
-        seen = tl.load(tiles.pointers(tiles.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0)
-        exists &= tiles.opaque(seen) != 0
+        seen = tl.load(memory.pointers(memory.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0)
+        exists &= memory.opaque(seen) != 0
     return exists
 
 
@@ -35,8 +35,8 @@ def real_rows(masks, plane, r, n):
     """Which of the rows r exist; r of any shape."""
     exists = r < n
     if masks.rows is not None:
-        seen = tl.load(tiles.pointers(tiles.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0)
-        exists &= tiles.opaque(seen) != 0
+        seen = tl.load(memory.pointers(memory.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0)
+        exists &= memory.opaque(seen) != 0
     return exists
 
 
@@ -47,7 +47,7 @@ def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
     To be loaded before the product that it hides some of: a load in between keeps wgmma from running asynchronously.
     """
     if CHECK and masks.pairs is not None:
-        return tiles.load_pairs(tiles.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
+        return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
     else:
         return 1
 

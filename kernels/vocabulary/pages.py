@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import span, tiles
+from . import memory, span
 
 
 class Cache(NamedTuple):
@@ -15,10 +15,10 @@ class Cache(NamedTuple):
     table or without: how long caches are is then no part of what is compiled.
     """
 
-    K: tiles.View
-    V: tiles.View  # `values` is a name of Triton's own
-    lengths: tiles.View
-    table: tiles.View
+    K: memory.View
+    V: memory.View  # `values` is a name of Triton's own
+    lengths: memory.View
+    table: memory.View
 
 
 @triton.constexpr_function
@@ -78,4 +78,4 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def matrix(view, plane, page, pages):
     """One head of a page, or of a page for each row; page numbers are clamped to the pool."""
-    return tiles.matrix(view, span.on_page(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))
+    return memory.matrix(view, span.on_page(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))

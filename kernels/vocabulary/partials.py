@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import softmax, tiles
+from . import memory, softmax
 
 
 class Partials(NamedTuple):
@@ -21,8 +21,8 @@ class Partials(NamedTuple):
 @triton.jit
 def states(partials, plane, at, last, n):
     """The States of the partials at `at` of the n of a head; those past the last saw nothing."""
-    m = tiles.table(partials.states, plane, n, 2)
-    row_max, row_sum = tiles.load_column(m, at, last, 0), tiles.load_column(m, at, last, 1)
+    m = memory.table(partials.states, plane, n, 2)
+    row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
 
 
@@ -31,9 +31,9 @@ def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
     """Store each row's partials at `at` of the n of its own head; sums only if `some`."""
     if some:
         r = at[:, None]
-        head = tiles.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
-        c = tl.arange(0, tiles.width(DV))[None, :]
-        tl.store(tiles.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
-    m = tiles.table(partials.states, plane, n, 2)
-    tiles.store_column(m, at, n, 0, state.row_max)
-    tiles.store_column(m, at, n, 1, state.row_sum)
+        head = memory.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
+        c = tl.arange(0, memory.width(DV))[None, :]
+        tl.store(memory.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
+    m = memory.table(partials.states, plane, n, 2)
+    memory.store_column(m, at, n, 0, state.row_max)
+    memory.store_column(m, at, n, 1, state.row_sum)

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import memory
 
 
 class Rotary(NamedTuple):
     """Views of (positions, ROTARY_DIM / 2): what the first ROTARY_DIM columns of a row are turned by."""
 
-    cos: tiles.View
-    sin: tiles.View
+    cos: memory.View
+    sin: memory.View
 
 
 @triton.jit
@@ -25,12 +25,12 @@ def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
     A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. Its other half is loaded again:
     a tile cannot be permuted along its columns.
     """
-    x = tiles.load(m, rows, exists, spec.D)
+    x = memory.load(m, rows, exists, spec.D)
     if rotary is None:
         return x
     else:
-        dtype: tl.constexpr = tiles.wide(x.dtype)
-        c = tl.arange(0, tiles.width(spec.D))[None, :]
+        dtype: tl.constexpr = memory.wide(x.dtype)
+        c = tl.arange(0, memory.width(spec.D))[None, :]
         if spec.INTERLEAVED:
             other, pair, first = c ^ 1, c // 2, c % 2 == 0
         else:
@@ -38,9 +38,9 @@ def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
             other = tl.where(first, c + spec.ROTARY_DIM // 2, c - spec.ROTARY_DIM // 2)
             pair = tl.where(first, c, other)
         turned = exists[:, None] & (c < spec.ROTARY_DIM)
-        y = tl.load(tiles.pointers(m, rows[:, None], other), mask=turned, other=0.0).to(dtype)
+        y = tl.load(memory.pointers(m, rows[:, None], other), mask=turned, other=0.0).to(dtype)
         p = tl.minimum(tl.maximum(position, 0), positions - 1)[:, None]
-        cos = tiles.cast(tl.load(tiles.pointers(rotary.cos, p, pair), mask=turned, other=0.0), dtype)
-        sin = tiles.cast(tl.load(tiles.pointers(rotary.sin, p, pair), mask=turned, other=0.0), dtype)
+        cos = memory.cast(tl.load(memory.pointers(rotary.cos, p, pair), mask=turned, other=0.0), dtype)
+        sin = memory.cast(tl.load(memory.pointers(rotary.sin, p, pair), mask=turned, other=0.0), dtype)
         moved = x.to(dtype) * cos + tl.where(first, -y, y) * sin
         return tl.where(turned, moved.to(x.dtype), x)

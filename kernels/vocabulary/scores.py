@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import span, tiles
+from . import memory, span
 
 
 class Score(NamedTuple):
@@ -20,9 +20,9 @@ class Score(NamedTuple):
     softmax_scale: tl.tensor
     cap: tl.tensor
     slope_at_zero: tl.tensor
-    slopes: tiles.View
-    bias: tiles.View
-    sinks: tiles.View
+    slopes: memory.View
+    bias: memory.View
+    sinks: memory.View
     shift: tl.tensor
 
 
@@ -79,7 +79,7 @@ def bias(score, band, plane, r, c, CHECK: tl.constexpr):
 def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
     """Elements (r, c) of a View of (B, H, Sq, Sk), as `bias` has them; 0 of None."""
     if view is not None:
-        return tiles.load_pairs(tiles.matrix(view, plane), r, c, band.rows, band.keys, CHECK)
+        return memory.load_pairs(memory.matrix(view, plane), r, c, band.rows, band.keys, CHECK)
     else:
         return 0.0
 
@@ -95,9 +95,9 @@ def apply(score, x, bias, band, plane, r, c):
     """(scores, dcap of the cap there) of the products x of pairs (r, c)."""
     dcap = 1.0
     if score.scale is not None:
-        added = tl.zeros([], x.dtype) if score.bias is None else tiles.cast(bias, x.dtype)
+        added = tl.zeros([], x.dtype) if score.bias is None else memory.cast(bias, x.dtype)
         if score.slopes is not None:
-            added -= tiles.cast(tiles.scalar(score.slopes, plane), x.dtype) * distance(score, band, r, c).to(x.dtype)
+            added -= memory.cast(memory.scalar(score.slopes, plane), x.dtype) * distance(score, band, r, c).to(x.dtype)
         # The float32 products are scaled, never q: rounding scale * q to 16 bits costs accuracy as scale grows.
         if score.cap is None:
             x = _multiply_add(x, score.scale, added)
@@ -111,7 +111,7 @@ def apply(score, x, bias, band, plane, r, c):
 @triton.jit
 def sink(score, plane, dtype: tl.constexpr):
     """The score of a head's sink."""
-    return tiles.cast(tiles.scalar(score.sinks, plane), dtype)
+    return memory.cast(memory.scalar(score.sinks, plane), dtype)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def grad(score, total):
 @triton.jit
 def tangent(score, t_x, dcap, t_bias, t_slopes, band, plane, r, c):
     """Tangents of the scores of pairs (r, c), from those of products and biases, and a View of those of slopes."""
-    t_s = apply_dcap(score, dcap, grad(score, t_x)) + tiles.cast(t_bias, t_x.dtype)
+    t_s = apply_dcap(score, dcap, grad(score, t_x)) + memory.cast(t_bias, t_x.dtype)
     if t_slopes is not None:
-        t_s -= tiles.cast(tiles.scalar(t_slopes, plane), t_x.dtype) * distance(score, band, r, c).to(t_x.dtype)
+        t_s -= memory.cast(memory.scalar(t_slopes, plane), t_x.dtype) * distance(score, band, r, c).to(t_x.dtype)
     return t_s

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import memory
 
 SOME = tl.constexpr(1)  # bits of a byte of a block mask: some pair of the block is seen
 ALL = tl.constexpr(2)  # no pair of it is hidden
@@ -15,13 +15,13 @@ def covered(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """(some pair is seen, none is hidden) of the tiles (i, j) that are live, by the block mask under them."""
-    view = tiles.matrix(block_mask, plane)
+    view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
         for b in tl.static_range(max(1, BLOCK_N // BLOCK_MASK_SIZE)):
             down, right = i * BLOCK_M // BLOCK_MASK_SIZE + a, j * BLOCK_N // BLOCK_MASK_SIZE + b
             exists = live & (down * BLOCK_MASK_SIZE < rows) & (right * BLOCK_MASK_SIZE < keys)
-            seen = tl.load(tiles.pointers(view, down, right), mask=exists, other=ALL)
+            seen = tl.load(memory.pointers(view, down, right), mask=exists, other=ALL)
             some |= (seen & SOME) != 0
             every &= (seen & ALL) != 0
     return some, every
@@ -31,7 +31,7 @@ def covered(
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
     """The list of tiles that walk N visits for a block of a plane: 0 those that take a mask, 1 those that take none."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
-    return tiles.pointers(tiles.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
+    return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 
 import fusedattn as fa
 from fusedattn.call import numbers
-from fusedattn.call.form import Call
+from fusedattn.call.options import Call
 
 from ..close import assert_like
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call.form import Arguments
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.testing.compare import with_gradients
 
@@ -85,7 +85,7 @@ LISTED = [
 
 @pytest.mark.parametrize(("shape", "tile", "options"), LISTED, ids=str)
 def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, grain):
-    from fusedattn.launch import blocks, tiles
+    from fusedattn.launch import blocks, tile_table
 
     mask = blocky(*shape, device=device, grain=grain)
     query, key = torch.zeros(2, 4, 70, 16, device=device), torch.zeros(2, 2, 90, 16, device=device)
@@ -94,7 +94,7 @@ def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, gr
     i, j = torch.arange(70)[:, None] + 20, torch.arange(90)[None, :]
     left, right = options.get("window", (90, 0 if options else 90))
     seen = seen & (j >= i - left) & (j <= i + right)
-    size = tiles.Tile(*tile, 4, 1)
+    size = tile_table.Tile(*tile, 4, 1)
     for by_keys in (False, True):
         listed = blocks.tile_lists(call, call.block_mask, grain, size, by_keys)
         found = tiles_of(listed, 4 if by_keys else 8)
@@ -210,9 +210,9 @@ def test_a_plan_in_modules_compiled_code_and_torch_func(device):
 
 def test_work_follows_the_real_tokens(device, grain):
     """With padding, tiles are listed for real tokens alone, whatever the length of the batch."""
-    from fusedattn.launch import blocks, tiles
+    from fusedattn.launch import blocks, tile_table
 
-    lengths, size = torch.tensor([20, 64, 160, 5]), tiles.Tile(32, 32, 4, 1)
+    lengths, size = torch.tensor([20, 64, 160, 5]), tile_table.Tile(32, 32, 4, 1)
     real = (torch.arange(160)[None] < lengths[:, None]).to(device)
     x = torch.zeros(4, 1, 160, 16, device=device)
     call = checked(Arguments(x, x, x, mask=fa.plan(key_mask=real, query_mask=real)))
@@ -226,7 +226,7 @@ def test_work_follows_the_real_tokens(device, grain):
 
 
 def test_without_kernels_a_plan_holds_its_masks(monkeypatch):
-    from fusedattn import backends
+    from fusedattn.dispatch import backends
 
     monkeypatch.setattr(backends, "machine_reasons", lambda device: ["no Triton"])
     mask = torch.rand(4, 5) < 0.5

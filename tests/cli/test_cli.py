@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedattn import backends, cli
+from fusedattn import cli
+from fusedattn.dispatch import backends, replay
 from fusedattn.naive import formula
-from fusedattn.replay import cache
 from fusedattn.testing import cases as grid
 
 QUICK = ["check", "--device", "cpu", "--backend", "naive", "--dtype", "float32", "--case", "causal"]
@@ -37,11 +37,11 @@ def answer(capsys, *arguments):
 def plant(monkeypatch, run):
     """Have the naive backend compute by another function."""
     monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
-    cache.forget()
+    replay.forget()
 
 
 def slightly_wrong(*call):
-    out, *rest = formula.run(*call)
+    out, *rest = formula.run_naive(*call)
     return out if out.dtype == torch.float64 else out * 1.001, *rest  # the float64 that it is held to is right
 
 

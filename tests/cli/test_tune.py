@@ -15,8 +15,8 @@ from triton.runtime.errors import OutOfResources
 import fusedattn as fa
 from fusedattn import cli
 from fusedattn.cli import machine, tune
-from fusedattn.launch import run, tiles as table, tuned
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
+from fusedattn.launch import run, tile_table as table, tuned
 
 from ..inside import only_interpreted
 from ..launch.test_tuned import ABOUT, GPU, file  # noqa: F401
@@ -37,7 +37,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
         if size == ("forward", 32):
             arguments["Out"][0].mul_(1.1)
 
-    monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)  # a replay launches nothing by name
+    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)  # a replay launches nothing by name
     monkeypatch.setattr(tune, "milliseconds", lambda *_: 1.0)
     monkeypatch.setattr(tune, "REPEATS", 2)
     monkeypatch.setattr(run, "run_kernel", planted)

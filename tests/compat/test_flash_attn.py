@@ -265,7 +265,7 @@ def test_packed_sequences_of_keys_in_pages(name, page, known, monkeypatch):
     want = compat.flash_attn_varlen_func(*tensors, *rest, **VARLEN[name], return_attn_probs=True)
     if not known:
         monkeypatch.setattr(_flash, "is_known", lambda x: False)
-        monkeypatch.setattr("fusedattn.call.packed.is_known", lambda x: False)
+        monkeypatch.setattr("fusedattn.call.varlen.is_known", lambda x: False)
     pools, table = in_pages(page, *tensors[1:])
     found = compat.flash_attn_varlen_func(
         tensors[0], *pools, *rest, **VARLEN[name], return_attn_probs=True, block_table=table

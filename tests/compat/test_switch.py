@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 import fusedattn.compat.torch as compat
-from fusedattn import backends, private
+from fusedattn.call import private
 from fusedattn.compat import _switch
+from fusedattn.dispatch import backends
 
 from ..close import assert_as_good, assert_like, exactly
 from ..inside import same

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.cpu import parts
-from fusedattn.replay import cache
+from fusedattn.cpu import tiling
+from fusedattn.dispatch import replay
 from fusedattn.testing.compare import with_gradients
 
 from ..close import assert_close
@@ -26,10 +26,10 @@ OPTIONS = {
 
 @pytest.fixture
 def without_units(monkeypatch):
-    monkeypatch.setattr(parts, "multiplies_bfloat16", lambda: False)
-    cache.forget()
+    monkeypatch.setattr(tiling, "multiplies_bfloat16", lambda: False)
+    replay.forget()
     yield
-    cache.forget()
+    replay.forget()
 
 
 @pytest.mark.parametrize("common", [0.0, 8.0], ids=["values", "values with a mean"])

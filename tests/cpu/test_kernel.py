@@ -9,10 +9,10 @@ import torch
 import torch.utils.checkpoint
 
 import fusedattn as fa
-from fusedattn.call.form import Arguments
-from fusedattn.call.packed import Packed, checked_packed
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.cpu import parts
+from fusedattn.call.varlen import VarlenArguments, checked_varlen
+from fusedattn.cpu import tiling
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict
 
@@ -55,7 +55,7 @@ def test_sizes_of_zero(sizes, options):
 
 
 def test_the_kernel_ends_the_process_without_rows():
-    call = "fusedattn.private.flash_attention_for_cpu(*[torch.zeros(1, 1, 0, 8)] * 3)"
+    call = "fusedattn.call.private.flash_attention_for_cpu(*[torch.zeros(1, 1, 0, 8)] * 3)"
     script = f"import torch, fusedattn; {call}"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
     if ended.returncode == 0:
@@ -350,8 +350,8 @@ DOCUMENTS = torch.arange(512) // 128
 def scores_of(call):
     """How many scores of one head the kernel computes for a call, the causal half of a square as half."""
     total = 0
-    for part in parts.parts(call):
-        for where in parts.rectangles(part):
+    for part in tiling.parts(call):
+        for where in tiling.rectangles(part):
             area = (where.last - where.first) * (where.end - where.begin)
             total += part.call.query.shape[0] * (area // 2 if where.causal else area)
     return total
@@ -425,27 +425,27 @@ def test_short_batches_of_any_lengths_are_one_call(keys, alone):
     """A part of its own, with its copies, takes longer than what a few short keys would."""
     x = torch.randn(4, 8, keys, 16)
     real = torch.arange(keys) < torch.tensor([1.0, 0.4, 0.7, 0.1])[:, None] * keys
-    assert len(list(parts.parts(checked(Arguments(x, x, x, key_mask=real))))) == alone
+    assert len(list(tiling.parts(checked(Arguments(x, x, x, key_mask=real))))) == alone
 
 
 def test_packed_sequences_are_computed_alone():
     lengths = [512, 100, 100, 100, 0, 300]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     inputs = draw(sum(lengths), 1, 16)
-    call = checked_packed(Packed(*inputs, cu, cu), {}, False)
+    call = checked_varlen(VarlenArguments(*inputs, cu, cu), {}, False)
     assert scores_of(call) == sum(n * n for n in lengths)
-    assert len(parts.parts(call)) == 3  # the three of 100 are a batch, without a copy
-    part = parts.parts(call)[1]
+    assert len(tiling.parts(call)) == 3  # the three of 100 are a batch, without a copy
+    part = tiling.parts(call)[1]
     assert part.call.query.shape == (3, 1, 100, 16) and part.call.query.data_ptr() == call.query[:, :, 512:].data_ptr()
 
 
 def test_a_mask_is_made_a_block_of_rows_at_a_time(monkeypatch):
     """Of many heads, or of many keys, never for all rows."""
     made = []
-    additive = parts.additive
+    additive = tiling.additive
     monkeypatch.setattr("fusedattn.cpu.flash.additive", lambda *a: made.append(additive(*a)) or made[-1])
     fa.attention(*draw(1, 4, 2048, 8), alibi_slopes=torch.rand(4), backend="cpu")
-    assert len(made) > 4 and max(x.numel() * 4 for x in made) <= parts.CACHE
+    assert len(made) > 4 and max(x.numel() * 4 for x in made) <= tiling.CACHE
 
 
 @pytest.mark.parametrize("wrong", [[0, 50, 30, 100], [0, 150, 170, 300], [-5, 20, 60, 100], [100, 60, 20, 0]], ids=str)

@@ -10,8 +10,7 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn import backends
-from fusedattn.replay import cache
+from fusedattn.dispatch import backends, replay
 
 from ..close import assert_like
 from ..inside import by, same
@@ -156,7 +155,7 @@ def test_a_call_that_is_computed_again(reentrant):
 @pytest.mark.parametrize("common", [0.0, 4.0])
 def test_a_first_call_that_is_computed_again(dtype, common, monkeypatch):
     """What it saves is what the second saves."""
-    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
     leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
     torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=False).sum().backward()
     want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)

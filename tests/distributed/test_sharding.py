@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedattn as fa
-from fusedattn.call.form import Call
+from fusedattn.call.options import Call
 from fusedattn.distributed import register_sharding
 from fusedattn.operators.namespace import OPERATORS
 

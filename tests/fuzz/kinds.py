@@ -3,7 +3,7 @@
 import zlib
 from unittest import mock
 
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
 
 from . import cached, held, modules, routes, strategies
 
@@ -16,6 +16,6 @@ KINDS |= dict.fromkeys(modules.MODULES, (modules.calls, modules.hold, 1))
 
 def hold(name, call):
     """Hold one call of a kind; as any program would, it is recorded at once or at its second time."""
-    cache.forget()
-    with mock.patch.object(cache, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
+    replay.forget()
+    with mock.patch.object(replay, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
         KINDS[name][1](call)

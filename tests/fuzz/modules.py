@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fusedattn as fa
-from fusedattn import modules, reference
+from fusedattn import reference
 from fusedattn.compat import torch as compat
+from fusedattn.layers import attention as modules
 from fusedattn.testing.tolerance import verdict
 
 from .held import OTHERS, Wrong

@@ -5,7 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="kernels need Triton")
 import triton.language as tl  # noqa: E402
-from fusedattn.kernels.vocabulary import span, tiles  # noqa: E402
+from fusedattn.kernels.vocabulary import memory, span  # noqa: E402
 
 from fusedattn.launch import arguments, run  # noqa: E402
 
@@ -15,7 +15,7 @@ def add(Sums, n, D: tl.constexpr, ROWS: tl.constexpr):
     """A tile of ones to the second block of rows of the last head of the last batch."""
     rows = ROWS + tl.arange(0, ROWS)
     plane = span.Plane(tl.program_id(0) + 1, tl.program_id(0) + 2, tl.program_id(0) + 5, ())
-    tiles.add(Sums, plane, rows, ROWS, n, tl.full([ROWS, tiles.width(D)], 1.0, tl.float32), D)
+    memory.add(Sums, plane, rows, ROWS, n, tl.full([ROWS, memory.width(D)], 1.0, tl.float32), D)
 
 
 @pytest.mark.parametrize("bulk", [False, True])

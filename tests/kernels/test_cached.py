@@ -7,9 +7,9 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn import backends
-from fusedattn.call import cached
-from fusedattn.launch import run as launch, tiles as tile_table
+from fusedattn.call import decode as cached
+from fusedattn.dispatch import backends
+from fusedattn.launch import run as launch, tile_table
 
 from .. import sample
 from ..caches import EVERYTHING, Cached, bits, in_float64, widest

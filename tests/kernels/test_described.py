@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa  # noqa: E402
-from fusedattn.launch import arguments, tiles  # noqa: E402
-from fusedattn.replay import cache  # noqa: E402
+from fusedattn.dispatch import replay  # noqa: E402
+from fusedattn.launch import arguments, tile_table  # noqa: E402
 from fusedattn.testing.compare import with_gradients  # noqa: E402
 
 from ..cases import Case  # noqa: E402
@@ -35,21 +35,21 @@ def made(monkeypatch, device):
     if device == "cuda":
         pytest.skip("fusedattn tune checks these tiles on GPUs that have a copy engine")
     for name in KERNELS:
-        changed = tuple(tile._replace(tma=True) for tile in tiles.INTERPRETED[name])
-        monkeypatch.setitem(tiles.INTERPRETED, name, changed)
-    monkeypatch.setattr(tiles, "fitting", {})
-    cache.forget()
+        changed = tuple(tile._replace(tma=True) for tile in tile_table.INTERPRETED[name])
+        monkeypatch.setitem(tile_table.INTERPRETED, name, changed)
+    monkeypatch.setattr(tile_table, "fitting", {})
+    replay.forget()
     rows, descriptor = [], arguments.descriptor
     monkeypatch.setattr(arguments, "descriptor", lambda x, n: rows.append((tuple(x.shape), n)) or descriptor(x, n))
     yield rows
-    cache.forget()
+    replay.forget()
 
 
 def by_threads(call):
     """What a call gives where no tile loads by descriptor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "described", lambda *of, **tensors: {})
-        cache.forget()
+        replay.forget()
         return call()
 
 
@@ -66,7 +66,7 @@ def test_a_descriptor_loads_what_pointers_load(name, two_passes, made, device, p
 
     want = by_threads(call)
     assert not made
-    cache.forget()
+    replay.forget()
     for _ in range(3):  # the last is a repeated call
         got = call()
         assert all(torch.equal(got[x], want[x]) for x in want)
@@ -113,5 +113,5 @@ def test_tensors_that_lie_where_the_copy_engine_cannot_read_are_loaded_by_thread
     want = fa.attention(query, key, value, backend="triton")
     count = len(made)
     moved = torch.empty(key.numel() + 1, dtype=key.dtype, device=device)[1:].view_as(key).copy_(key)
-    cache.forget()
+    replay.forget()
     assert count and torch.equal(fa.attention(query, moved, value, backend="triton"), want) and len(made) == count

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import tiles
+from fusedattn.launch import tile_table
 from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sample
@@ -60,7 +60,7 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, monkeypatch):
     """By one program for all keys of a sequence: by several it is in the tests of each option alone."""
-    monkeypatch.setattr(tiles, "splits", lambda *_: 1)
+    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
     check(case, device, backend)
 
 
@@ -120,7 +120,7 @@ def test_what_lies_beyond_a_length_changes_no_bit(page, device, backend):
 
 
 def test_results_lie_as_the_query_does(device, backend, monkeypatch):
-    monkeypatch.setattr(tiles, "splits", lambda *_: 1)
+    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
     arguments = Cached("order", Sq=2, lengths=(5, 20)).draw(device)
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3)):
         query = arguments["query"].permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
@@ -191,9 +191,9 @@ def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
 
 
 def test_a_table_without_pages_takes_nothing(device, backend, monkeypatch):
-    from fusedattn.call import cached
+    from fusedattn.call import decode
 
-    monkeypatch.setattr(cached, "is_known", lambda x: False)
+    monkeypatch.setattr(decode, "is_known", lambda x: False)
     arguments = Cached("no pages", new=2, page=12).draw(device)
     before = bits(arguments["key_cache"]).clone()
     arguments["block_table"] = arguments["block_table"][:, :0]

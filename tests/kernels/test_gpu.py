@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import tiles as tile_table
+from fusedattn.launch import tile_table
 from fusedattn.testing.compare import INPUTS, with_gradients
 
 from .. import sample
@@ -130,7 +130,7 @@ def test_every_tile_of_the_table(dtype, dim, capability, passes, place, cuda, mo
         capability = launch.capability(torch.device(cuda, torch.cuda.current_device()))
     if passes == 1 and dim > tile_table.ONE_PASS:
         pytest.skip("there is no backward in one pass")
-    choose, kernels = tile_table.tiles, ("forward", "one_pass") if passes == 1 else ("forward", "dq", "dkdv")
+    choose, kernels = tile_table.tiles_for, ("forward", "one_pass") if passes == 1 else ("forward", "dq", "dkdv")
     if place >= max(len(choose(x, capability, dtype.itemsize, dim, y)) for x in kernels for y in ("plain", "rich")):
         pytest.skip("no kernel has that many")
 
@@ -138,7 +138,7 @@ def test_every_tile_of_the_table(dtype, dim, capability, passes, place, cuda, mo
         tiles = choose(kernel, capability, *of)
         return tiles[min(place, len(tiles) - 1) :]
 
-    monkeypatch.setattr(tile_table, "tiles", one)
+    monkeypatch.setattr(tile_table, "tiles_for", one)
     monkeypatch.setattr(tile_table, "fitting", {})
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
     case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
@@ -201,8 +201,8 @@ def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
 @pytest.mark.parametrize("passes", [1, 2])
 def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
     """In two passes all of them; in one all but those of dq, whose error stays what the rule allows."""
+    from fusedattn.dispatch import replay
     from fusedattn.launch import run as launch
-    from fusedattn.replay import cache
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
@@ -212,7 +212,7 @@ def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
     monkeypatch.setattr(
         launch, "run_kernel", lambda name, *rest, **more: (names.append(name), run(name, *rest, **more))
     )
-    cache.forget()
+    replay.forget()
     with_gradients(fa.attention, tensors, options, backend="triton")
     assert ("one_pass" in names) == (passes == 1) != ("dq" in names)
     largest, rounding = dict(first), 2**-6 * first["query"].abs().max()

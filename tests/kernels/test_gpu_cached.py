@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import run, tiles as tile_table
+from fusedattn.launch import run, tile_table
 from fusedattn.testing.compare import in_float64
 from fusedattn.testing.tolerance import verdicts
 
@@ -67,7 +67,7 @@ def test_rows_and_groups(rows, kv_heads, cuda, poison):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, monkeypatch):
-    choose, own = tile_table.tiles, capability is None
+    choose, own = tile_table.tiles_for, capability is None
     if own:
         capability = run.capability(torch.device(cuda, torch.cuda.current_device()))
 
@@ -75,7 +75,7 @@ def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, monkeypatc
         tiles = choose(kernel, capability, *of)
         return tiles[min(place, len(tiles) - 1) :]
 
-    monkeypatch.setattr(tile_table, "tiles", one)
+    monkeypatch.setattr(tile_table, "tiles_for", one)
     monkeypatch.setattr(tile_table, "fitting", {})
     for rows in (2, 7, 16):
         judged(*filled(cuda, rows=rows, dim=dim, dtype=dtype, page=64), causal=True)

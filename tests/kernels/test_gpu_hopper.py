@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import cases as timed
 
 import fusedattn as fa
-from fusedattn.launch import hopper, run, tiles
-from fusedattn.launch.tiles import HOPPER
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
+from fusedattn.launch import hopper, run, tile_table
+from fusedattn.launch.tile_table import HOPPER
 from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
@@ -45,8 +45,8 @@ def cuda():
 
 def take(taken, monkeypatch):
     """From now on calls take this pipeline."""
-    monkeypatch.setitem(tiles.ON_HOPPER, "hopper", dict.fromkeys(HOPPER, (taken,)))
-    cache.forget()
+    monkeypatch.setitem(tile_table.ON_HOPPER, "hopper", dict.fromkeys(HOPPER, (taken,)))
+    replay.forget()
 
 
 def attend(*inputs, **options):
@@ -112,7 +112,7 @@ def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch,
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
     for count in (1, 7):
         monkeypatch.setattr(run, "multiprocessors", lambda device, count=count: count)
-        cache.forget()
+        replay.forget()
         check(Case("pipelines", **sizes | dict(B=2), dtype=HALF[len(band)], **band), cuda)
 
 
@@ -142,14 +142,14 @@ def launched(monkeypatch):
     """The names of the kernels that were launched; no call is a repeated one."""
     names, run_kernel = [], run.run_kernel
     monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
-    monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)
+    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)
     return names
 
 
 def in_any_order(monkeypatch):
     """From now on dq is added in whatever order programs come."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    cache.forget()
+    replay.forget()
 
 
 @pytest.mark.parametrize("width", HOPPER)
@@ -159,15 +159,15 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison,
 
     Of products a program makes several blocks, which seven then have to, of a few heads at a time.
     """
-    monkeypatch.setattr(tiles, "SECTION_BYTES", 2 << 20)
-    monkeypatch.setattr(tiles, "SCORES_BYTES", 8 << 20)  # of some heads of key at a time
+    monkeypatch.setattr(tile_table, "SECTION_BYTES", 2 << 20)
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 8 << 20)  # of some heads of key at a time
     monkeypatch.setattr(run, "multiprocessors", lambda device: 7)
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_ordered" if width <= tiles.ONE_PASS else "hopper_stored") in launched
+    assert ("hopper_bwd_deterministic" if width <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
     in_any_order(monkeypatch)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_bwd" if width <= tiles.ONE_PASS else "hopper_stored") in launched
+    assert ("hopper_bwd" if width <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
 
 
 @pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
@@ -180,14 +180,14 @@ def test_backwards_of_head_dimensions(options, number, cuda, monkeypatch, poison
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
     in_any_order(monkeypatch)
     check(case, cuda)
-    assert ("hopper_bwd" if max(DIMS[number]) <= tiles.ONE_PASS else "hopper_stored") in launched
+    assert ("hopper_bwd" if max(DIMS[number]) <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
 
 
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_backward_gives_the_same_bits(causal, width, cuda, monkeypatch, launched):
     """Of wide heads, with the gradients of scores of some heads at a time."""
-    monkeypatch.setattr(tiles, "SCORES_BYTES", 12 << 20)
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 12 << 20)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
     given = torch.randn_like(inputs[0])
@@ -195,7 +195,7 @@ def test_a_backward_gives_the_same_bits(causal, width, cuda, monkeypatch, launch
     for _ in range(100):
         for again, before in zip(backward(inputs, given, causal=causal), first, strict=True):
             wrong += (again != before).count_nonzero()
-    assert wrong.item() == 0 and {*tiles.REPEATABLE} & {*launched}
+    assert wrong.item() == 0 and {*tile_table.REPEATABLE} & {*launched}
     for one, other in zip(first, backward(inputs, given, "triton", causal=causal), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=2e-2)
 
@@ -267,7 +267,7 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 @pytest.mark.parametrize("causal", [False, True])
 def test_planes_in_several_sections(causal, cuda, monkeypatch, poison):
     """As of keys and values that do not all stay in L2; the last section is not full."""
-    monkeypatch.setattr(tiles, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
+    monkeypatch.setattr(tile_table, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
 
@@ -282,13 +282,13 @@ def test_tensors_beyond_two_to_the_31(cuda):
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
     """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
-    monkeypatch.setattr(cache, "RECORD_AFTER", sys.maxsize)
+    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)
     want = [attend(*inputs, causal=True) for inputs in batches]
-    assert not cache._known
-    monkeypatch.setattr(cache, "RECORD_AFTER", 1)
+    assert not replay._known
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
     for _ in range(2):
         assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
-    assert len(cache._known) == 1
+    assert len(replay._known) == 1
     for x, other in zip(batches[0], batches[1], strict=True):
         x.copy_(other)  # other values, where a descriptor is known of
     assert torch.equal(attend(*batches[0], causal=True), want[1])

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from fusedattn.kernels.hopper import schedule
 
-from fusedattn.call.form import Arguments
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.launch import hopper, tiles
-from fusedattn.launch.tiles import Backward
+from fusedattn.launch import hopper, tile_table
+from fusedattn.launch.tile_table import Backward
 
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
@@ -58,7 +58,7 @@ def test_how_many_heads_have_their_gradients_of_scores_stored_at_a_time(monkeypa
     """As many as fit, and two where one of them fills it."""
     call = _call(128, batch=9)
     for room, some in ((100, 9), (9, 9), (8, 8), (3, 3), (1, 2)):
-        monkeypatch.setattr(tiles, "SCORES_BYTES", room * 128 * 128 * 2)
+        monkeypatch.setattr(tile_table, "SCORES_BYTES", room * 128 * 128 * 2)
         assert hopper.heads_at_a_time(call) == some and hopper.new_scores(call).shape == (some, 1, 128, 128)
     assert hopper.heads_at_a_time(_call(128)) == 1
 
@@ -78,7 +78,7 @@ SECTIONS = {
 @pytest.mark.parametrize("name", SECTIONS)
 def test_how_many_heads_come_together(name, monkeypatch):
     call, size, wanted = SECTIONS[name]
-    monkeypatch.setattr(tiles, "SECTION_BYTES", size)
+    monkeypatch.setattr(tile_table, "SECTION_BYTES", size)
     batch, heads, rows, _ = call.query.shape
     scores, form, numbers = hopper.new_scores(call), Backward(64, 3), torch.empty(batch, heads, 4, rows, device="meta")
     made = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call.form import lengths_of
-from fusedattn.call.packed import Packed, checked_packed
-from fusedattn.launch import tiles
+from fusedattn.call.options import lengths_of
+from fusedattn.call.varlen import VarlenArguments, checked_varlen
+from fusedattn.launch import tile_table
 from fusedattn.testing.compare import with_gradients
 
 from .. import cases, sample
@@ -87,10 +87,10 @@ def test_random_lengths(seed, device, poison):
 
 @pytest.mark.parametrize("name", ["causal", *sample.matrix(pytest.param("bias over heads"), pytest.param("weights"))])
 def test_one_long_sequence_does_not_make_all_as_long(name, monkeypatch):
-    from fusedattn.naive import formula, packed
+    from fusedattn.naive import formula, varlen
 
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
-    monkeypatch.setattr(packed, "SLACK", 0)
+    monkeypatch.setattr(varlen, "SLACK", 0)
     sizes = []
     prepare = formula.prepared
     monkeypatch.setattr(formula, "prepared", lambda call, dtype: sizes.append(call.query.shape) or prepare(call, dtype))
@@ -123,9 +123,9 @@ def test_a_sequence_does_not_see_its_neighbours(way, device, monkeypatch):
     backend = "naive" if way == "naive" else "triton"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: way == "two passes")
     if way == "copy engine" and device == "cpu":
-        tile = tiles.INTERPRETED["one_pass"][0]._replace(bulk=True)
-        monkeypatch.setitem(tiles.INTERPRETED, "one_pass", (tile,))
-        monkeypatch.setattr(tiles, "fitting", {})
+        tile = tile_table.INTERPRETED["one_pass"][0]._replace(bulk=True)
+        monkeypatch.setitem(tile_table.INTERPRETED, "one_pass", (tile,))
+        monkeypatch.setattr(tile_table, "fitting", {})
     rows, keys = (20, 33, 9), (17, 40, 16)
     query, key, value, grad = draw_packed(rows, keys, device)
     cu = offsets(rows, device), offsets(keys, device)
@@ -243,7 +243,9 @@ def test_every_block_has_one_turn_and_long_walks_come_first(by_keys, device):
     for count in (1, 3, 70):
         rows, keys = ([generator.choice((0, 1, generator.randint(2, 200))) for _ in range(count)] for _ in range(2))
         query, key, value, _ = draw_packed(rows, keys, device, (1, 1), (1, 1))
-        call = checked_packed(Packed(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False)
+        call = checked_varlen(
+            VarlenArguments(query, key, value, offsets(rows, device), offsets(keys, device)), {}, False
+        )
         size = blocks.slots(call, 32, by_keys)
         turns, extents = blocks.packed_sequences(lengths_of(call), 32, by_keys, size)
         starts = [offsets(lengths)[:-1].tolist() for lengths in (rows, keys)]
@@ -277,7 +279,7 @@ WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 2
 @pytest.mark.parametrize("wrong, most", sample.one_in(5, sample.product(WRONG, [(17, 19), (0, 19), (17, 0), None])))
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     """Offsets on a GPU are not looked at: here those on a CPU are not either."""
-    from fusedattn.call import packed as checks_varlen
+    from fusedattn.call import varlen as checks_varlen
     from fusedattn.launch import backward, forward
 
     monkeypatch.setattr(checks_varlen, "check_values", lambda packed: None)
@@ -290,7 +292,9 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     if most is not None:
         options |= dict(mask=torch.rand(3, 1, *most, device=device) < 0.5, bias=torch.rand(1, 4, *most, device=device))
         tokens["key_mask"] = torch.rand(40, device=device) < 0.9
-    call = checked_packed(Packed(query, key, value, cu, cu.flip(0), *most or (), **tokens), options, most is not None)
+    call = checked_varlen(
+        VarlenArguments(query, key, value, cu, cu.flip(0), *most or (), **tokens), options, most is not None
+    )
 
     def guarded(*shape):
         whole = torch.full((3, *shape), 7.0, device=device)
@@ -302,10 +306,10 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, monkeypatch):
     made = [guarded(*shape) for shape in (*shapes, *(x.shape for x in call[:6] if x is not None))]
     out, lse, stats, weights, *grads = (inside for _, inside in made)
     weights = weights if most and most[1] else None
-    forward.forward(out, lse, weights, stats, call, False)
+    forward.launch_forward(out, lse, weights, stats, call, False)
     incoming = grad.transpose(0, 1)[None], lse.clone(), None if weights is None else weights.clone()
     grads = iter(grads)
     wanted = [None if x is None else next(grads) for x in call[:6]]
-    backward.fill(wanted, *incoming, out, weights, stats, call, "triton")
+    backward.launch_backward(wanted, *incoming, out, weights, stats, call, "triton")
     for whole, _ in made:
         assert (whole[0] == 7).all() and (whole[2] == 7).all()

@@ -168,19 +168,19 @@ def test_in_which_order_programs_run_is_seen_in_dq_alone(passes, case, shuffled,
 @pytest.mark.parametrize("dim", [16, 24, 5])
 def test_a_descriptor_adds_what_pointers_add(dim, dtype, device, poison, monkeypatch):
     """The copy engine's sum, that the interpreter has been lent, against that of threads."""
-    from fusedattn.launch import arguments, tiles
-    from fusedattn.replay import cache
+    from fusedattn.dispatch import replay
+    from fusedattn.launch import arguments, tile_table
 
     if device == "cuda":
         pytest.skip("tiles of GPUs that have a copy engine ask for it")
     case = Case("bulk", B=2, Hq=2, Hkv=1, Sq=37, Sk=33, D=dim, Dv=16, dtype=dtype, causal=True, key_mask="own")
     tensors, options = case.draw(device)
     want = with_gradients(fa.attention, tensors, options, backend="triton")
-    (tile,) = tiles.INTERPRETED["one_pass"]
-    monkeypatch.setitem(tiles.INTERPRETED, "one_pass", (tile._replace(bulk=True),))
+    (tile,) = tile_table.INTERPRETED["one_pass"]
+    monkeypatch.setitem(tile_table.INTERPRETED, "one_pass", (tile._replace(bulk=True),))
     made, descriptor = [], arguments.descriptor
     monkeypatch.setattr(arguments, "descriptor", lambda *of: made.append(descriptor(*of)) or made[-1])
-    cache.forget()
+    replay.forget()
     for _ in range(2):
         got = with_gradients(fa.attention, tensors, options, backend="triton")
         assert all(torch.equal(got[name], want[name]) for name in want)

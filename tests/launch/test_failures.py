@@ -17,8 +17,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
-from fusedattn import backends
-from fusedattn.launch import failures, forward, launcher, tiles as tile_table
+from fusedattn.dispatch import backends
+from fusedattn.launch import failures, forward, launcher, tile_table
 
 from ..close import assert_like
 from ..inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
@@ -52,10 +52,10 @@ def failing(monkeypatch):
     for table in (backends.BACKENDS, backends.DECODERS):
         monkeypatch.setitem(table, "cpu", table["cpu"]._replace(reasons=lambda *_: ["it is for CPUs"]))
     monkeypatch.setattr(tile_table, "fitting", {})
-    tiles = tile_table.tiles
+    tiles = tile_table.tiles_for
     small = tile_table.Tile(16, 16, 4, 1)
     monkeypatch.setattr(
-        tile_table, "tiles", lambda *a, **b: tuple(small._replace(keys=x.keys and 16) for x in tiles(*a, **b)[:1])
+        tile_table, "tiles_for", lambda *a, **b: tuple(small._replace(keys=x.keys and 16) for x in tiles(*a, **b)[:1])
     )
     compile_one, tried = JITFunction._do_compile, []
 

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import tiles as tile_table
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
+from fusedattn.launch import tile_table
 
 from ..inside import compiled, draw, leaves, only_interpreted, passes_compiled
 from ..offline import absent
@@ -40,7 +40,7 @@ def at_once(function):
 
 @pytest.mark.parametrize("backend", ["cpu", "naive"])
 def test_threads_get_the_same_bits_on_a_cpu(backend, monkeypatch):
-    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
     inputs, cu = draw("cpu", sq=90, sk=90), torch.tensor([0, 40, 90], dtype=torch.int32)
 
     def step():
@@ -58,12 +58,12 @@ def test_threads_get_the_same_bits_on_a_cpu(backend, monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """What kernels compile to is no matter here, so it is what compiles soonest."""
-    tiles = tile_table.tiles
+    tiles = tile_table.tiles_for
 
     def small(*key, **more):
         return tuple(tile._replace(rows=16, keys=tile.keys and 16, stages=1) for tile in tiles(*key, **more)[-1:])
 
-    monkeypatch.setattr(tile_table, "tiles", small)
+    monkeypatch.setattr(tile_table, "tiles_for", small)
 
 
 def step_of(inputs):
@@ -76,7 +76,7 @@ def step_of(inputs):
 @compiled
 def test_threads_launch_the_same_kernels(small_tiles, monkeypatch):
     """Compiled for a GPU that is not there."""
-    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
     launched = threading.local()
 
     def load(kernel):

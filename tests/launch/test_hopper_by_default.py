@@ -9,10 +9,10 @@ import torch._dynamo.config
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn import backends
 from fusedattn.call import rules
-from fusedattn.call.form import Arguments, asking
-from fusedattn.launch import hopper, run, tiles, tuned
+from fusedattn.call.options import Arguments, override
+from fusedattn.dispatch import backends
+from fusedattn.launch import hopper, run, tile_table, tuned
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from ..offline import absent
@@ -33,7 +33,11 @@ COVERED = {
     "weights": dict(return_weights=True),
     "scale": dict(scale=0.3),
 }
-BACKWARDS = {64: ("hopper_bwd", "hopper_ordered"), 128: ("hopper_bwd", "hopper_ordered"), 256: ("hopper_stored",) * 2}
+BACKWARDS = {
+    64: ("hopper_bwd", "hopper_bwd_deterministic"),
+    128: ("hopper_bwd", "hopper_bwd_deterministic"),
+    256: ("hopper_bwd_ds",) * 2,
+}
 
 
 def draw(dim, length=300, heads=(8, 8), dtype=torch.bfloat16, batch=2, requires_grad=False):
@@ -51,7 +55,7 @@ def explain(*inputs, capability=(9, 0), **options):
 def test_calls_that_hopper_covers_take_its_kernels(name, dim, heads):
     inputs = draw(dim, heads=heads)
     found = explain(*inputs, **COVERED[name])
-    backward, _ = BACKWARDS[tiles.row_width(dim)]
+    backward, _ = BACKWARDS[tile_table.row_width(dim)]
     assert found.backend == "hopper" and not found.backward, str(found)
     assert [*found.tiles][:1] == ["hopper"] and backward in found.tiles
     assert not {"forward", "dq", "dkdv", "one_pass"} & {*found.tiles}
@@ -130,7 +134,7 @@ def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpg
 
 
 def test_heads_whose_gradients_of_scores_take_too_much_memory_take_the_universal_backward():
-    assert "hopper_stored" in explain(*draw(256, 16384)).tiles
+    assert "hopper_bwd_ds" in explain(*draw(256, 16384)).tiles
     found = explain(*draw(256, 32768))
     assert found.backend == "hopper" and {"dq", "dkdv"} <= {*found.tiles}
     assert any("2048 MiB" in sentence for sentence in found.backward)
@@ -202,7 +206,7 @@ def test_programs_share_blocks_of_rows(dim, length, planes, options, programs):
     """Under a causal mask in pairs: of an even number of planes, where the last round of pairs is nearly full."""
     inputs = draw(dim, length, heads=(planes, planes), batch=1)
     call = rules.checked(Arguments(*inputs, **options), True)
-    assert hopper.programs(call, tiles.HOPPER[dim][0], 132) == programs
+    assert hopper.programs(call, tile_table.HOPPER[dim][0], 132) == programs
 
 
 @compiled
@@ -215,11 +219,13 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
         assert found.backend == "triton" and tuned.SLOWER in found.reasons["hopper"] and "hopper_bwd" in found.tiles
         assert fa.explain(*inputs, backend="hopper").backend == "hopper"
         for repeatable, options in itertools.product((False, True), (dict(causal=True), dict(window=(4, 0)))):
-            with asking(deterministic=repeatable):
+            with override(deterministic=repeatable):
                 found = fa.explain(*inputs, **options)
                 assert found.backend == "hopper" and found.tiles["hopper"] == GRID and found.backward == [tuned.SLOWER]
-                assert not {"hopper_bwd", "hopper_ordered"} & {*found.tiles}
-        chosen([tuned.Row("hopper", *PLACE, x, why="NaN") for x in tiles.HOPPER[128]] + [ROWS[-1]._replace(why="NaN")])
+                assert not {"hopper_bwd", "hopper_bwd_deterministic"} & {*found.tiles}
+        chosen(
+            [tuned.Row("hopper", *PLACE, x, why="NaN") for x in tile_table.HOPPER[128]] + [ROWS[-1]._replace(why="NaN")]
+        )
         with pytest.raises(NotImplementedError, match="found no 'hopper' that gives right numbers"):
             fa.attention(*inputs, backend="hopper")
         assert fa.explain(*inputs).backward == [f"{run.none_is_right('hopper_bwd', inputs[0].device)}"]

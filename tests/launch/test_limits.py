@@ -13,8 +13,8 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
-from fusedattn import backends
-from fusedattn.launch import failures, tiles as table
+from fusedattn.dispatch import backends
+from fusedattn.launch import failures, tile_table as table
 
 from ..inside import compiled, fields, only_interpreted, passes_compiled
 from ..offline import absent

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from triton.runtime.errors import OutOfResources
 
-from fusedattn.launch import failures, run, tiles as table
+from fusedattn.launch import failures, run, tile_table as table
 
 from ..inside import fields
 
@@ -23,7 +23,7 @@ def call(sq=100, dtype=torch.float32, dim=16, dv=16, **options):
 
 @pytest.fixture(autouse=True)
 def three_tiles(monkeypatch):
-    monkeypatch.setattr(table, "tiles", lambda *key, **more: TILES)
+    monkeypatch.setattr(table, "tiles_for", lambda *key, **more: TILES)
     monkeypatch.setattr(table, "fitting", {})
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fusedattn.launch import tiles as table
+from fusedattn.launch import tile_table as table
 
 GPUS = (80, 86, 87, 89, 90, 100, 103, 120, 121)
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -22,7 +22,7 @@ def test_every_call_has_a_tile_on_every_gpu():
     ):
         if width > table.ONE_PASS and kernel in ("one_pass", "postprocess"):
             continue
-        found = table.tiles(kernel, gpu, size, width, load, narrow=narrow)
+        found = table.tiles_for(kernel, gpu, size, width, load, narrow=narrow)
         if not found or (narrow and max(max(tile.rows, tile.keys or 0) for tile in found) > 64):
             missing.append((kernel, gpu, size, width, load, narrow, found))
     assert not missing
@@ -56,26 +56,28 @@ def test_rows_of_a_table_are_of_kernels_gpus_and_widths_that_there_are():
 )
 def test_a_gpu_takes_the_rows_of_what_has_its_shared_memory(gpu, rows):
     assert table.architecture(gpu) == rows
-    assert table.tiles("forward", gpu, 2, 256) == table.TABLE["forward", rows, 2, 256]
+    assert table.tiles_for("forward", gpu, 2, 256) == table.TABLE["forward", rows, 2, 256]
 
 
 def test_a_row_is_of_the_load_the_dtype_and_the_width_or_of_the_nearest():
-    assert table.tiles("dkdv", 80, 2, 64, "masked") == table.MASKED["dkdv", 80, 2, 64]
-    assert table.tiles("dkdv", 80, 2, 64, "rich") == table.RICH["dkdv", 80, 2, 64]
-    assert table.tiles("forward", 90, 2, 64, "masked") == table.TABLE["forward", 90, 2, 64]
-    assert table.tiles("forward", 90, 4, 64) == table.TABLE["forward", 80, 4, 64] != table.TABLE["forward", 90, 2, 64]
-    assert table.tiles("forward", 90, 2, 16) == table.tiles("forward", 90, 2, 64)
-    assert table.tiles("append", 90, 4, 128, "rich") == table.TABLE["append", 80, 2, 128]
-    assert table.tiles("forward", None, 2, 256, "rich", narrow=True) == table.INTERPRETED["forward"]
+    assert table.tiles_for("dkdv", 80, 2, 64, "masked") == table.MASKED["dkdv", 80, 2, 64]
+    assert table.tiles_for("dkdv", 80, 2, 64, "rich") == table.RICH["dkdv", 80, 2, 64]
+    assert table.tiles_for("forward", 90, 2, 64, "masked") == table.TABLE["forward", 90, 2, 64]
+    assert (
+        table.tiles_for("forward", 90, 4, 64) == table.TABLE["forward", 80, 4, 64] != table.TABLE["forward", 90, 2, 64]
+    )
+    assert table.tiles_for("forward", 90, 2, 16) == table.tiles_for("forward", 90, 2, 64)
+    assert table.tiles_for("append", 90, 4, 128, "rich") == table.TABLE["append", 80, 2, 128]
+    assert table.tiles_for("forward", None, 2, 256, "rich", narrow=True) == table.INTERPRETED["forward"]
     with pytest.raises(KeyError, match="no tiles for one_pass, sm_90, 2 bytes, width 256"):
-        table.tiles("one_pass", 90, 2, 256)
+        table.tiles_for("one_pass", 90, 2, 256)
 
 
 def test_candidates_are_no_tiles_that_calls_take_anyway():
     for place, tiles in table.CANDIDATES.items():
         assert place in table.TABLE and not {*map(table.same, tiles)} & {*map(table.same, table.TABLE[place])}
         assert table.candidates(*place) == (*map(table.same, (*table.TABLE[place], *tiles)),)
-        assert table.candidates(*place, "rich") == (*map(table.same, table.tiles(*place, "rich")),)
+        assert table.candidates(*place, "rich") == (*map(table.same, table.tiles_for(*place, "rich")),)
     for capability, pipelines in {80: 0, 86: 0, 90: 16, 120: 0}.items():
         every = itertools.product(table.ON_HOPPER, (capability,), (2, 4), (64, 128, 256), ("plain", "rich"))
         assert sum(len(table.candidates(*place)) for place in every) == pipelines

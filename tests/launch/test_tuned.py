@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import backward, run, tiles as table, tuned
+from fusedattn.dispatch import replay
+from fusedattn.launch import backward, run, tile_table as table, tuned
 from fusedattn.launch.tuned import NOTHING, Row, choose
-from fusedattn.replay import cache
 
 from .test_run import call
 
@@ -28,7 +28,7 @@ ROWS = [
     Row("hopper", *PLACE, GRID, dict(full=1.6, causal=1.0)),
     Row("two_passes", *PLACE, None, dict(full=3.0, causal=3.0)),
     Row("one_pass", *PLACE, ONE_PASS[0], dict(full=4.0, causal=2.0)),
-    Row("hopper_ordered", *PLACE, WAY_BACK, dict(causal=4.0)),
+    Row("hopper_bwd_deterministic", *PLACE, WAY_BACK, dict(causal=4.0)),
     Row("hopper_bwd", *PLACE, WAY_BACK, dict(causal=4.0)),
 ]
 
@@ -69,7 +69,7 @@ def test_a_file_counts_until_it_is_forgotten_and_reaches_calls_made_before(file,
     mine, forgotten = file.parent / "mine.json", []
     mine.write_text(json.dumps(content()))
     assert said() == (NOTHING, []), "it is of no GPU by its name"
-    monkeypatch.setattr(cache, "forget", lambda: forgotten.append(True))
+    monkeypatch.setattr(replay, "forget", lambda: forgotten.append(True))
     for step, found in ((lambda: fa.tuning.load(mine), choose(ROWS)), (fa.tuning.forget, NOTHING)):
         table.fitting["a kind of call"] = ()
         step()
@@ -118,7 +118,7 @@ def test_calls_take_the_tiles_and_the_passes_that_were_chosen(chosen):
     def bf16(**options):
         return call(dtype=torch.bfloat16, dim=128, dv=128, **options)._replace(named=True)
 
-    every, plain = [True, True, True, False, False, False], table.tiles("forward", 90, 2, 128)
+    every, plain = [True, True, True, False, False, False], table.tiles_for("forward", 90, 2, 128)
     assert run.candidates("forward", bf16()) == plain and "one_pass" in backward.passes(bf16(), every)
     chosen(ROWS)
     tiles = run.candidates("forward", bf16())

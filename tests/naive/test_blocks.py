@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call.form import Arguments
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.naive import blocks, cached, formula, pairs
+from fusedattn.naive import blocks, decode, formula, pairs
 from fusedattn.testing.compare import with_gradients
 
 from .. import cases
@@ -194,9 +194,9 @@ def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
     if page is not None:
         key, value = (x.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1) for x in (key, value))
         tables = dict(block_table=torch.arange(4 * capacity // page, dtype=torch.int32).view(4, -1))
-    gathered, gather = [], cached._gathered
-    monkeypatch.setattr(cached, "WORTH", 0)
-    monkeypatch.setattr(cached, "_gathered", lambda *x: gathered.append(gather(*x).shape) or gather(*x))
+    gathered, gather = [], decode._gathered
+    monkeypatch.setattr(decode, "WORTH", 0)
+    monkeypatch.setattr(decode, "_gathered", lambda *x: gathered.append(gather(*x).shape) or gather(*x))
     options = dict(cache_seqlens=lengths, causal=True, return_lse=True, return_weights=True, **tables)
     got = fa.attention_decode(query, key, value, **options, backend="naive")
     # Three runs of like lengths, each for the output and its weights together.
@@ -204,6 +204,6 @@ def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
     assert all(x.get("visible") is None for x in computed)
     assert page is None or [shape[2] for shape in gathered[::2]] == [8, 40, 0]
     computed.clear()
-    monkeypatch.setattr(cached, "WORTH", 2**20)
+    monkeypatch.setattr(decode, "WORTH", 2**20)
     assert_like(got, lambda: fa.attention_decode(query, key, value, **options, backend="naive"))
     assert {x["key"].shape[2] for x in computed} == {capacity}

@@ -14,9 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from fusedattn import backends
+from fusedattn.dispatch import backends, replay
 from fusedattn.launch import run
-from fusedattn.replay import cache
 
 MULTIPROCESSORS = 132
 
@@ -138,6 +137,6 @@ def gpu(capability=90, load=_load, stages=_no_machine_code, folder=None):
 
 
 def _forget():
-    cache.forget()
+    replay.forget()
     for kernel in run.KERNELS.values():
         kernel.device_caches.clear()

@@ -5,7 +5,7 @@ python -m tests.offline.compile --few    # one of each kernel for each GPU, as `
 python -m tests.offline.compile --some    # and one of each option and dtype, as `make test-all` does
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 
-Every tile of `fusedattn.launch.tiles` is compiled for every GPU that would take it. The exit status is 1 if one of them
+Every tile of `fusedattn.launch.tile_table` is compiled for every GPU that would take it. The exit status is 1 if one of them
 breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
 """
 
@@ -18,7 +18,7 @@ import time
 
 import triton
 
-from fusedattn.launch import run, tiles as tile_table
+from fusedattn.launch import run, tile_table
 
 from . import hazards, report as kernels
 from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
@@ -90,7 +90,7 @@ def _faults_on_hopper(row, report, length):
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
-    adds = row.kernel in tile_table.BACKWARDS and row.kernel != "hopper_stored"
+    adds = row.kernel in tile_table.BACKWARDS and row.kernel != "hopper_bwd_ds"
     copies = {"UTMALDG", "UTMASTG"} | ({"UTMAREDG"} if adds else set())
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
@@ -117,10 +117,10 @@ def _hopper_table():
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
-    stored = tile_table.BACKWARDS["hopper_stored"]
+    stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():
-            seldom = kernel in ("hopper_ordered", *tile_table.PRODUCTS)  # what differs is elsewhere
+            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # what differs is elsewhere
             for variant in ("full", "causal", *(() if seldom else ("window",))):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
@@ -140,12 +140,12 @@ def _packed_table(capability):
         ("dq", 256),
         ("dkdv", 256),
     ):
-        tiles = tile_table.tiles(kernel, capability, 2, width)
+        tiles = tile_table.tiles_for(kernel, capability, 2, width)
         yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
     for kernel in ("block_mask", "tile_lists"):
         yield Row(kernel, capability, "bf16", 128, "packed all", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel in ("forward", "weights", "dq", "dkdv", "dbias"):
-        tiles = tile_table.tiles(kernel, capability, 2, 128, "rich")
+        tiles = tile_table.tiles_for(kernel, capability, 2, 128, "rich")
         yield Row(kernel, capability, "bf16", 128, "packed all", tiles[0], (0, len(tiles)))
 
 
@@ -170,7 +170,7 @@ def _cache_table(capabilities):
     for kernel, capability, width in itertools.product(tile_table.ON_CACHES, capabilities, (64, 128, 256)):
         if kernel != "decode_16" and capability != last:
             continue
-        of = functools.partial(tile_table.tiles, kernel, capability, 2, width)
+        of = functools.partial(tile_table.tiles_for, kernel, capability, 2, width)
         first = of()[0], (0, len(of()))
         if kernel not in tile_table.DECODE:
             if width == 128:
@@ -181,7 +181,7 @@ def _cache_table(capabilities):
         yield Row(kernel, capability, "bf16", width, "pages", *first)
         if capability == last and kernel == "decode_16":
             yield Row(kernel, capability, "bf16", width, "everything", of("rich")[0], (0, len(of("rich"))))
-            single = tile_table.tiles(kernel, capability, 4, width)
+            single = tile_table.tiles_for(kernel, capability, 4, width)
             yield Row(kernel, capability, "ieee", width, "pages", single[0], (0, len(single)))
             if width == 256:
                 yield Row(kernel, capability, "bf16", width, "pages", of()[-1], (len(of()) - 1, len(of())))
@@ -210,7 +210,7 @@ def table(capabilities=(80, 90)):
             if kernel in ("one_pass", "postprocess") and width > tile_table.ONE_PASS:
                 continue
             size = DTYPES[dtype].itemsize
-            of = functools.partial(tile_table.tiles, kernel, capability, size, width)
+            of = functools.partial(tile_table.tiles_for, kernel, capability, size, width)
             plain, masked, rich = of(), of("masked"), of("rich")
             for index, tile in enumerate(plain[:1] if dtype == "ieee" else plain):
                 variant = "biased" if kernel == "dbias" else "full"
@@ -223,7 +223,7 @@ def table(capabilities=(80, 90)):
             if rich != plain:
                 for index, tile in enumerate(rich):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
-            if dtype == "bf16" and kernel not in ("weights", "tangent_p") and not seldom:
+            if dtype == "bf16" and kernel not in ("weights", "tangent_weights") and not seldom:
                 if capability >= 90:  # elsewhere a band is the same code: its loops are those of a full call
                     yield Row(kernel, capability, dtype, width, "causal", *best)
                 if capability >= 90 and width <= 128:

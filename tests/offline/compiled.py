@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 import triton
 
-from fusedattn.call.form import Call, inputs
-from fusedattn.launch import run as launch, tiles as tile_table
-from fusedattn.operators import attention, backward, cached, tangent
+from fusedattn.call.options import Call, inputs
+from fusedattn.launch import run as launch, tile_table
+from fusedattn.operators import attention, backward, decode, tangent
 
 from . import absent, flow, fusing, hazards, operands
 from .sass import disassemble
@@ -198,8 +198,8 @@ def _call(row):
     tensors = dict(query=tensor(HEADS), key=tensor(HEADS // group), value=tensor(HEADS // group))
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
-    moves = row.kernel in ("tangent", "tangent_p")
-    need_weights = row.kernel in ("weights", "tangent_p") or everything
+    moves = row.kernel in ("tangent", "tangent_weights")
+    need_weights = row.kernel in ("weights", "tangent_weights") or everything
     backend = "hopper" if row.kernel in ON_HOPPER else "triton"
     of_forward = "hopper" if row.kernel == "hopper" else "triton"
     out, _, weights, stats = attention._forward(*call, True, need_weights, True, of_forward)
@@ -239,10 +239,10 @@ def _call_on_cache(row):
         masks = bias, each_head, each_head, _meta(BATCH, 1, rows, capacity), _meta(BATCH, capacity), _meta(BATCH, rows)
         numbers = 100, 10
     if row.kernel == "append":
-        cached._append_operator(*caches, new, new, *turning, True, "triton")
+        decode._append_operator(*caches, new, new, *turning, True, "triton")
     else:
         cap = 30.0 if row.variant == "everything" else None
-        cached._decode_operator(
+        decode._decode_operator(
             query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True, "triton"
         )
 

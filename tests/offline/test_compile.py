@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="kernels need Triton")
 
 
-from fusedattn.launch import tiles as tile_table
+from fusedattn.launch import tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from . import compile as offline, compiled as compiling, hazards, operands, report as kernels
@@ -22,7 +22,7 @@ def test_this_file_without_the_interpreter():
 
 def first(kernel, variant="full"):
     """The row of what a call in bfloat16 with D = 64 on a GPU of compute capability 9.0 tries first."""
-    tiles = tile_table.HOPPER[64] if kernel == "hopper" else tile_table.tiles(kernel, 90, 2, 64)
+    tiles = tile_table.HOPPER[64] if kernel == "hopper" else tile_table.tiles_for(kernel, 90, 2, 64)
     return compiling.Row(kernel, 90, "bf16", 64, variant, tiles[0], (0, len(tiles)))
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fusedattn.dispatch import replay
 from fusedattn.launch import forward
 from fusedattn.operators import attention
-from fusedattn.replay import cache
 
 from ..close import assert_like
 from ..inside import HQ, SK, SQ, by, draw, same
@@ -33,7 +33,7 @@ def attend(backend, options, query, key, value):
 @pytest.mark.parametrize("name", LESS)
 def test_a_call_saves_the_same_whether_replayed_or_not(name, device, monkeypatch):
     """A checkpoint refuses what is not: the first call and the second, of which one is replayed, and later ones."""
-    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
     options = {key: x.to(device) for key, x in LESS[name]().items()}
     inputs = draw(device, requires_grad=True)
     for _ in range(2):
@@ -51,7 +51,7 @@ def computed(monkeypatch):
         return lambda *arguments: (calls.append(function), function(*arguments))[1]
 
     monkeypatch.setattr(attention.cpu, "forward", counted(attention.cpu.forward))
-    monkeypatch.setattr(forward, "forward", counted(forward.forward))
+    monkeypatch.setattr(forward, "launch_forward", counted(forward.launch_forward))
     return calls
 
 

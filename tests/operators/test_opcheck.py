@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedattn.call.form import WHOLE, lengths_of
+from fusedattn.call.options import WHOLE, lengths_of
 from fusedattn.operators.namespace import OPERATORS
 
 from ..inside import fields, leaves_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedattn import reference
-from fusedattn.call.form import Arguments, Origin
+from fusedattn.call.options import Arguments, Origin
 from fusedattn.call.rules import checked
 from fusedattn.naive import dropout
 from fusedattn.operators import attention, partial

@@ -8,8 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn.call.form import INPUTS, WHOLE
-from fusedattn.cpu import cached, flash
+from fusedattn.call.options import INPUTS, WHOLE
+from fusedattn.cpu import decode, flash
 from fusedattn.operators.namespace import OPERATORS
 
 from ..inside import fields, leaves, leaves_of, same
@@ -165,7 +165,7 @@ WRONG_ON_CPU = {
 @pytest.mark.parametrize("name", WRONG_ON_CPU)
 def test_a_wrong_argument_is_named_before_anything_is_computed_on_a_cpu(name, monkeypatch):
     operator(name)(**RIGHT_ON_CPU[name])
-    for module, function in ((flash, "forward"), (flash, "backward"), (cached, "append")):
+    for module, function in ((flash, "forward"), (flash, "backward"), (decode, "append")):
         monkeypatch.setattr(module, function, None)  # a call would fail
     for row in WRONG_ON_CPU[name]:
         assert_named(operator(name), RIGHT_ON_CPU[name], row)

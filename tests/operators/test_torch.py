@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 from fusedattn.naive import dropout
-from fusedattn.operators import attention, cached
+from fusedattn.operators import attention, decode
 
 from ..close import assert_like
 from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, by, draw, fields, learned, loss, same
@@ -345,7 +345,7 @@ def test_an_operator_is_computed_at_once_unless_something_must_see_it(device, mo
     names = {f"fusedattn.{name}.default" for name in ("forward", "backward", "decode")}
     assert names <= seen.names
     same(both(negated), want)
-    for module in (attention, cached):
+    for module in (attention, decode):
         monkeypatch.setattr(module, "OPERATORS", None)
     same(both(inputs), want)
 

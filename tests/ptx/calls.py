@@ -11,8 +11,8 @@ import torch
 
 import fusedattn as fa
 from fusedattn import reference
-from fusedattn.launch import run, tiles
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
+from fusedattn.launch import run, tile_table
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
@@ -94,7 +94,7 @@ def other_tiles(number):
         return found[min(number, len(found) - 1) :]
 
     def other(name, call):
-        row = next((row for row in tiles.ON_HOPPER[name].values() if form(name, call) in row), None)
+        row = next((row for row in tile_table.ON_HOPPER[name].values() if form(name, call) in row), None)
         return row and row[min(number, len(row) - 1)]
 
     with mock.patch.object(run, "candidates", others), mock.patch.object(run, "form_on_hopper", other):
@@ -209,7 +209,7 @@ class Taken(NamedTuple):
     kernel: str
     itemsize: int
     width: int
-    tile: tiles.Tile | tiles.Pipeline | tiles.Backward
+    tile: tile_table.Tile | tile_table.Pipeline | tile_table.Backward
 
 
 def taken(entry, capability, tile=0):
@@ -227,7 +227,7 @@ def taken(entry, capability, tile=0):
             mock.patch.object(run, "candidates", lambda name, call: [note(name, call, candidates(name, call)[0])]),
             mock.patch.object(run, "form_on_hopper", lambda name, call: note(name, call, form(name, call))),
             mock.patch.object(run, "run_kernel", lambda *given, **options: None),
-            mock.patch.object(cache, "learn", lambda *call: None),  # there is no launch to record
+            mock.patch.object(replay, "learn", lambda *call: None),  # there is no launch to record
         ):
             _call_of(entry)(entry, device)
     return found

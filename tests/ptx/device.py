@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from triton.backends.nvidia import driver
 
-from fusedattn import private
+from fusedattn.call import private
 from fusedattn.launch import hopper
 
 from ..offline import absent

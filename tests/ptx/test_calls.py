@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import hopper, tiles
+from fusedattn.launch import hopper, tile_table
 
 from . import calls, device
 from .cases import ENTRIES, FEW, HOPPER, dense
@@ -30,13 +30,13 @@ def test_what_make_test_executes():
 
 def _first(capability):
     """Each tile that a call may take of a kernel, where all fit."""
-    axes = tiles.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
+    axes = tile_table.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
     for kernel, itemsize, width, load, narrow in itertools.product(*axes):
-        if kernel not in ("one_pass", "postprocess") or width <= tiles.ONE_PASS:
-            for tile in tiles.tiles(kernel, capability, itemsize, width, load, narrow)[:1]:
+        if kernel not in ("one_pass", "postprocess") or width <= tile_table.ONE_PASS:
+            for tile in tile_table.tiles_for(kernel, capability, itemsize, width, load, narrow)[:1]:
                 yield calls.Taken(kernel, itemsize, width, tile)
     if capability == HOPPER:
-        for kernel, rows in tiles.ON_HOPPER.items():
+        for kernel, rows in tile_table.ON_HOPPER.items():
             yield from (calls.Taken(kernel, 2, width, forms[0]) for width, forms in rows.items())
 
 
@@ -48,8 +48,8 @@ def test_make_test_all_executes_every_first_tile(capability):
 
 
 def test_no_row_has_more_tiles_than_everything_executes():
-    assert max(map(len, [*tiles.TABLE.values(), *tiles.RICH.values(), *tiles.MASKED.values()])) <= TILES
-    assert max(map(len, tiles.HOPPER.values())) == TILES
+    assert max(map(len, [*tile_table.TABLE.values(), *tile_table.RICH.values(), *tile_table.MASKED.values()])) <= TILES
+    assert max(map(len, tile_table.HOPPER.values())) == TILES
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
 
     One program makes all blocks of dq of two heads, and one all of dk.
     """
-    monkeypatch.setattr(tiles, "SCORES_BYTES", 1)
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
     monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
     fields = dict(B=3, Hq=2, Hkv=1, D=256, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
     fields |= dict(multiprocessors=1)

@@ -4,17 +4,19 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.launch import tiles, tuned
+from fusedattn.launch import tile_table, tuned
 from fusedattn.launch.tuned import Row, choose
 
 from . import calls
 from .cases import _TOGETHER, dense
 
 STEPS = dict(Sq=260, Sk=400, Hq=1)  # more blocks, of either side, than there are stages, or as many
-CANDIDATES = [(place, tile, causal) for place, some in tiles.CANDIDATES.items() for tile in some for causal in (0, 1)]
-FIRST = list({place[0]: (place, some[0], 1) for place, some in tiles.CANDIDATES.items()}.values())
-BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tiles.CANDIDATES["one_pass", 90, 2, 64][0])
-FORWARD = Row("forward", "bfloat16", 128, "plain", tiles.CANDIDATES["forward", 90, 2, 128][0])
+CANDIDATES = [
+    (place, tile, causal) for place, some in tile_table.CANDIDATES.items() for tile in some for causal in (0, 1)
+]
+FIRST = list({place[0]: (place, some[0], 1) for place, some in tile_table.CANDIDATES.items()}.values())
+BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tile_table.CANDIDATES["one_pass", 90, 2, 64][0])
+FORWARD = Row("forward", "bfloat16", 128, "plain", tile_table.CANDIDATES["forward", 90, 2, 128][0])
 # What else who loads by the copy engine has to do: sequences that end inside a tile, heads narrower than one, groups,
 # and launches that are repeated with other descriptors.
 LOADED = {
@@ -35,11 +37,11 @@ def pytest_generate_tests(metafunc):
 
 def executed(candidate, entry, capability=90):
     """The Outcome of an Entry whose calls take a candidate."""
-    form = tiles.same(candidate.form)
+    form = tile_table.same(candidate.form)
     tuned.ask(choose([candidate._replace(form=form)]))
     try:
         taken = {x.kernel: x.tile for x in calls.taken(entry, capability)}
-        assert tiles.same(taken[candidate.kernel]) == form
+        assert tile_table.same(taken[candidate.kernel]) == form
         return calls.execute(entry, capability)
     finally:
         tuned.ask(None)

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn.launch import tiles
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
+from fusedattn.launch import tile_table
 
 from ..close import assert_like
 from ..inside import BACKENDS, OPTIONS, SK, SQ, by, draw, learned, same
@@ -48,13 +48,13 @@ def everything(inputs, options, backend):
 @pytest.fixture
 def found(monkeypatch):
     """Whether each call was like an earlier one."""
-    answers, find = [], cache.find
+    answers, find = [], replay.find
 
     def watched(*arguments):
         answers.append(find(*arguments))
         return answers[-1]
 
-    monkeypatch.setattr(cache, "find", watched)
+    monkeypatch.setattr(replay, "find", watched)
     return answers
 
 
@@ -165,7 +165,7 @@ def test_dropout_draws_as_it_does_the_first_time(device):
     for _ in range(2):
         torch.manual_seed(5)
         found.append([attend(inputs, options) for _ in range(2)])
-        cache.forget()
+        replay.forget()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
     assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
@@ -264,7 +264,7 @@ def test_what_was_kept_may_come_back_in_another_order(device):
         return torch.autograd.grad(out.square().sum(), inputs)
 
     for order in ((as_it_is, contiguous, as_it_is), (contiguous, as_it_is, contiguous), (by_columns, as_it_is)):
-        cache.forget()
+        replay.forget()
         for pack in order:
             packed = torch.randn(2, SQ, 3, 2, 16, device=device)
             inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
@@ -335,24 +335,24 @@ def test_a_negated_view_is_not_what_lies_in_memory(device):
 
 
 def test_a_kind_is_learned_when_it_is_met_again(device, monkeypatch):
-    monkeypatch.setattr(cache, "RECORD_AFTER", 2)
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
     inputs = draw(device)
     for known in (0, 1, 1):
         assert_like(attend(inputs, {}), fa.reference.eager, *inputs)
-        assert len(cache._known) == known and len(cache._met) == 1 - known
-    monkeypatch.setattr(cache, "MAX_KEPT", 4)
+        assert len(replay._known) == known and len(replay._met) == 1 - known
+    monkeypatch.setattr(replay, "MAX_KEPT", 4)
     for scale in range(1, 20):
         attend(inputs, dict(scale=scale / 10))
-        assert len(cache._met) <= 4
+        assert len(replay._met) <= 4
 
 
 def test_backwards_of_one_kind_do_not_pile_up(device):
     inputs = draw(device, requires_grad=True)
     out = attend(inputs, {})
-    for more in range(cache.RECENT + 3):
+    for more in range(replay.RECENT + 3):
         grad = torch.randn(*out.shape[:2], out.shape[2] + 16 * more, out.shape[3], device=device)[:, :, : out.shape[2]]
         torch.autograd.grad(out, inputs, grad, retain_graph=True)
-        assert all(len(each.backwards) <= cache.RECENT for each in cache._known.values())
+        assert all(len(each.backwards) <= replay.RECENT for each in replay._known.values())
 
 
 def test_a_checkpoint_is_computed_again_the_other_way(device):
@@ -366,15 +366,15 @@ def test_a_checkpoint_is_computed_again_the_other_way(device):
 
 
 def test_kinds_do_not_pile_up(device, monkeypatch):
-    monkeypatch.setattr(cache, "MAX_KEPT", 3)
+    monkeypatch.setattr(replay, "MAX_KEPT", 3)
     for length in range(1, 12):
         query = torch.randn(1, 1, length, 8, device=device)
         assert_like(attend((query, query, query + 1), {}), fa.reference.eager, query, query, query + 1)
-        assert len(cache._known) <= 3 and all(len(kinds) <= cache.RECENT for kinds in cache._recent.values())
+        assert len(replay._known) <= 3 and all(len(kinds) <= replay.RECENT for kinds in replay._recent.values())
 
 
 def test_many_kinds_at_once_are_all_found(device, found):
-    lengths = range(1, cache.RECENT + 4)
+    lengths = range(1, replay.RECENT + 4)
     draws = [[torch.randn(1, 1, length, 8, device=device) for _ in range(3)] for length in lengths]
     for _ in range(3):
         for inputs in draws:
@@ -384,6 +384,6 @@ def test_many_kinds_at_once_are_all_found(device, found):
 
 def test_what_kernels_were_given_is_forgotten_too():
     fa.attention(*draw("cpu"), backend="triton")
-    assert tiles.fitting
-    cache.forget()
-    assert not tiles.fitting
+    assert tile_table.fitting
+    replay.forget()
+    assert not tile_table.fitting

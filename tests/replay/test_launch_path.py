@@ -16,11 +16,11 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
-from fusedattn.call.form import Arguments
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.launch import hopper, launcher, tiles as tile_table
+from fusedattn.dispatch import replay
+from fusedattn.launch import hopper, launcher, tile_table
 from fusedattn.operators import attention
-from fusedattn.replay import cache
 
 from ..inside import OPTIONS, compiled, draw, learned, only_interpreted, passes_compiled
 from ..offline import absent
@@ -38,14 +38,14 @@ def test_this_file_without_the_interpreter():
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """What kernels compile to is no matter here, so it is what compiles soonest."""
-    tiles = tile_table.tiles
+    tiles = tile_table.tiles_for
 
     def small(*key, **more):
         least = 64 if key[0] in ("preprocess", "postprocess") else 16  # `hopper.unit` has as many rows
         for n, tile in enumerate(tiles(*key, **more)):
             yield tile._replace(rows=least, keys=tile.keys and (16 if n else 32), stages=1)
 
-    monkeypatch.setattr(tile_table, "tiles", lambda *key, **more: tuple(small(*key, **more)))
+    monkeypatch.setattr(tile_table, "tiles_for", lambda *key, **more: tuple(small(*key, **more)))
 
 
 class Launches:
@@ -105,7 +105,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
             options = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
             seen.given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
             if way == "long":
-                outcome = results(attention.run(checked(Arguments(*inputs, **options)), True, True))
+                outcome = results(attention.run_triton(checked(Arguments(*inputs, **options)), True, True))
             else:
                 outcome = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend="triton")
             forward = seen.take()
@@ -137,7 +137,7 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim
                 seen.given = inputs = [torch.randn(1, h, n, dim).bfloat16().requires_grad_() for h, n in heads]
                 if way == "long":
                     causal = {name: x for name, x in options.items() if name == "causal"}
-                    run = attention.run_on_hopper if backend == "hopper" else attention.run
+                    run = attention.run_hopper if backend == "hopper" else attention.run_triton
                     call = checked(Arguments(*inputs, **causal), named=True)
                     out = run(call, "return_lse" in options, False)[0]
                 else:
@@ -185,7 +185,7 @@ def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
         kept = [draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16) for _ in range(9)]
         for inputs in kept:
             fa.attention(*inputs, backend="hopper")
-        (repeated,) = cache._known.values()
+        (repeated,) = replay._known.values()
     (step,) = repeated.forward.steps
     encoded = [cell.cell_contents for _, place in step.others for cell in place.__closure__ or ()]
     encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, launcher.Encoded)]
@@ -201,7 +201,7 @@ def test_gradients_that_lie_elsewhere_or_do_not_come_launch_what_the_long_way_la
         for way in ("learned", "repeated", "long"):
             for place in (0, 1):
                 if way == "long":
-                    out = attention.run(call, True, False)[0]
+                    out = attention.run_triton(call, True, False)[0]
                 else:
                     out = fa.attention(*inputs, return_lse=True, backend="triton")[0]
                 incoming = torch.ones(out.numel() + 8, dtype=out.dtype)[place : out.numel() + place].view(out.shape)
@@ -290,7 +290,7 @@ def test_a_tile_that_does_not_fit_is_passed_over(mask, monkeypatch):
             fa.attention(query, query + 1, query + 2, mask=mask, backend="triton")
         ((_, _, dtype, width, load, _), fitting), *_ = (x for x in tile_table.fitting.items() if x[0][0] == "forward")
     assert len(tried) == 2 and len(seen.log) == (2 if mask is None else 6)
-    assert fitting == tile_table.tiles("forward", 90, dtype.itemsize, width, load)[1:]
+    assert fitting == tile_table.tiles_for("forward", 90, dtype.itemsize, width, load)[1:]
 
 
 @compiled
@@ -304,7 +304,7 @@ def test_the_host_takes_little_time():
             inputs = [torch.randn(1, 8, 128, 64).bfloat16().requires_grad_(grads) for _ in range(3)]
             for backend in ("triton", "hopper"):
                 steps[backend, grads] = functools.partial(fa.attention, *inputs, backend=backend)
-                for _ in range(cache.RECORD_AFTER):
+                for _ in range(replay.RECORD_AFTER):
                     steps[backend, grads]()
         found = []
         for _ in range(3):  # where other work runs, a measurement may say nothing; a slow path is slow in all of them

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.replay import cache
+from fusedattn.dispatch import replay
 
 from ..close import assert_like
 from ..inside import draw
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x[:, :, :4].contiguous()], ids=["dtype", "shape"])
 def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monkeypatch):
     """Kernels would read outside of what is shorter, and take numbers of another dtype for what they are not."""
-    monkeypatch.setattr(cache, "RECORD_AFTER", record_after)
+    monkeypatch.setattr(replay, "RECORD_AFTER", record_after)
     inputs = draw("cpu", requires_grad=True)
 
     def unpack(x):

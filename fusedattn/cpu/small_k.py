@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import Call
-from ..private import softmax_backward
-from .centre import INFINITE, in_groups
-from .parts import Rectangle, additive, is_nothing
+from ..call.options import Call
+from ..call.private import softmax_backward
+from .tiling import Rectangle, additive, is_nothing
+from .value_mean import INFINITE, in_groups
 
 FEW = 64  # keys of float32 whose gradients are computed by the formula
 ROWS = 128  # that are summed at a time

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.types import Device
 
-from .call.form import check_names
-from .call.numbers import as_python, is_number
-from .call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name, unfit
-from .modules import MultiHeadAttention, check_beside, check_dtype, check_fits, check_input, check_shares, check_sizes
+from ..call.numbers import as_python, is_number
+from ..call.options import check_names
+from ..call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name, unfit
+from .attention import MultiHeadAttention, check_beside, check_dtype, check_fits, check_input, check_shares, check_sizes
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:

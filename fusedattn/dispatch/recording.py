@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from ..kernels.vocabulary.tiles import View
+from ..call.private import EMPTY, current_device, storage
+from ..kernels.vocabulary.memory import View
 from ..launch import hopper, launcher, run as launch
-from ..private import EMPTY, current_device, storage
 
 
 class New(NamedTuple):

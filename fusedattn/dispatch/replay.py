@@ -14,34 +14,34 @@ from torch import Tensor, float32, strided
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .. import backends
-from ..call.form import (
+from ..call.options import (
     INPUTS,
     TENSORS,
     Arguments,
     Call,
     Plan,
-    asked,
     in_full,
     in_memory,
     inputs as inputs_of,
+    must_dispatch,
     results,
     seed_tensor,
     tensors as tensors_of,
-    watched,
+    thread_overrides,
     with_tensors,
 )
+from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
 from ..call.rules import check_flags, checked
-from ..launch import tiles
-from ..launch.failures import Unusable
+from ..launch import tile_table
+from ..launch.failures import KernelUnavailable
 from ..operators import attention, backward, dtensors, schema
-from ..private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
+from . import backends
 
 MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
 RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
 RECENT = 8  # signatures that differ in their facts alone: compared in C++ before the others are looked up
 
-RECORDED = attention.run, attention.run_on_hopper
+RECORDED = attention.run_triton, attention.run_hopper
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
@@ -77,7 +77,7 @@ _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuard
 
 def forget() -> None:
     """Forget all recordings and fitting tiles."""
-    tiles.fitting.clear()
+    tile_table.fitting.clear()
     _known.clear()
     _met.clear()
     _recent.clear()
@@ -85,7 +85,7 @@ def forget() -> None:
 
 def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
     """Compute `attention`: replay an earlier call like this one, or check and run it."""
-    named = asked.backend if backend is None else backend
+    named = thread_overrides.backend if backend is None else backend
     known = None
     if not is_compiling():
         tensors = _of_plan(arguments) if type(arguments.mask) is Plan else _take_tensors(arguments) + _NOT_WRITTEN
@@ -94,7 +94,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
             return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call, rank = checked(arguments, named is not None), arguments.query.dim()
-    if (own := dtensors.own(call, arguments.seed)) is not None:
+    if (own := dtensors.local_call(call, arguments.seed)) is not None:
         run = backends.choose(own.call, return_weights, named).run
         out, lse, weights = run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
@@ -150,7 +150,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
         return None
     if not _usual(numbers) or type(query) not in _CLASSES:
         return None
-    return present, (numbers, tuple(map(type, numbers)), _precision(query), asked.deterministic, there)
+    return present, (numbers, tuple(map(type, numbers)), _precision(query), thread_overrides.deterministic, there)
 
 
 def _is_seen() -> bool:
@@ -194,7 +194,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     for guards, replay in _recent.get(most, ()) if can_guard(present) else ():
         if guards.check(*present):
             return replay if _aligned(present) else None
-    signature = None if watched() else _signature(present, most)
+    signature = None if must_dispatch() else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
     if replay is not None:
         _remember(present, most, replay)
@@ -208,7 +208,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     """
     if chosen.run not in RECORDED:
         return None
-    split = _split(tensors, numbers) if can_replay and not watched() else None
+    split = _split(tensors, numbers) if can_replay and not must_dispatch() else None
     if split is None or call.query is not tensors[0]:
         return None
     present, most = split
@@ -222,8 +222,8 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
         return None
     _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
     try:
-        replay = Replay(tensors, call, numbers, chosen.run is attention.run_on_hopper)
-    except Unusable:
+        replay = Replay(tensors, call, numbers, chosen.run is attention.run_hopper)
+    except KernelUnavailable:
         return None  # the long way says so, and takes another
     _known[signature] = replay
     _remember(present, most, replay)
@@ -259,7 +259,7 @@ class Replay:
             if self.save and bare.block_mask is None and any(x is not None for x in masks):
                 bare = bare._replace(block_mask=blocks.block_mask(*masks, None, blocks.block_mask_size()))
             out, lse, weights, stats = made
-            forward.forward(out, lse, weights, stats, bare, on_hopper)
+            forward.launch_forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
         self.block_mask = recorder.number(bare.block_mask)
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
@@ -299,7 +299,7 @@ class Replay:
         """
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
-        if torch.is_grad_enabled() or watched() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
+        if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
         stats = stats.contiguous()
@@ -318,7 +318,7 @@ class Replay:
                 self.backwards.clear()
             try:
                 recorded = self.backwards[wanted] = self._backward(given, need)
-            except Unusable:
+            except KernelUnavailable:
                 forget()  # the next forward is better computed as its backward has to be
                 return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
@@ -327,7 +327,7 @@ class Replay:
 
     def _backward(self, given, need):
         """Return (Recording of a backward, where its gradients are)."""
-        from ..launch.backward import fill
+        from ..launch.backward import launch_backward
         from .recording import Recorder
 
         bare = _without_data(given)
@@ -336,7 +336,7 @@ class Replay:
         with Recorder(self.device, bare) as recorder:
             grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
-            fill(made, *incoming, out, weights, stats, call, self.backend)
+            launch_backward(made, *incoming, out, weights, stats, call, self.backend)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recording(), places
 

@@ -4,17 +4,17 @@ from typing import Any
 
 from triton import cdiv
 
-from ..call.cached import Decode, apart, room
-from ..call.form import Call
+from ..call.decode import Decode, apart, capacity_of
+from ..call.options import Call
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
 from ..kernels.vocabulary.rules import Rules, Spec
-from . import arguments, run, tiles
+from . import arguments, run, tile_table
 
 
 def _common(decode: Decode):
-    capacity, cos, sin = room(decode), decode.cos, decode.sin
+    capacity, cos, sin = capacity_of(decode), decode.cos, decode.sin
     table = decode.table if capacity else None  # without room nothing is read
     return dict(
         cache=Cache(*map(arguments.of, (decode.key_cache, decode.value_cache, decode.lengths, table))),
@@ -37,7 +37,7 @@ def _common(decode: Decode):
     )
 
 
-def append(decode: Decode):
+def launch_append(decode: Decode):
     """Write the new keys and values into the caches."""
     key, value = apart(decode)
     batch, heads, added, _ = key.shape
@@ -59,11 +59,11 @@ def _rows_of_a_tile(decode: Decode) -> int:
 
 def failed(decode: Decode):
     """Return why a kernel of this call is known to fail, or None."""
-    reading = tiles.decoder(_rows_of_a_tile(decode)), "combine"
+    reading = tile_table.decoder(_rows_of_a_tile(decode)), "combine"
     return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
 
 
-def attend(out, lse, decode: Decode):
+def launch_decode(out, lse, decode: Decode):
     """Fill out, and lse unless it is empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, heads, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
@@ -72,7 +72,7 @@ def attend(out, lse, decode: Decode):
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
-    keys, kernel = visible_keys(call, launched["capacity"]), tiles.decoder(rows)
+    keys, kernel = visible_keys(call, launched["capacity"]), tile_table.decoder(rows)
     multiprocessors = None if run.interpreting() else run.multiprocessors(run.device_of(call.query))
     partials: dict[str, Any] = {}
 
@@ -81,7 +81,7 @@ def attend(out, lse, decode: Decode):
         return cdiv(rows, tile.rows) * batch * kv_heads
 
     def targets(tile):
-        n = tiles.splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
+        n = tile_table.splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
         partials.clear()  # what a larger tile, which did not fit, has left
         partials["splits"] = n
         if n == 1:
@@ -92,5 +92,7 @@ def attend(out, lse, decode: Decode):
 
     run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if "partials" in partials:
-        sizes = dict(rows=length, heads=heads, DV=out.shape[3], MOST=tiles.MOST_SPLITS, scale=rules.score.softmax_scale)
+        sizes = dict(
+            rows=length, heads=heads, DV=out.shape[3], MOST=tile_table.MOST_SPLITS, scale=rules.score.softmax_scale
+        )
         run.run_tiled("combine", call, lambda tile: batch * heads * length, results | partials | sizes)

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
 from .numbers import as_python
+from .private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
 
 UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; larger ones would overflow
 
@@ -57,7 +57,7 @@ class Lengths(NamedTuple):
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
-    rows: int
+    add_batch_dim: int
     keys: int
     max_seqlen_q: int | None
     max_seqlen_k: int | None
@@ -172,7 +172,7 @@ def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 def in_full(name: str, x: Any) -> Any:
     """Return a tensor option as a Call has it, with the dimensions that the caller may leave out."""
     letters = DIMS[name]
-    return rank4(x) if letters == "BHQK" else rows(x) if len(letters) == 2 else x
+    return add_head_dim(x) if letters == "BHQK" else add_batch_dim(x) if len(letters) == 2 else x
 
 
 def with_dims(letters: str) -> list[str]:
@@ -227,7 +227,7 @@ class AssumedGPU(NamedTuple):
 Device = torch.device | AssumedGPU
 
 
-class _Asked(threading.local):
+class _ThreadOverrides(threading.local):
     """Settings of this thread: deterministic gradients, a named backend, and the GPU that `explain` assumes."""
 
     gpu: AssumedGPU | None
@@ -236,28 +236,28 @@ class _Asked(threading.local):
         self.deterministic, self.backend, self.gpu = False, None, None
 
 
-asked = _Asked()
+thread_overrides = _ThreadOverrides()
 
 
 @contextmanager
-def asking(**wanted: Any) -> Iterator[None]:
+def override(**wanted: Any) -> Iterator[None]:
     """Set attributes of `asked` for calls made by this thread inside the `with`."""
-    before = {name: getattr(asked, name) for name in wanted}
+    before = {name: getattr(thread_overrides, name) for name in wanted}
     for name, value in wanted.items():
-        setattr(asked, name, value)
+        setattr(thread_overrides, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(asked, name, value)
+            setattr(thread_overrides, name, value)
 
 
 def device_of(tensor: Tensor) -> Device:
     """Return the device of a tensor, or the GPU that `explain` assumes."""
-    return tensor.device if asked.gpu is None else asked.gpu
+    return tensor.device if thread_overrides.gpu is None else thread_overrides.gpu
 
 
-def watched() -> bool:
+def must_dispatch() -> bool:
     """Whether something must see what is computed as operators of torch: a compiler, a transform, a mode."""
     return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
 
@@ -285,7 +285,7 @@ def in_memory(tensors: Iterable[Any]) -> bool:
 
 def plain(arguments: Iterable[Any]) -> bool:
     """Whether an operator of arguments may be computed without telling torch of it."""
-    return not watched() and in_memory(arguments)
+    return not must_dispatch() and in_memory(arguments)
 
 
 def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
@@ -334,14 +334,14 @@ def autocast(arguments: Arguments) -> Arguments:
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 
-def rank4(pairs: Any) -> Any:
+def add_head_dim(pairs: Any) -> Any:
     """A mask or bias with the dimensions that it, or the query, did not have: heads after the batch."""
     if pairs is None or pairs.dim() == 4:
         return pairs
     return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
 
 
-def rows(tensor: Any) -> Any:
+def add_batch_dim(tensor: Any) -> Any:
     """(n,) as (1, n): shared by the batch."""
     return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
 
@@ -381,7 +381,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         scale=_default_scale(query.shape[-1]) if a.scale is None else float(a.scale),
         softcap=None if a.softcap is None else float(a.softcap),
         dropout_p=float(a.dropout_p),
-        deterministic=asked.deterministic,
+        deterministic=thread_overrides.deterministic,
     )
     return Call(**{**fields, **more})
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.form import DIMS, Call
+from ..call.options import DIMS, Call
 
 # What lies by row or key: of packed sequences, in which axis of a call. The rest has a batch, or is (1, ..).
 _AXES = {
@@ -67,7 +67,7 @@ class _Folded:
         return x.reshape(self.size, self.batch if x.dim() > 1 else 0, *x.shape[1:])
 
 
-def mapped(
+def vmap_rule(
     apply: Callable[..., Sequence[Tensor]],
     names: Sequence[str],
     results: Sequence[str],

@@ -10,15 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call.cached import Decode
-from .call.form import Arguments, AssumedGPU, Call, Device, asked, asking, check_names, device_of, hiding
-from .call.rules import check_flags, checked, fail
-from .cpu import run as cpu
-from .launch import tiles as tile_table, tuned
-from .launch.failures import cause, warn_once
-from .naive import formula
-from .operators import attention, cached
-from .private import constant, eager, holds
+from ..call.decode import Decode
+from ..call.options import (
+    Arguments,
+    AssumedGPU,
+    Call,
+    Device,
+    check_names,
+    device_of,
+    hiding,
+    override,
+    thread_overrides,
+)
+from ..call.private import constant, eager, holds
+from ..call.rules import check_flags, checked, fail
+from ..cpu import run as cpu
+from ..launch import tile_table, tuned
+from ..launch.failures import cause, warn_once
+from ..naive import formula
+from ..operators import attention, decode as cached
 
 OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
 MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
@@ -51,7 +61,7 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
     try:
-        from .launch import run as launch
+        from ..launch import run as launch
     except Exception as error:  # a Triton of the future may lack what kernels are written with
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
     if isinstance(device, AssumedGPU):
@@ -117,7 +127,7 @@ def _grid_reasons(call: Call) -> list[str]:
 @constant
 def hopper_reasons(device: Device) -> tuple[str, ...]:
     """Return why a device cannot run the Hopper kernels, although it runs the universal ones."""
-    from .launch import run as launch
+    from ..launch import run as launch
 
     if (number := launch.capability(device)) is None:
         return ("Gluon, the language of its kernel, has no interpreter",)
@@ -128,7 +138,7 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
     """Return why the Hopper kernel cannot take a call; empty if it can."""
     if reasons := _grid_reasons(call):
         return [reason.removesuffix(INTERPRETED) for reason in reasons]  # nothing interprets it
-    from .launch import hopper
+    from ..launch import hopper
 
     reasons = [*hopper_reasons(device_of(call.query)), *hopper.reasons(call)]
     return reasons or attention.failed(call, need_weights, on_hopper=True)
@@ -152,12 +162,12 @@ def _hopper_waits(call: Call) -> str | None:
 
 
 BACKENDS = {
-    "hopper": Backend("hopper", _hopper_reasons, attention.run_on_hopper, _hopper_waits),
+    "hopper": Backend("hopper", _hopper_reasons, attention.run_hopper, _hopper_waits),
     "triton": Backend(
-        "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run
+        "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run_triton
     ),
-    "cpu": Backend("cpu", lambda call, need_weights: cpu.limits(call), attention.run_on_cpu),
-    "naive": Backend("naive", lambda call, need_weights: [], attention.run_naively),
+    "cpu": Backend("cpu", lambda call, need_weights: cpu.limits(call), attention.run_cpu),
+    "naive": Backend("naive", lambda call, need_weights: [], attention.run_naive),
 }
 
 
@@ -172,9 +182,9 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
 
 # The same of calls of `attention_decode`: reasons and run take a Decode.
 DECODERS = {
-    "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run),
-    "triton": Backend("triton", _decode_reasons, cached.run),
-    "cpu": Backend("cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_on_cpu),
+    "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run_triton),
+    "triton": Backend("triton", _decode_reasons, cached.run_triton),
+    "cpu": Backend("cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_cpu),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
 }
 
@@ -202,12 +212,12 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
     GPU autograd does so in a thread of its own, for which this names nothing: name the backend in the call.
     """
     check_name(name)
-    return asking(backend=name)
+    return override(backend=name)
 
 
 def named(name: str | None) -> str | None:
     """Return the backend named by the call or by `use_backend`, unchecked; None if none is."""
-    return name if name is not None else asked.backend
+    return name if name is not None else thread_overrides.backend
 
 
 def _on_gpu(call: Call | Decode) -> bool:
@@ -297,7 +307,7 @@ def explain(
     check_name(backend)
     chosen = named(backend)
     call = checked(Arguments(query, key, value, **options), named=chosen is not None)
-    with asking(gpu=_assumed(capability)):
+    with override(gpu=_assumed(capability)):
         return _explained(call, chosen, return_weights)
 
 

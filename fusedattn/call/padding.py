@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..private import is_exporting, unmapped
+from .private import is_exporting, unmapped
 from .rules import fail
 
 
 @dataclass
-class Packing:
+class Padding:
     """Where sequences lie in a packed tensor of `total` rows: starts and lengths (n,), and the most rows of any."""
 
     starts: Tensor
@@ -58,9 +58,9 @@ def longest(offsets: Tensor, name: str) -> int:
     return max(0, int(offsets.diff().max())) if offsets.shape[0] > 1 else 0
 
 
-def packing(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Packing:
+def padding(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Padding:
     """The Packing of offsets (n + 1,); of those that nobody could check, as much as lies inside."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
     most = longest(offsets, name) if most is None else most
-    return Packing(offsets[:-1], lengths.clamp(max=most), total, most)
+    return Padding(offsets[:-1], lengths.clamp(max=most), total, most)

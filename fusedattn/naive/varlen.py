@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call.form import Call, is_known
-from ..call.packing import Packing, packing
+from ..call.options import Call, is_known
+from ..call.padding import Padding, padding
 
 WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
 SLACK = 2**14  # pairs of one head that are not worth a call
 
 
-def padded(call: Call) -> tuple[Call, Packing]:
+def padded(call: Call) -> tuple[Call, Padding]:
     """Return a packed call padded to a batch of sequences, with its offsets kept, and where its rows lie."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    rows = packing(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
-    keys = packing(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
+    rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
+    keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
 
     def pad(where, tensor):
         return where.pad(tensor.squeeze(0).transpose(0, 1)).transpose(1, 2)
@@ -37,7 +37,7 @@ def padded(call: Call) -> tuple[Call, Packing]:
     return made, rows
 
 
-def packed(rows: Packing, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
+def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
     """Return the results of a padded call in packed form."""
 
     def unpad(tensor, nothing=0.0):

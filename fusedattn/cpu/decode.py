@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..call.cached import Decode, apart, room
-from ..call.form import Call
+from ..call.decode import Decode, apart, capacity_of
 from ..call.layout import arrange, dense
-from ..naive import cached as naive
+from ..call.options import Call
+from ..naive import decode as naive
 from ..naive.formula import without_autocast
 from . import flash, kernel
 
@@ -16,7 +16,7 @@ def append(decode: Decode) -> None:
     if decode.new_key is None:
         return
     lengths = decode.lengths.tolist()
-    fits = lengths and min(lengths) >= 0 and max(lengths) + decode.added <= room(decode)
+    fits = lengths and min(lengths) >= 0 and max(lengths) + decode.added <= capacity_of(decode)
     if decode.table is not None or decode.cos is not None or not fits:
         naive.append(decode)
         return
@@ -42,7 +42,7 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
 
 @without_autocast
 def _attend(call: Call, decode: Decode) -> tuple[Tensor, Tensor]:
-    most = room(decode)
+    most = capacity_of(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
     call, runs = naive.turned(decode), list(naive.alike(after))
     results = [_of_call(naive.of_length(call, decode, *run)) for run in runs]

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.types import Device
 
-from .api import attention
-from .backends import check_name
-from .call.form import Arguments, Plan, autocasting
-from .call.layout import broadcasts, irregular, is_shape
-from .call.numbers import as_python, is_int, is_number
-from .call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
-from .distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
+from ..api import attention
+from ..call.layout import broadcasts, irregular, is_shape
+from ..call.numbers import as_python, is_int, is_number
+from ..call.options import Arguments, Plan, autocasting
+from ..call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
+from ..dispatch.backends import check_name
+from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
 def check_sizes(**sizes: Any) -> None:

@@ -4,15 +4,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..private import holds
-from .form import Arguments, Call, Plan, autocast, is_known, normalise
 from .layout import is_size
 from .numbers import as_python, is_int
-from .packing import longest
+from .options import Arguments, Call, Plan, autocast, is_known, normalise
+from .padding import longest
+from .private import holds
 from .rules import Sizes, check_bool, check_dtype, check_options, check_query_key_value, check_shape, fail, type_name
 
 
-class Packed(NamedTuple):
+class VarlenArguments(NamedTuple):
     """What the caller passed of packed sequences, unchecked; all else is as in `Arguments`."""
 
     query: Any
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
 _SIDES = (("cu_seqlens_q", "max_seqlen_q", "query"), ("cu_seqlens_k", "max_seqlen_k", "key"))
 
 
-def check_lengths(packed: Packed) -> None:
+def check_lengths(packed: VarlenArguments) -> None:
     """Raise for offsets and maximum lengths of wrong types and sizes, whatever the offsets hold."""
     for name, longest_name, tensor in _SIDES:
         offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
@@ -55,7 +55,7 @@ def _check_longest(name: str, most: Any) -> None:
         fail(ValueError, name, "a length below 2**31, because offsets are int32", most)
 
 
-def check_values(packed: Packed) -> None:
+def check_values(packed: VarlenArguments) -> None:
     """Raise for what offsets on a CPU hold. Everything else has been checked."""
     for name, longest_name, tensor in _SIDES:
         offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
@@ -73,7 +73,7 @@ def check_values(packed: Packed) -> None:
             fail(ValueError, name, f"the number of rows of {tensor}, {rows}, as its last offset", known[-1])
 
 
-def checked_packed(packed: Packed, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
+def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
     """Return the Call of packed sequences as the caller wrote them, autocast and plans included.
 
     Args:

@@ -113,11 +113,11 @@ HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 # The backwards for Hopper, by width as HOPPER: those that add to dq, one of them in turns. With wide heads that would
 # spill; there one stores gradients of scores.
 BACKWARDS: dict[str, dict[int, tuple]] = {
-    **dict.fromkeys(("hopper_bwd", "hopper_ordered"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
-    "hopper_stored": {256: (Backward(64, 3),)},
+    **dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
+    "hopper_bwd_ds": {256: (Backward(64, 3),)},
 }
-REPEATABLE = "hopper_ordered", "hopper_stored"  # of BACKWARDS: with the same bits each time
-PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that go on from what "hopper_stored" has stored
+REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # of BACKWARDS: with the same bits each time
+PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that go on from what "hopper_bwd_ds" has stored
 SCORES_BYTES = 2**29  # of gradients of scores that are stored at a time; of two heads it may be twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 
@@ -134,7 +134,7 @@ MOST_SPLITS = 128  # programs that share the keys of a sequence
 
 # Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
 INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
-INTERPRETED |= dict.fromkeys(("weights", "tangent_p", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
+INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
 INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
 INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1),), append=(Tile(4, None, 4, 1),))
 
@@ -224,12 +224,12 @@ TABLE = {
     ("tangent", 80, 4, 64): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
     ("tangent", 80, 4, 128): (Tile(16, 16, 8, 1),),
     ("tangent", 80, 4, 256): (Tile(16, 16, 8, 1, spills=1140),),
-    ("tangent_p", 80, 2, 64): (Tile(64, 64, 4, 1),),
-    ("tangent_p", 80, 2, 128): (Tile(64, 64, 8, 1, spills=136), Tile(32, 32, 4, 1)),
-    ("tangent_p", 80, 2, 256): (Tile(32, 32, 8, 1, spills=84),),
-    ("tangent_p", 80, 4, 64): (Tile(32, 32, 8, 1),),
-    ("tangent_p", 80, 4, 128): (Tile(16, 32, 8, 1, spills=84),),
-    ("tangent_p", 80, 4, 256): (Tile(16, 16, 8, 1, spills=132),),
+    ("tangent_weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
+    ("tangent_weights", 80, 2, 128): (Tile(64, 64, 8, 1, spills=136), Tile(32, 32, 4, 1)),
+    ("tangent_weights", 80, 2, 256): (Tile(32, 32, 8, 1, spills=84),),
+    ("tangent_weights", 80, 4, 64): (Tile(32, 32, 8, 1),),
+    ("tangent_weights", 80, 4, 128): (Tile(16, 32, 8, 1, spills=84),),
+    ("tangent_weights", 80, 4, 256): (Tile(16, 16, 8, 1, spills=132),),
     # Memory bound: as many keys in flight as fit, in tiles of as few rows as there are.
     ("decode_16", 80, 2, 64): (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3)),
     ("decode_16", 80, 2, 128): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
@@ -365,12 +365,12 @@ def narrow(left, right):
     return left is not None and right is not None and left + 1 + right < 10 * 127
 
 
-def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
+def tiles_for(kernel, capability, itemsize, width, load="plain", narrow=False):
     """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
 
     Args:
         kernel: "forward", "weights", "preprocess", "dq", "dkdv", "one_pass", "postprocess", "dbias", "tangent",
-            "tangent_p", "append", "combine" or one of DECODE.
+            "tangent_weights", "append", "combine" or one of DECODE.
         capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
         itemsize: bytes of an element of query.
         width: the wider of D and Dv.
@@ -381,7 +381,7 @@ def tiles(kernel, capability, itemsize, width, load="plain", narrow=False):
     if capability is None:
         return INTERPRETED[kernel]
     if narrow:
-        return small_enough(tiles(kernel, capability, itemsize, width, load))
+        return small_enough(tiles_for(kernel, capability, itemsize, width, load))
     width = row_width(width)
     for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:
@@ -399,7 +399,7 @@ def candidates(kernel, capability, itemsize, width, load="plain"):
         return ON_HOPPER[kernel].get(width, ()) if (capability, itemsize, load) == (90, 2, "plain") else ()
     if kernel == "one_pass" and width > ONE_PASS:
         return ()
-    known = tiles(kernel, capability, itemsize, width, load)
+    known = tiles_for(kernel, capability, itemsize, width, load)
     if capability is not None and load == "plain":
         known += CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ())
     return tuple(map(same, known))

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..call.form import Call
-from .centre import INFINITE
+from ..call.options import Call
+from .value_mean import INFINITE
 
 # From where on the rounding of an lse to float32 shows in what it says that sets of keys weigh; 16 of other dtypes.
 LARGE = {torch.bfloat16: 2.0**13}

@@ -9,7 +9,7 @@ With eight more bits of the output there is next to none here.
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import memory
 
 
 @triton.constexpr_function
@@ -27,20 +27,20 @@ def _shift(dtype):
 @triton.jit
 def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
     """The matrix of a plane: a row is row_max, log2_sum, and the tail of DV columns of an output of a dtype."""
-    return tiles.table(Kept, plane, n, columns(dtype, DV))
+    return memory.table(Kept, plane, n, columns(dtype, DV))
 
 
 @triton.jit
 def _bytes(m):
     """The bytes of rows of a `table`, a matrix like the output."""
-    return tiles.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
+    return memory.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
 
 
 @triton.jit
 def store(m, rows, n, row_max, log2_sum):
     """Write the softmax of rows."""
-    tiles.store_column(m, rows, n, 0, row_max)
-    tiles.store_column(m, rows, n, 1, log2_sum)
+    memory.store_column(m, rows, n, 0, row_max)
+    memory.store_column(m, rows, n, 1, log2_sum)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
         # What overflows, or is subnormal, is further off than a byte can tell.
         tail = tl.where(tl.abs(steps) <= 128, tl.minimum(steps, 127), 0).to(tl.int8)
         r = rows[:, None]
-        tl.store(tiles.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))
+        tl.store(memory.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))
 
 
 @triton.jit
@@ -65,5 +65,5 @@ def lost(m, rows, n, out, DV: tl.constexpr):
     """What rounding took from a tile of the output, as it was read; zero past the end."""
     left: tl.constexpr = _shift(out.dtype)
     rounded = out.to(tl.float32)
-    steps = tiles.load(_bytes(m), rows, rows < n, DV).to(tl.int32)
+    steps = memory.load(_bytes(m), rows, rows < n, DV).to(tl.int32)
     return (rounded.to(tl.int32, bitcast=True) + (steps << left)).to(tl.float32, bitcast=True) - rounded

@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..call.cached import Decode, room
-from ..call.form import Call, plain
+from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange
+from ..call.options import Call, plain
+from ..call.private import holds, unmapped
 from ..call.rules import fail
-from ..private import holds, unmapped
-from .packed import of_batches, of_pairs
+from .varlen import of_batches, of_pairs
 
 _Length = TypeVar("_Length")
 WORTH = 2**13  # elements of a key cache that are not read, for which one call more pays: on a CPU it takes 0.1 ms
@@ -98,8 +98,8 @@ def _levelled(call: Call, shift: Tensor) -> Call:
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
     """Return the lengths (B,) before and after the append."""
-    before = decode.lengths.long().clamp(0, room(decode))
-    return before, (before + decode.added).clamp(max=room(decode))
+    before = decode.lengths.long().clamp(0, capacity_of(decode))
+    return before, (before + decode.added).clamp(max=capacity_of(decode))
 
 
 def _check_mapped(decode: Decode) -> None:
@@ -128,7 +128,7 @@ def append(decode: Decode) -> None:
         new_key = rotated(new_key, position, decode.cos, decode.sin, decode.interleaved)
     caches, rows = (decode.key_cache, decode.value_cache), (new_key, decode.new_value)
     # Both are read before either is written to, for what is new may lie in a cache.
-    writes = [_to_write(*each, position, decode.table, room(decode)) for each in zip(caches, rows, strict=True)]
+    writes = [_to_write(*each, position, decode.table, capacity_of(decode)) for each in zip(caches, rows, strict=True)]
     for cache, write in zip(caches, writes, strict=True):
         _write(cache, write)
 

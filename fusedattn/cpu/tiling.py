@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.form import Call, diagonal, with_dims
+from ..call.options import Call, diagonal, with_dims
+from ..call.private import multiplies_bfloat16
 from ..naive import pairs
 from ..naive.blocks import Block
-from ..naive.cached import alike
-from ..naive.packed import of_batches, of_pairs, runs
-from ..private import multiplies_bfloat16
+from ..naive.decode import alike
+from ..naive.varlen import of_batches, of_pairs, runs
 
 CACHE = 2**22  # bytes of an additive mask that are made at a time
 ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel; it takes 32, 64 or 256 at a time

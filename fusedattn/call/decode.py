@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..private import holds
-from .form import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
 from .layout import is_shape, is_size, share, span
+from .options import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
+from .private import holds
 from .rules import (
     Sizes,
     check_dtype,
@@ -75,7 +75,7 @@ def apart(decode: Decode) -> list[Tensor]:
 
 
 # Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
-def room(decode: Decode) -> int:
+def capacity_of(decode: Decode) -> int:
     """The most keys that a sequence may have; unchecked lengths on a device are clamped to it."""
     return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 

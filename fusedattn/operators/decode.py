@@ -8,14 +8,14 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ..call.cached import CacheArguments, Decode, capacity, check_gradients, stand_in
-from ..call.form import Call, plain
+from ..call.decode import CacheArguments, Decode, capacity, check_gradients, stand_in
 from ..call.layout import dense, is_contiguous
-from ..cpu import cached as cpu
+from ..call.options import Call, plain
+from ..call.private import argument_names, below_autograd, unmapped
+from ..cpu import decode as cpu
 from ..launch import failures
-from ..launch.failures import Unusable
-from ..naive import cached, formula
-from ..private import argument_names, below_autograd, unmapped
+from ..launch.failures import KernelUnavailable
+from ..naive import decode as cached, formula
 from . import fallback, flops, rules
 from .namespace import OPERATORS, register, register_derivative
 from .schema import declared
@@ -25,11 +25,11 @@ def _append(decode: Decode, backend: str) -> None:
     if backend == "cpu":
         cpu.append(decode)
         return
-    from ..launch import cached as launch
+    from ..launch import decode as launch
 
     try:
-        launch.append(decode)
-    except Unusable as why:
+        launch.launch_append(decode)
+    except KernelUnavailable as why:
         fallback.append(decode, why)
 
 
@@ -63,11 +63,11 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
     out, lse = _new(decode.call.query, decode.value_cache, need_lse)
     if out.numel():
-        from ..launch import cached as launch
+        from ..launch import decode as launch
 
         try:
-            launch.attend(out, lse, decode)
-        except Unusable as why:
+            launch.launch_decode(out, lse, decode)
+        except KernelUnavailable as why:
             fallback.decode((out, lse), decode, why)
     return out, lse
 
@@ -163,15 +163,15 @@ def _run(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
 def _results(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     """Return (output, lse or None, weights or None). Weights are computed naively."""
     out, lse = _run(decode, need_lse, backend)
-    weights = formula.run(cached.dense(decode), False, True)[2] if need_weights else None
+    weights = formula.run_naive(cached.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
-def run(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def run_triton(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return _results(decode, need_lse, need_weights, "triton")
 
 
-def run_on_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def run_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return _results(decode, need_lse, need_weights, "cpu")
 
 
@@ -186,8 +186,8 @@ def unmappable(decode: Decode) -> list[str]:
 
 def failed(decode: Decode) -> list[str]:
     """Return which kernel of a call is known to fail on this machine."""
-    if not failures.known_kinds or torch.compiler.is_compiling():
+    if not failures.failed_kernels or torch.compiler.is_compiling():
         return []
-    from ..launch import cached as launch
+    from ..launch import decode as launch
 
     return [str(why)] if (why := launch.failed(decode)) is not None else []

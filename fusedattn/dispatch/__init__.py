@@ -1,0 +1,1 @@
+"""Chooses the backend of a call, or replays an earlier one."""

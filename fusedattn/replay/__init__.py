@@ -1,1 +1,0 @@
-"""Repeats the kernel launches of an earlier, similar call, without checks and preparation."""
