@@ -57,7 +57,7 @@ class Lengths(NamedTuple):
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
-    add_batch_dim: int
+    rows: int
     keys: int
     max_seqlen_q: int | None
     max_seqlen_k: int | None

@@ -31,6 +31,9 @@ from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothin
 from .value_mean import INFINITE, centre, in_groups, to_heads, with_centre
 
 
+SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
+
+
 class Result(NamedTuple):
     """Output, lse less the offset, and the output in the form that the backward takes."""
 
@@ -156,6 +159,17 @@ def _attend(
         assert added is not None
         lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
     return out, lse
+
+
+def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
+    """Cut a rectangle along its rows, so that the scores of a block take at most SCORES bytes."""
+    batch, heads, _, _ = call.query.shape
+    step = max(1, SCORES // (batch * heads * (where.end - where.begin) * call.query.element_size()))
+    if where.causal:  # its rows depend on where it begins
+        return [where]
+    return [
+        where._replace(first=first, last=min(first + step, where.last)) for first in range(where.first, where.last, step)
+    ]
 
 
 def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
@@ -344,6 +358,8 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
         tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # of such a head the output was kept, not less a centre
     some = list(rectangles(part))
     alone = _are_alone(call, some)
+    if of_bias is not None:
+        some = [piece for where in some for piece in _in_blocks(where, call)]
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
     totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
 
@@ -352,7 +368,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
         for where in some:
             inputs = _of(where, tensors)
             of_out, out, total = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
-            if _is_exact(where, inputs[0]):
+            if of_bias is not None or _is_exact(where, inputs[0]):
                 out, total = out if by_output else None, None if alone else total
                 bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
                 grads = _differentiate_exactly(call, where, less, inputs, of_out, out, total, bias)
@@ -401,7 +417,7 @@ def backward(
 
     Args:
         grad_out, grad_lse: either may be None. out, kept, lse: as `forward` gave them.
-        need_bias: only of a call that `few.has_bias_gradient`.
+        need_bias: only of a call that `small_k.has_bias_gradient`.
     """
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], _wide(call)

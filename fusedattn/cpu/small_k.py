@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.options import Call
 from ..call.private import softmax_backward
-from .tiling import Rectangle, additive, is_nothing
+from .tiling import Rectangle, additive, is_nothing, is_widened
 from .value_mean import INFINITE, in_groups
 
 FEW = 64  # keys of float32 whose gradients are computed by the formula
@@ -20,7 +20,9 @@ def is_few(call: Call) -> bool:
 
 
 def has_bias_gradient(call: Call) -> bool:
-    return is_few(call) and call.cu_seqlens_q is call.key_mask is call.query_mask is None
+    """Return whether the formula computes the gradient of a call's bias: it is one part, and not computed in bfloat16."""
+    wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
+    return wide and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
 def product(weights: Tensor, keys: Tensor) -> Tensor:
