@@ -8,7 +8,7 @@ from torch import Tensor
 from ..call.options import is_known
 from ..call.overrides import overridable
 from ..call.padding import longest
-from ..call.rules import check_strided, fail
+from ..call.rules import FLOATING, check_strided, fail
 from ..layers.attention import check_sizes
 
 
@@ -22,6 +22,10 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Return (first_axis_dim, ...) with values (n, ...) in rows indices (n,) and 0 elsewhere, differentiable."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
+
+
+# What masks of 0 and 1 may be of.
+_ZERO_OR_ONE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING)
 
 
 @overridable
@@ -43,7 +47,7 @@ def unpad_input(
         if mask is None and name == "unused_mask":
             continue
         check_strided(**{name: mask})
-        if mask.is_complex():
+        if mask.dtype not in _ZERO_OR_ONE:
             fail(TypeError, name, "a tensor of bool or integers", mask.dtype)
         if mask.device != hidden_states.device:
             fail(ValueError, name, f"the device of hidden_states, {hidden_states.device}", mask.device)

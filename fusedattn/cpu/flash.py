@@ -30,7 +30,6 @@ from .small_k import FEW, added_to_few, by_weights, lse_of, product, scores_of, 
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, in_groups, to_heads, with_centre
 
-
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
@@ -168,7 +167,8 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
     if where.causal:  # its rows depend on where it begins
         return [where]
     return [
-        where._replace(first=first, last=min(first + step, where.last)) for first in range(where.first, where.last, step)
+        where._replace(first=first, last=min(first + step, where.last))
+        for first in range(where.first, where.last, step)
     ]
 
 

@@ -167,7 +167,7 @@ def _signature(present: tuple, most: tuple) -> Signature | None:
     if not _aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
-    return Signature._make((*most, tuple(facts)))
+    return Signature(*(*most, tuple(facts)))
 
 
 def _remember(present: tuple, most: tuple, replay: Any) -> None:

@@ -48,7 +48,7 @@ def test_output_and_gradients_are_as_good_as_eagers(name, common, without_units)
 _TIMES = """
 import time, torch
 import fusedattn as fa
-from fusedattn import private
+from fusedattn.call import private
 
 def seconds(attend, inputs, incoming):
     begun = time.process_time()

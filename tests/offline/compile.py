@@ -37,7 +37,7 @@ SPILLS_BY_OTHERS = 2304
 DRIFT = 0.05
 PRODUCTS = ("wgmma", "mma", "tcgen05")  # what multiplies on tensor cores: from 9.0, on all, from 10.0
 
-HEADER = f"{'kernel':12}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
+HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
 )
 

@@ -103,7 +103,7 @@ class Row(NamedTuple):
         words = {"ping_pong": " pp", "tma": " tma"}
         tile += f" w{self.turning} s{self.tile.stages}"
         tile += "".join(word for name, word in words.items() if getattr(self.tile, name, False))
-        return f"{self.kernel + ' ':12}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
+        return f"{self.kernel:25}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
 
 
 class Report(NamedTuple):
