@@ -92,7 +92,7 @@ def test_names_that_are_gone_cost_time_and_nothing_else(group):
 
 
 # Names of our own, of named tuples, and of transformers: all others that begin with an underscore are torch's.
-OURS = r"_vendor|_replace|_asdict|_fields|_field_defaults|_known|_device|_leave_fast_path|_asks_for_fusedattn|_attn\w*|_getframe|_run"
+OURS = r"_vendor|_replace|_asdict|_fields|_field_defaults|_known|_device|_leave_fast_path|_asks_\w*|_attn\w*|_run"
 DOCUMENTED = r"_base|_modules|_parameters"  # of a tensor and of a module
 
 

@@ -5,8 +5,8 @@ python -m tests.offline.compile --few    # one of each kernel for each GPU, as `
 python -m tests.offline.compile --some    # and one of each option and dtype, as `make test-all` does
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 
-Every tile of `fusedattn.launch.tile_table` is compiled for every GPU that would take it. The exit status is 1 if one of them
-breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
+Every tile of `fusedattn.launch.tile_table` is compiled for every GPU that would take it. The exit status is 1 if one
+of them breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
 """
 
 import argparse
