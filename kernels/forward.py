@@ -34,7 +34,7 @@ def forward(
     sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `kept`).
+    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `saved_stats`).
 
     Q, K, V and Out are Views, or K and V descriptors; Lse and Stats contiguous. tile_lists, of `block_mask`, is None if
     a band alone hides. With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.

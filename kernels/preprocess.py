@@ -51,8 +51,8 @@ def preprocess(
 
     For the backwards for Hopper they lie as (B, Hq, 4, pitch), each of the four along the rows, or, where Rows is of
     bfloat16, as `_store_added` writes them; scale is needed there. pitch is None otherwise.
-    Stats and GradLse, or None, are as well. Stats has COLUMNS: those of `kept`, or row_max and log2_sum alone, where
-    what rounding took from Out is not known.
+    Stats and GradLse, or None, are contiguous too. Stats has COLUMNS: those of `saved_stats`, or row_max and log2_sum
+    alone, where what rounding took from Out is not known.
     A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
     (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
     None, is what will be added to: it gets zeros. So does Turns, int32, a number and two for each row. With UNIT, GradQ

@@ -15,6 +15,10 @@ ABSENT = {
     fa.attention: (),
     fa.attention_varlen: (),
     fa.attention_decode: ("dropout_p", "seed"),
+    fa.distributed.ring_attention: ("mask", "bias", "query_mask", "align"),
+    fa.distributed.gather_attention: (),
+    fa.distributed.gather_attention_varlen: (),
+    fa.distributed.ulysses_attention: (),
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.numbers import is_int
 from ..call.options import is_known
 from ..call.overrides import overridable
 from ..call.padding import longest
@@ -64,7 +65,7 @@ def unpad_input(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return (batch, seqlen, ...) of packed rows (T, ...) and their indices, 0 in the other rows."""
     check_strided(hidden_states=hidden_states, indices=indices)
-    check_sizes(**{name: size for name, size in dict(batch=batch, seqlen=seqlen).items() if size != 0})
+    check_sizes(**{name: x for name, x in dict(batch=batch, seqlen=seqlen).items() if not (is_int(x) and x == 0)})
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
     if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:

@@ -32,7 +32,12 @@ _BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # of the whole, not of the rank's
 @eager
 def gather_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,
-    return_lse: bool = False, backend: str | None = None, **options: Any,
+    mask: Tensor | None = None, bias: Tensor | None = None,
+    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
     """`ring_attention` with every option of `fusedattn.attention` but returned weights: each rank gets all keys.
 
@@ -54,7 +59,7 @@ def gather_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
-    arguments = arguments_of("gather_attention", (query, key, value), options)
+    arguments = arguments_of(locals())
     whole = agreed("gather_attention", group, balance, arguments, backend, return_lse)
     if whole is None:
         return attend_alone(arguments, return_lse=return_lse, backend=backend)
@@ -103,7 +108,12 @@ class _Keys:
 @eager
 def gather_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, group: Any = None, balance: str | None = None,
-    return_lse: bool = False, backend: str | None = None, **options: Any,
+    mask: Tensor | None = None, bias: Tensor | None = None,
+    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
     """`fusedattn.attention_varlen` of documents that lie one behind the other, and are cut wherever a shard ends.
 
@@ -129,13 +139,16 @@ def gather_attention_varlen(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
-    pairs = {name: options.get(name) for name in _BY_DOCUMENT}
+    arguments = arguments_of(locals())
+    pairs: dict[str, Any] = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
     inputs = dict(query=query, key=key, value=value)
-    tensors = [x.transpose(0, 1)[None] if isinstance(x, Tensor) and x.dim() == 3 else x for x in inputs.values()]
-    arguments = arguments_of("gather_attention_varlen", tensors, options)
     if ranks_of.of(group) is None:
-        options |= dict(return_lse=return_lse, backend=backend)
-        return attention_varlen(query, key, value, cu_seqlens, cu_seqlens, **options)
+        options = arguments._asdict() | dict(return_lse=return_lse, backend=backend)
+        return attention_varlen(**options, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    tensors = {
+        name: x.transpose(0, 1)[None] if isinstance(x, Tensor) and x.dim() == 3 else x for name, x in inputs.items()
+    }
+    arguments = arguments._replace(**tensors)
     offsets: list[int] = []
 
     def before() -> None:

@@ -17,7 +17,6 @@ from ..call.options import (
     Origin,
     Plan,
     add_head_dim,
-    check_names,
     inputs as inputs_of,
     with_tensors,
 )
@@ -138,15 +137,9 @@ def _joined(some: list[Chunk]) -> slice:
     return slice(some[0].here.start, some[-1].here.stop)
 
 
-def arguments_of(
-    function: str, tensors: Sequence[Any], options: dict[str, Any], lacks: Sequence[str] = ()
-) -> Arguments:
-    """Return the Arguments of a public function.
-
-    Raises: TypeError, as Python does, for an option that the function does not have.
-    """
-    check_names(function, options, set(Arguments._fields[len(tensors) :]) - set(lacks))
-    return Arguments(*tensors, **options)
+def arguments_of(given: dict[str, Any]) -> Arguments:
+    """Return the Arguments among the arguments of a public function."""
+    return Arguments(**{name: given[name] for name in Arguments._fields if name in given})
 
 
 def agreed(

@@ -21,14 +21,15 @@ from .parts import attend
 from .ranks import Transfer
 from .shards import rows_of
 
-LACKS = "mask", "bias", "query_mask", "align"
-
 
 @overridable
 @eager
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,
-    return_lse: bool = False, backend: str | None = None, **options: Any,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, key_mask: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
     """`fusedattn.attention` of a sequence that is cut over the ranks of a group: each has some rows, and gets theirs.
 
@@ -59,7 +60,7 @@ def ring_attention(
         ValueError: as `attention` does, and for what differs between two ranks.
         RuntimeError: for a rank that did not come within the time limit of the group, or has ended.
     """
-    arguments = arguments_of("ring_attention", (query, key, value), options, LACKS)
+    arguments = arguments_of(locals())
     whole = agreed("ring_attention", group, balance, arguments, backend, return_lse)
     if whole is None:
         return attend_alone(arguments, return_lse=return_lse, backend=backend)

@@ -65,7 +65,13 @@ def heads_of(heads: int, key_heads: int, size: int) -> Heads:
 @eager
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
-    return_lse: bool = False, return_weights: bool = False, backend: str | None = None, **options: Any,
+    mask: Tensor | None = None, bias: Tensor | None = None,
+    key_mask: Tensor | None = None, query_mask: Tensor | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
+    scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
     """`ring_attention` with every option of `fusedattn.attention`: each rank computes some heads of the whole sequence.
 
@@ -89,7 +95,7 @@ def ulysses_attention(
         TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
         ValueError: as `ring_attention`, and where the ranks do not divide Hq, before anything is sent.
     """
-    arguments = arguments_of("ulysses_attention", (query, key, value), options)
+    arguments = arguments_of(locals())
 
     def prepare(call: Call, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
         if call.query.shape[1] % ranks.size:

@@ -128,8 +128,9 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, taken):
     taken: the form of the backward for Hopper that reads them, or None.
     """
     made, pitch = (p.table(stats, 4), None) if taken is None else hopper.new_rows(p.call, stats)
-    names = "GradOut", "GradWeights", "heads", "q_len", "spec"
+    names = "GradOut", "GradWeights", "heads", "q_len"
     launched = {name: p.launched[name] for name in names} | dict(
+        spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # one compiled kernel, whatever it does not read
         Out=arguments.of(out),
         GradLse=grad_lse,
         Weights=arguments.of(weights),

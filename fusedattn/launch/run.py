@@ -12,8 +12,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call import options as form
-from ..call.options import AssumedGPU, Call, hiding, lengths_of
+from ..call.options import AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of
 from ..kernels import (
     append,
     block_mask,
@@ -63,7 +62,7 @@ def current_recorder():
 def device_of(tensor):
     """Return the device that runs the kernels on a tensor."""
     recorder = current_recorder()
-    return form.device_of(tensor) if recorder is None else recorder.device
+    return device_of_tensor(tensor) if recorder is None else recorder.device
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
@@ -72,7 +71,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
     Args:
         kind: what calls share whose kernel fails where this one does; by default all on the device do.
         last: whether there is no smaller tile to try.
-    Raises: Unusable for a kernel that does not compile or load; OutOfResources for a tile that is not the last.
+    Raises: KernelUnavailable if it does not compile or load; OutOfResources for a tile that is not the last.
     """
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
@@ -153,7 +152,7 @@ def widest(call):
 
 
 def pressure_of(call):
-    """Return the load per pair, as `tiles` names it: "plain", "masked" or "rich"."""
+    """Return the load per pair, as `tile_table` names it: "plain", "masked" or "rich"."""
     if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
     return "plain" if call.mask is None else "masked"

@@ -32,8 +32,8 @@ RIVALS = {"hopper": ("forward",)} | {  # of a kernel for Hopper: the universal k
 class Row(NamedTuple):
     """One form of a kernel, its times, and what is wrong with it.
 
-    width: 64, 128 or 256. load: of a call, as in `tiles.tiles`. form: None for two_passes. ms: {case: milliseconds};
-    causal cases are named so. why: "" for a right form; a wrong one is never launched.
+    width: 64, 128 or 256. load: of a call, as in `tile_table.tiles_for`. form: None for two_passes. ms: {case:
+    milliseconds}; causal cases are named so. why: "" for a right form; a wrong one is never launched.
     """
 
     kernel: str

@@ -20,7 +20,7 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
-    """`tiles.load`, rotated by the angles of each row's position, or of the nearest that there is; rotary may be None.
+    """`memory.load`, rotated by the angles of each row's position, or of the nearest that there is; rotary may be None.
 
     A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. Its other half is loaded again:
     a tile cannot be permuted along its columns.
