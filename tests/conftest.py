@@ -1,5 +1,6 @@
 """Where kernels run: in Triton's interpreter on the CPU, or on the GPU; and NaN in whatever they are to fill."""
 
+import collections
 import gc
 import importlib.util
 import os
@@ -126,6 +127,18 @@ def pytest_configure(config):
     """Workers of xdist are as many as there are cores: threads of torch would only wait for each other."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave all but the first and each n-th parameter of tests marked `one_in(n)` to `make test-all`."""
+    counts = collections.Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % mark.args[0]:
+                item.add_marker(pytest.mark.matrix)
+            counts[test] += 1
 
 
 def pytest_collection_finish():

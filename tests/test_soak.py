@@ -18,6 +18,7 @@ def _quiet(one_thread):
     """Of each thread of the soak alone."""
 
 
+@pytest.mark.matrix
 def test_a_few_seconds():
     """What grows slowly is seen by the script."""
     found = soak.Soak(threads=3, seed=1)

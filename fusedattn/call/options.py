@@ -241,7 +241,7 @@ thread_overrides = _ThreadOverrides()
 
 @contextmanager
 def override(**wanted: Any) -> Iterator[None]:
-    """Set attributes of `asked` for calls made by this thread inside the `with`."""
+    """Set attributes of `thread_overrides` for calls made by this thread inside the `with`."""
     before = {name: getattr(thread_overrides, name) for name in wanted}
     for name, value in wanted.items():
         setattr(thread_overrides, name, value)

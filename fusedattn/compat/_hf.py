@@ -125,8 +125,8 @@ def _function(method: Any, module: Any = None) -> Any:
 
 
 @functools.cache
-def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool]:
-    """Return whether a module calls the attention interface, and whether it computes attention itself.
+def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
+    """Return whether a module calls the attention interface, computes attention itself, or is sparse.
 
     It reads the function that runs as forward and the methods of its class. forwards: those of its base classes, too.
     beneath: there is attention within the module.
@@ -143,15 +143,17 @@ def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: boo
     used = set[str]().union(*(_names(x.__code__) for x in functions))
     asks = any(isinstance(x.__globals__.get(name), AttentionInterface) for x in functions for name in used)
     constants = [each for x in functions for each in x.__code__.co_consts if isinstance(each, tuple)]
-    calls = asks and "_attn_implementation" in used and not any(_SPARSE.intersection(each) for each in constants)
+    # A keyword of any call counts. One too many costs eager's speed, and a warning.
+    sparse = asks and any(_SPARSE.intersection(each) for each in constants)
+    calls = asks and "_attn_implementation" in used and not sparse
     named = any("Attention" in cls.__name__ and not cls.__module__.startswith("torch.") for cls in kind.__mro__)
     masked = any("mask" in name for x in functions for name in x.__code__.co_varnames[: x.__code__.co_argcount])
     own = (named or masked) and any(map(_ATTENDS.search, used))
-    return calls, own or named and stranger and not calls and not beneath
+    return calls, own or named and stranger and not calls and not beneath, sparse
 
 
-def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[tuple[Any, bool, bool, Any, Any]]:
-    """Yield (module, calls, own, models, configs around it) for each attention; the nearest config is the last."""
+def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[tuple[Any, bool, bool, bool, Any, Any]]:
+    """Yield (module, calls, own, sparse, models, configs around it) for each attention; the nearest config is last."""
     models = (*models, module) if isinstance(module, PreTrainedModel) else models
     config = getattr(module, "config", None)
     configs = (*configs, config) if models and isinstance(config, PretrainedConfig) else configs
@@ -161,9 +163,9 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[tu
         return
     forwards = tuple(x for cls in type(module).__mro__ if (x := _function(vars(cls).get("forward"))))
     kind: Any = type(module)
-    calls, own = _read(kind, _function(module.forward, module), forwards, bool(beneath))
-    if calls or own:
-        yield module, calls, own, models, configs
+    calls, own, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
+    if calls or own or sparse:
+        yield module, calls, own or sparse, sparse, models, configs
 
 
 def _configs(model: Any) -> dict[int, Any]:
@@ -190,10 +192,11 @@ def settle(model: Any, everywhere: bool = False) -> None:
         return
     within = set(model.modules())
     sharing = [other for other in list(_models) if other not in within and configs.keys() & _configs(other).keys()]
-    used, unsafe, strays = set[int](), set[int](), defaultdict[int, set[str]](set)
+    used, unsafe, sparse_ones, strays = set[int](), set[int](), set[int](), defaultdict[int, set[str]](set)
     causal = defaultdict[tuple[int, Any], set[bool]](set)
     for root in (model, *sharing):
-        for module, calls, own, models, around in _attentions(root):
+        for module, calls, own, sparse, models, around in _attentions(root):
+            sparse_ones |= {id(around[-1])} if sparse else set()
             taken = calls and _wanted(around[-1]) is not None
             # Flags of a model say that its code takes other masks than eager's, and is_causal what None means.
             flagged = (x for x in models if type(x.config) is type(models[-1].config))
@@ -204,6 +207,7 @@ def settle(model: Any, everywhere: bool = False) -> None:
                 causal[key, root].add(bool(getattr(module, "is_causal", True)))
             if not calls:
                 strays[id(around[-1])].add(type(module).__name__)
+    used -= sparse_ones  # one name is for all attention of a config, and ours refuses what makes it sparse
     for key, config in configs.items():
         if name := _wanted(config):
             config._attn_implementation_internal = name if key in used else "eager"

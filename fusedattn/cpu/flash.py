@@ -257,6 +257,7 @@ def at_once(call: Call) -> bool | None:
     if (
         not (call.bias is call.alibi_slopes is call.sinks is call.mask is call.key_mask is call.query_mask is None)
         or not (call.cu_seqlens_q is call.left is None)
+        or call.partial
         or query.shape[3] != value.shape[3]
         or is_widened(query.dtype)
         or query.numel() == 0
@@ -274,6 +275,12 @@ def forward(call: Call, save: bool) -> Result:
 
     save: whether a backward follows; it changes no bit of output and lse.
     """
+    causal = at_once(call)
+    if causal is not None and not (save and call.value.dtype == torch.bfloat16):
+        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
+        out, lse = attend(call.query, call.key, call.value, causal, mask(call, everything, less), call.scale)
+        out = arrange(out, call.query)
+        return Result(out, lse, out, less)
     like, call = call.query, _wide(call)
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
@@ -419,6 +426,13 @@ def backward(
         grad_out, grad_lse: either may be None. out, kept, lse: as `forward` gave them.
         need_bias: only of a call that `small_k.has_bias_gradient`.
     """
+    causal = at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
+    if causal is not None and grad_out is not None:
+        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
+        if not _is_exact(everything, call.query):
+            incoming = _in_columns(grad_out, call.value.shape[3])
+            of_query, of_key, of_value = _differentiate(call, everything, less, call[:3], incoming, out, lse)
+            return of_query, of_key, of_value, None, None
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], _wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.options import Call, device_of
+from ..call.options import INPUTS, Call, device_of
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
 from . import flash
@@ -20,6 +20,13 @@ NARROW = 16
 LARGEST_LSE = 128.0
 
 
+_DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash.backward` returns
+# Options that may be None and that the backend computes, or that `limits` names in another way. It lacks all others.
+_KNOWN: tuple[str, ...] = ("bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin")
+_KNOWN += ("seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
+
+
 def limits(call: Call) -> list[str]:
     """Return why the backend cannot take a call; empty if it can."""
     lacks = []
@@ -29,9 +36,7 @@ def limits(call: Call) -> list[str]:
         lacks.append(f"the tensors are on {device.type}, not on a CPU")
     if call.seed is not None:
         lacks.append("it knows no dropout")
-    if call.softcap is not None:
-        lacks.append("it knows no softcap")
-    return lacks
+    return lacks + [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
 
 
 def is_narrow(call: Call) -> bool:
@@ -41,8 +46,10 @@ def is_narrow(call: Call) -> bool:
 
 def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> bool:
     """Return whether `backward` can compute the gradients; otherwise the naive path does."""
-    of_bias = not need[3] or has_bias_gradient(call)
-    return grad_weights is None and of_bias and not (need[4] or is_narrow(call))
+    needed = dict(zip(INPUTS, need, strict=True))
+    others = [name for name, wanted in needed.items() if wanted and name not in _DIFFERENTIATED]
+    of_bias = not needed["bias"] or has_bias_gradient(call)
+    return grad_weights is None and of_bias and not (others or is_narrow(call))
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
@@ -96,6 +103,7 @@ def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: 
     Only where it `has_gradients`.
     """
     grad_out, grad_lse, _ = incoming
-    gradients = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], need[3])
-    made = *gradients[:4], None, gradients[4]
-    return tuple(grad if needed else out.new_empty(0) for grad, needed in zip(made, need, strict=True))
+    needed = dict(zip(INPUTS, need, strict=True))
+    made = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
+    grads = dict(zip(_DIFFERENTIATED, made, strict=True))
+    return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())

@@ -22,6 +22,8 @@ def is_few(call: Call) -> bool:
 def has_bias_gradient(call: Call) -> bool:
     """Return whether the formula computes a bias gradient: of one part that is not computed in bfloat16."""
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
+    if call.partial:  # its parts are added up unrounded
+        return False
     return wide and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 

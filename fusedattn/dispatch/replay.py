@@ -51,7 +51,8 @@ _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
 _SEED = _PLACES["seed"]
-_ARE_LEARNED = [name not in ("query", "key", "value") for name in INPUTS]
+_ATTENDED = "query", "key", "value"
+_ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
 
 class Signature(NamedTuple):
@@ -66,12 +67,13 @@ class Signature(NamedTuple):
     kinds: tuple
     precision: str | None
     deterministic: bool
-    there: tuple
+    there: tuple | None
     facts: tuple
 
 
 _known: dict[Signature, "Replay"] = {}
 _met: dict[Signature, int] = {}  # how often signatures were met that are not recorded yet
+_kinds: set[tuple] = set()  # types of numbers that `_usual` let pass, without a window
 _recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuards of the tensors, Replay)]}
 
 
@@ -119,6 +121,8 @@ def _usual(numbers: tuple) -> bool:
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False
+    if not any(type(x) is tuple for x in numbers):
+        _kinds.add(tuple(map(type, numbers)))
     return True
 
 
@@ -144,17 +148,21 @@ def _precision(tensor: Tensor) -> str | None:
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     """Return (the tensors present, a Signature without facts), or None for a call without a signature."""
-    present, there = tuple([x for x in tensors if isinstance(x, Tensor)]), tuple(map(type, tensors))
-    seed, query = tensors[_SEED], tensors[0]
-    if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
+    query, seed = tensors[0], tensors[_SEED]
+    kinds = tuple(map(type, numbers))
+    if type(query) not in _CLASSES or (kinds not in _kinds and not _usual(numbers)):
         return None
-    if not _usual(numbers) or type(query) not in _CLASSES:
-        return None
-    return present, (numbers, tuple(map(type, numbers)), _precision(query), thread_overrides.deterministic, there)
+    present = [x for x in tensors if x is not None]
+    if seed is not None and not isinstance(seed, Tensor):
+        if type(seed) is not int or not -(2**63) <= seed < 2**63:
+            return None
+        present = [x for x in present if x is not seed]
+    there = None if len(present) == len(_ATTENDED) else tuple(map(type, tensors))
+    return tuple(present), (numbers, kinds, _precision(query), thread_overrides.deterministic, there)
 
 
 def _is_seen() -> bool:
-    """Whether something must see a call that guards may not know of: of all else that `watched` names, they do.
+    """Whether something must see a call that guards may not know of: of all else that `must_dispatch` names, they do.
 
     They pass over some modes of dispatch, such as those of selective checkpoints.
     """

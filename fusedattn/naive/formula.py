@@ -303,7 +303,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """`run` of a call that is not packed; it may be padded."""
+    """Compute `run_naive` for a call that is not packed; it may be padded."""
     made = prepared(call, wide_dtype(call))
     if need_weights and sized(made) and _is_one(made):
         out, lse, weights = of_all(made, need_lse, True)
@@ -317,7 +317,7 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """`run` with every step in the dtype of the inputs, and all rows at once."""
+    """Compute `run_naive` with every step in the dtype of the inputs, and all rows at once."""
     return of_all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
 
 

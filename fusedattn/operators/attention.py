@@ -23,8 +23,6 @@ from .schema import (
     FORWARD,
     RESULTS,
     apply,
-    check_saved,
-    facts,
     run_operator,
     save as save_arguments,
     saved,
@@ -122,7 +120,6 @@ def _keep(ctx, inputs, output):
     # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
     kept = out, None if weights.dim() == 1 else weights, stats
     save_arguments(ctx, inputs, *kept)
-    ctx.facts = facts((*inputs, *kept))
     ctx.of_results = lse.dim() > 1, weights.dim() > 1
     ctx.mark_non_differentiable(stats)
 
@@ -134,7 +131,6 @@ def _differentiate(ctx, grad_out, grad_lse, grad_weights):
     if all(grad is None for grad in incoming):
         return FORWARD.named({})
     arguments, (out, weights, stats) = saved(ctx)
-    check_saved(ctx.facts, facts((*arguments, out, weights, stats)))
     _, call, (*_, backend) = FORWARD.split(arguments)
     needed = dict(zip(FORWARD.names, ctx.needs_input_grad, strict=True))
     grads = gradients(incoming, out, weights, stats, call, backend, [needed[name] for name in INPUTS])

@@ -22,7 +22,7 @@ _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name 
 
 
 class Formula(NamedTuple):
-    """A function of tensors and of what torch takes no derivative of, as `mapped` wants it described.
+    """A function of tensors and of what torch takes no derivative of, as `vmap_rule` wants it described.
 
     compute: returns a tuple of tensors. names: of its arguments, those of a Call among them. results: of what it
     returns. Both are None of a function of each element, which torch maps over by itself.

@@ -108,7 +108,7 @@ class RowStats(NamedTuple):
 
 
 def start(call: Call, unit: float) -> RowStats:
-    """Return the Rows of a call before its first part."""
+    """Return the RowStats of a call before its first part."""
     shape, dtype = call.query.shape[:3], wide_dtype(call)
     out = call.query.new_zeros((*shape, call.value.shape[3]), dtype=dtype)
     largest = out.new_full(shape, -INFINITE)

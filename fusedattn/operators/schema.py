@@ -62,13 +62,18 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.save_for_backward(*tensors, *results)
     ctx.save_for_forward(*tensors, *results)
-    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+    ctx.others = [None if x is tensor else x for x, tensor in zip(arguments, tensors, strict=True)]
+    ctx.facts = facts((*tensors, *results))
     ctx.set_materialize_grads(False)
 
 
 def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
-    """Return (arguments, results) saved by `save`."""
+    """Return (arguments, results) saved by `save`.
+
+    Raises: ValueError for a tensor that came back from hooks with another shape or dtype.
+    """
     tensors, others = ctx.saved_tensors, ctx.others
+    check_saved(ctx.facts, facts(tensors))
     arguments = [b if a is None else a for a, b in zip(tensors, others, strict=False)]
     return arguments, list(tensors[len(others) :])
 
@@ -109,7 +114,7 @@ def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> in
 
 
 def facts(tensors) -> list:
-    return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in tensors]
+    return [None if x is None else (x.shape, x.dtype) for x in tensors]
 
 
 def check_saved(before: list, after: list) -> None:

@@ -56,6 +56,7 @@ def by_threads(call):
 @pytest.mark.parametrize(
     "name, two_passes", one_in(2, [pytest.param(name, number % 4 == 2) for number, name in enumerate(CALLS)])
 )
+@pytest.mark.one_in(2)
 def test_a_descriptor_loads_what_pointers_load(name, two_passes, made, device, poison, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: two_passes)
     fields, of_keys, of_rows = CALLS[name]

@@ -62,6 +62,7 @@ def test_an_option_alone_naively(number, name):
 
 
 @pytest.mark.parametrize(("number", "case"), PACKED_FEW + sample.matrix(*PACKED_TOGETHER[::18]))
+@pytest.mark.one_in(2)
 def test_options_together(number, case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)

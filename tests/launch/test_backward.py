@@ -73,6 +73,7 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("same_each_time", [False, True])
 @pytest.mark.parametrize("needed, fields, one, two", LAUNCHED, ids=str)
+@pytest.mark.one_in(3)
 def test_only_the_gradients_asked_for_are_computed(needed, fields, one, two, same_each_time, device, launched):
     if device == "cuda":
         pytest.skip("what is launched is the same, and each of these compiles for long")
@@ -104,6 +105,7 @@ ALONE = [case for case in cases.SINGLE + cases.SHAPES if case.dtype == torch.flo
 
 
 @pytest.mark.parametrize("case", sample.named(FEW) + sample.matrix(*sample.named(ALONE + TOGETHER)))
+@pytest.mark.one_in(3)
 def test_two_passes(case, device, poison, two_passes, launched):
     if device == "cuda" and case in FEW + TOGETHER:
         pytest.skip("each compiles for long, and test_kernels has them in one pass")
@@ -147,6 +149,7 @@ ORDERED = [  # at least three blocks of keys add to a row: two give the same sum
 
 @pytest.mark.parametrize("case", ORDERED, ids=lambda case: case.name)
 @pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.one_in(3)
 def test_in_which_order_programs_run_is_seen_in_dq_alone(passes, case, shuffled, device, request):
     """And there by its rounding, unless torch wants the same bits each time."""
     if device == "cuda":
@@ -166,6 +169,7 @@ def test_in_which_order_programs_run_is_seen_in_dq_alone(passes, case, shuffled,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [16, 24, 5])
+@pytest.mark.one_in(3)
 def test_a_descriptor_adds_what_pointers_add(dim, dtype, device, poison, monkeypatch):
     """The copy engine's sum, that the interpreter has been lent, against that of threads."""
     from fusedattn.dispatch import replay
@@ -202,6 +206,7 @@ def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
     assert_close(got, tensors, options)
 
 
+@pytest.mark.matrix
 def test_torch_may_want_the_same_bits_now_and_not_then(device, shuffled):
     """The backward of a call that is repeated asks again."""
     if device == "cuda":

@@ -58,12 +58,14 @@ def _function(case, device):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_derivatives(case, device):
     """Gradients, and tangents in forward mode."""
     assert torch.autograd.gradcheck(*_function(case, device), check_forward_ad=True, **STRICT)
 
 
 @pytest.mark.parametrize("case", TWICE)
+@pytest.mark.one_in(4)
 def test_second_derivatives(case, device):
     """Gradients of gradients, and tangents of gradients."""
     assert torch.autograd.gradgradcheck(*_function(case, device), check_fwd_over_rev=True, **STRICT)

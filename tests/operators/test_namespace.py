@@ -68,6 +68,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.matrix
 def test_a_copy_in_another_package_works_beside_the_installed_one(tmp_path):
     pytest.importorskip("triton", reason="kernels need Triton")
     vendored = tmp_path / "mypkg" / "_vendor" / "fusedattn"

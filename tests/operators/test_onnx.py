@@ -64,11 +64,13 @@ def check(case):
 
 
 @pytest.mark.parametrize("case", [*sample.named(TOGETHER), *sample.matrix(*sample.named(ALONE))])
+@pytest.mark.one_in(2)
 def test_onnxruntime_computes_a_call_of_any_batch_and_lengths(case):
     check(case)
 
 
 @pytest.mark.parametrize("field", sample.planted(map(pytest.param, ("mask", "key_mask", "query_mask", "right"))))
+@pytest.mark.one_in(2)
 def test_a_decomposition_that_drops_a_mask_is_seen(field):
     results = fallback.results
     wrong = mock.patch.object(fallback, "results", lambda call, *rest: results(call._replace(**{field: None}), *rest))
@@ -122,6 +124,7 @@ OF_LENGTHS = {
 
 
 @pytest.mark.parametrize("name", sample.one_in(2, [pytest.param(name, id=name) for name in OF_LENGTHS]))
+@pytest.mark.one_in(2)
 def test_onnxruntime_computes_packed_sequences_and_caches(name):
     draw, function, names, options = OF_LENGTHS[name]
     tensors, options = draw(), dict(return_lse=True, **options)

@@ -135,12 +135,14 @@ def opcheck(operator, arguments, symbolic):
 
 
 @pytest.mark.parametrize("name", one_in(3, product(CALLS)))
+@pytest.mark.one_in(2)
 def test_forward_and_its_derivative(name, device):
     draw, *needed = CALLS[name]
     opcheck("forward", (*leaves_of(draw(device)), *needed, "triton"), name in SYMBOLIC["forward"])
 
 
 @pytest.mark.parametrize("name", one_in(3, product(DERIVATIVES)))
+@pytest.mark.one_in(2)
 def test_backward_and_its_derivative(name, device):
     call, (came, need) = CALLS[name][0](device), DERIVATIVES[name]
     out, lse, weights, stats = OPERATORS.forward(*call, True, came[2], True, "triton")
@@ -187,6 +189,7 @@ def test_forward_and_its_derivative_on_a_cpu(name):
 
 
 @pytest.mark.parametrize("name", one_in(2, product(DERIVATIVES_ON_CPU)))
+@pytest.mark.one_in(2)
 def test_backward_and_its_derivative_on_a_cpu(name):
     call, (came, need) = ON_CPU[name][0]("cpu"), DERIVATIVES_ON_CPU[name]
     with torch.no_grad():

@@ -38,6 +38,7 @@ CUTS = {
 @pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(3)
 def test_parts_make_the_whole(name, cut, backend):
     options, learned, hidden = CASES[name]
     if backend == "cpu" and {"softcap", "dropout_p", "alibi_slopes"} & {*options, *learned}:

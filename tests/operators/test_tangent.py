@@ -47,6 +47,7 @@ CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *ALONE]))]
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_tangents_by_kernels(case, device):
     _hold(case, "triton", device=device)
 
@@ -73,12 +74,14 @@ def test_tangents_on_a_cpu(case, weights):
         ("sinks", 0.3),
     ],
 )
+@pytest.mark.one_in(3)
 def test_tangents_of_one_input(name, dropout, backend, device):
     _hold(EVERYTHING._replace(name=name, dropout=dropout), backend, [name], device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["triton", "naive", None])
+@pytest.mark.one_in(3)
 def test_tangents_are_of_the_dtype_of_their_results(backend, dtype, device):
     if (backend, dtype, device) == ("triton", torch.float64, "cuda"):
         pytest.skip("kernels take no float64 on a GPU")
@@ -98,6 +101,7 @@ def _hold_packed(case, number, device, backend):
 
 
 @pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::18]))
+@pytest.mark.one_in(3)
 def test_tangents_of_packed_sequences(number, case, device):
     _hold_packed(_on(device, case), number, device, "triton")
 

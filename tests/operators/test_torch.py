@@ -27,6 +27,7 @@ def backend(request, device):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.one_in(2)
 def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
     def step(query, key, value, options, backend=backend):
         return by(backend)(query, key, value, return_lse=True, return_weights=True, **options)
@@ -45,6 +46,7 @@ def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.one_in(2)
 def test_compile_does_not_recompile_for_each_length(device, backend, fresh):
     torch._dynamo.utils.counters.clear()
     step = torch.compile(
@@ -150,6 +152,7 @@ def test_export_with_dynamic_batch_and_lengths(device, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.one_in(2)
 def test_torch_func_inside_compile_is_right(device, backend, fresh):
     query, key, value = draw(device)
     transforms = (

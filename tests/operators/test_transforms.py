@@ -86,6 +86,7 @@ def _transformed(transform, backend, options, *inputs):
 
 
 @pytest.mark.parametrize(("transform", "name"), one_in(2, product(TRANSFORMS, OPTIONS)[::5]))
+@pytest.mark.one_in(2)
 def test_transforms(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     got = _transformed(transform, backend, options, *inputs)
@@ -100,6 +101,7 @@ def _derivative(function, mode):
 @pytest.mark.parametrize(
     ("first", "second", "third", "name"), one_in(2, product(*[("forward", "reverse")] * 3, OPTIONS)[::5])
 )
+@pytest.mark.one_in(3)
 def test_third_derivatives(first, second, third, name, backend, device):
     """Along a line, by all ways; dropped inside, a derivative would be zero and nobody told."""
 
@@ -146,6 +148,7 @@ def test_mapped_second_derivatives_have_the_dropout_of_their_call(second, backen
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::11])
+@pytest.mark.one_in(2)
 def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device, fresh):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)
@@ -202,6 +205,7 @@ def test_gradients_by_sample(dropout, backend, device):
 
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.one_in(3)
 def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device):
     """Each call may have lengths of its own; the bits of dropout are those of one call with all sequences."""
     generator = torch.Generator().manual_seed(4)

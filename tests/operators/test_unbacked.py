@@ -117,6 +117,7 @@ def results(function, given):
 
 
 @pytest.mark.parametrize("name", one_in(2, product(CASES)))
+@pytest.mark.one_in(2)
 def test_sizes_that_depend_on_data_are_not_guarded_on(name):
     function, given = CASES[name]
     marked = []
