@@ -88,7 +88,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
         run_kernel(name, *given, **options)
 
     monkeypatch.setattr(run, "run_kernel", failing)
-    monkeypatch.setattr(fa.backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(fa.dispatch.backends, "_on_gpu", lambda call: True)
     try:
         with gpu(90) as device:
             out = fa.attention(*inputs)
