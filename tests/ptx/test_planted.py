@@ -24,7 +24,7 @@ from . import calls
 from .cases import ENTRIES
 from .report import Fault
 
-SPAN, TILES, SCORES = (f"vocabulary/{name}.py" for name in ("span", "tiles", "scores"))
+SPAN, TILES, SCORES = (f"vocabulary/{name}.py" for name in ("span", "memory", "scores"))
 RING, HOPPER, WAY_BACK = "hopper/ring.py", "hopper/forward.py", "hopper/backward.py"
 PLAIN, LONG, ONE_ROW, MANY = "plain D64", "hopper long", "hopper one row", "hopper many blocks a program"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
@@ -75,7 +75,6 @@ ON_HOPPER = tuple(
         ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
         ("the backward's ones not fenced", "backward", "    fence_async_shared()\n    first =", "    first =", D128),
         ("q given back while it is read", "backward", DK + RELEASED, RELEASED + DK, D128),
-        ("ds not fenced", "backward", ".store(ds)\n        fence_async_shared()\n", ".store(ds)\n", D128),
         ("the ds of the other not waited for", "backward", "        mbarrier.wait(shared.met, step & 1)\n", "", D128),
         ("scores have the numbers of dp", "steps", "step, 0, part, PARTS)", "step, 1, part, PARTS)", D128),
         ("the far end of a window", "steps", "(block >= full_end):\n        p = hide(p, block * shared.q",
@@ -102,7 +101,7 @@ ON_HOPPER = tuple(
 LACKING = (
     ("the mean", "tangent.py", "t_lse[:, None] * out.to(wide)", "0.0 * out.to(wide)"),
     ("the derivative of the cap", SCORES, "apply_dcap(score, dcap, grad(score, t_x))", "grad(score, t_x)"),
-    ("the tangent of the bias", SCORES, " + tiles.cast(t_bias, t_x.dtype)", ""),
+    ("the tangent of the bias", SCORES, " + memory.cast(t_bias, t_x.dtype)", ""),
     ("that of lse", "tangent.py", "rows, q_len, 0, t_lse)", "rows, q_len, 0, t_lse * 0.0)"),
 )
 
