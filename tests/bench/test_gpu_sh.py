@@ -16,7 +16,10 @@ STEPS = [
     "forward",
     "backward",
     "decode",
-    "tests",
+    "kernels",
+    "hopper",
+    "others",
+    "matrix",
     "tune",
     "options",
     "packed",
@@ -76,8 +79,15 @@ def test_each_step_runs_and_what_it_left_is_in_the_archive(run):
 def test_what_hangs_or_fails_costs_itself_alone(run):
     hangs = "trap '' INT TERM; while :; do sleep 0.1; done"
     done, _, found = run("abc", "forward", "decode", "module", forward=hangs, decode="exit 9")
-    assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith("failed: decode")
-    assert "forward: time over" in done.stdout and found["module.csv"] == "row\n" and "tests.log" not in found
+    assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith("failed: forward decode")
+    assert "forward: time over" in done.stdout and found["module.csv"] == "row\n" and "kernels.log" not in found
+
+
+def test_results_are_kept_from_run_to_run_and_an_unknown_step_is_an_error(run):
+    run("abc", "forward")
+    done, _, found = run("abc", "decode", "tests")
+    assert {"forward.csv", "decode.csv"} <= found.keys()
+    assert done.returncode == 1 and "tests (there is no such step)" in done.stdout
 
 
 def test_python_finds_a_whole_package(run):
