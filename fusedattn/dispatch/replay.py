@@ -257,7 +257,8 @@ class Replay:
         self.backend = "hopper" if on_hopper else "triton"
         self.drops = call.seed is not None
         pairs: Any = zip(tensors, tensors_of(call), strict=True)
-        self.ranks_differ = any(isinstance(x, Tensor) and x.dim() != of_call.dim() for x, of_call in pairs)
+        short = [isinstance(x, Tensor) and x.dim() != of_call.dim() for x, of_call in pairs]
+        self.short = [(place, name) for place, name in enumerate(TENSORS) if short[place]]
         return_lse, return_weights, _, grad = numbers[-4:]
         self.save = grad and any(x is not None and x.requires_grad for x in inputs_of(call))
         with Recorder(self.device, tensors_of(bare)) as recorder:
@@ -287,8 +288,11 @@ class Replay:
         if self.drops:
             tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
         if self.save:
-            if self.ranks_differ:  # autograd keeps what it keeps of a call that is no replay, as a checkpoint asks
-                tensors = tuple(tensors_of(self.fields(tensors)))
+            if self.short:  # autograd keeps what it keeps of a call that is no replay, as a checkpoint asks
+                given = list(tensors)
+                for place, name in self.short:
+                    given[place] = in_full(name, given[place])
+                tensors = tuple(given)
             return _differentiable((self, tensors), *self.take_inputs(tensors))
         return self.take_results(self.forward.run(tensors))
 
