@@ -80,7 +80,7 @@ bench: $(READY) ## time attention against its peers on this machine (ARGS=--help
 	$(PY) -m fusedattn bench $(ARGS)
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf .venv .triton-* .torch-* .kernels build dist out demo.png bench.png *.egg-info .hypothesis .*_cache
+	rm -rf .venv .triton-* .kernels build dist out demo.png bench.png *.egg-info .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when the Python is another one.

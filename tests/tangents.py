@@ -1,7 +1,5 @@
 """Tangents of calls, by any function like `attention`, held to float64's forward mode by the one rule."""
 
-import zlib
-
 import torch
 from torch.autograd import forward_ad
 
@@ -63,9 +61,3 @@ def _terms(tensors, options, moved):
         return {}
     far = max(tensors["query"].shape[2], tensors["key"].shape[2]) * moved["alibi_slopes"].abs().max().item()
     return dict.fromkeys(RESULTS, far)
-
-
-def some_of(name, moved):
-    """Which inputs have a tangent in a case: all, or one of them, as its name decides."""
-    names = [None, *([x] for x in moved)]
-    return names[zlib.crc32(name.encode()) % len(names)]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,22 +306,18 @@ LAYER = both("layer_norm_1", "layer_norm_2", "feed_forward.linear_1", "feed_forw
 LAYER += [f"attention.{name}" for name in ATTENTION]
 GRU = [f"rnn.{kind}_{way}_l0" for kind in ("weight", "bias") for way in ("ih", "hh")]
 DECODER = ["embedding.weight", *GRU, *both("fc_attn", "fc")]
+DECODER += [f"attentions.{i}.{name}" for i in (0, 1) for name in ATTENTION]
 EMBEDDINGS = ["token_embeddings.weight", "position_embeddings.weight", *both("layer_norm")]
 
 
-@pytest.mark.parametrize(
-    "make, names",
-    [
-        (lambda: layers.Embeddings(9, 8, 5), EMBEDDINGS),
-        (lambda: layers.FeedForward(8, 16), both("linear_1", "linear_2")),
-        (lambda: layers.TransformerEncoderLayer(8, 2, 16), LAYER),
-        (lambda: layers.TransformerEncoder(2, 8, 2, 16), [f"layers.{i}.{name}" for i in (0, 1) for name in LAYER]),
-        (
-            lambda: layers.AttentionDecoder(9, 3, 8, 5, 2),
-            [*DECODER, *(f"attentions.{i}.{name}" for i in (0, 1) for name in ATTENTION)],
-        ),
-    ],
-)
+NAMED = [
+    (lambda: layers.Embeddings(9, 8, 5), EMBEDDINGS),
+    (lambda: layers.TransformerEncoder(2, 8, 2, 16), [f"layers.{i}.{name}" for i in (0, 1) for name in LAYER]),
+    (lambda: layers.AttentionDecoder(9, 3, 8, 5, 2), DECODER),
+]
+
+
+@pytest.mark.parametrize("make, names", NAMED)
 def test_names_of_the_state(make, names):
     first, second = make(), shake(make())
     assert sorted(first.state_dict()) == sorted(names)
@@ -338,3 +335,98 @@ def test_compiled_without_a_break():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = torch.randint(9, (2, 12))
     assert torch.equal(compiled(ids), model(ids))
+
+
+def config(**changed):
+    sizes = dict(vocab_size=40, hidden_size=8, max_position_embeddings=12, num_hidden_layers=2, num_attention_heads=2)
+    return SimpleNamespace(**sizes | dict(intermediate_size=16, hidden_dropout_prob=0.25) | changed)
+
+
+def bert_config(**changed):
+    transformers = pytest.importorskip("transformers")
+    return transformers.BertConfig(**vars(config(**changed)))
+
+
+@pytest.mark.parametrize("make", [config, bert_config], ids=["any object", "BertConfig"])
+def test_a_config_in_place_of_numbers(make):
+    given = make(attention_probs_dropout_prob=0.125, layer_norm_eps=1e-3)
+    embeddings = layers.Embeddings.from_config(given)
+    assert embeddings.token_embeddings.weight.shape == (40, 8)
+    assert embeddings.position_embeddings.weight.shape == (12, 8)
+    assert (embeddings.dropout.p, embeddings.layer_norm.eps) == (0.25, 1e-3)
+    encoder = layers.TransformerEncoder.from_config(given, backend="naive", causal=True)
+    single = layers.TransformerEncoderLayer.from_config(given, backend="naive", causal=True)
+    assert len(encoder.layers) == 2
+    for layer in (*encoder.layers, single):
+        assert (layer.attention.num_heads, layer.attention.dropout, layer.attention.backend) == (2, 0.125, "naive")
+        assert layer.attention.causal and (layer.layer_norm_1.eps, layer.layer_norm_2.eps) == (1e-3, 1e-3)
+        assert layer.feed_forward.dropout.p == 0.25 and layer.feed_forward.linear_1.weight.shape == (16, 8)
+    feed_forward = layers.FeedForward.from_config(given, dropout=0.5, dtype=torch.float64)
+    assert feed_forward.dropout.p == 0.5 and feed_forward.linear_2.weight.dtype == torch.float64
+    model = nn.Sequential(embeddings, encoder).eval()
+    assert model(torch.randint(40, (2, 12))).shape == (2, 12, 8)
+
+
+def test_a_config_that_says_no_more_than_sizes():
+    layer = layers.TransformerEncoderLayer.from_config(config())
+    assert (layer.attention.dropout, layer.layer_norm_1.eps) == (0.0, 1e-5)
+    assert layers.Embeddings.from_config(config()).layer_norm.eps == 1e-12
+    layers.TransformerEncoder.from_config(bert_config())  # its own defaults are what the layers do
+
+
+ENCODERS = (layers.TransformerEncoderLayer, layers.TransformerEncoder)
+
+
+@pytest.mark.parametrize("make", [config, bert_config], ids=["any object", "BertConfig"])
+@pytest.mark.parametrize(
+    "name, value, refusing, taking",
+    [
+        ("hidden_act", "relu", (layers.FeedForward, *ENCODERS), (layers.Embeddings,)),
+        ("hidden_act", "gelu_new", (layers.FeedForward, *ENCODERS), (layers.Embeddings,)),
+        ("position_embedding_type", "relative_key", (layers.Embeddings, *ENCODERS), (layers.FeedForward,)),
+        ("is_decoder", True, ENCODERS, (layers.FeedForward, layers.Embeddings)),
+        ("add_cross_attention", True, ENCODERS, (layers.FeedForward, layers.Embeddings)),
+    ],
+)
+def test_a_config_that_asks_for_something_else(make, name, value, refusing, taking):
+    for kind in refusing:
+        with pytest.raises(ValueError, match=rf"^config\.{name}: .*{value}"):
+            kind.from_config(make(**{name: value}))
+    for kind in taking:
+        kind.from_config(make(**{name: value}))
+
+
+def test_a_config_that_lacks_a_size():
+    given = config()
+    del given.intermediate_size
+    with pytest.raises(TypeError, match="^config: expected an object with intermediate_size, got SimpleNamespace$"):
+        layers.TransformerEncoder.from_config(given)
+
+
+def decode(token=1, **sizes):
+    return layers.AttentionDecoder(7, 3, 4, 5, **sizes)(torch.tensor([token]), torch.zeros(1, 4), torch.zeros(1, 3, 5))
+
+
+LONG = torch.zeros(1, 4, dtype=torch.int64)
+WRONG = [  # tests/test_hostile.py has every kind of value for each argument
+    ("x: .*at most 3, got 4", ValueError, lambda: layers.SinusoidalPositionalEncoding(2, 3)(torch.zeros(1, 4, 2))),
+    ("x: .*2", ValueError, lambda: layers.SinusoidalPositionalEncoding(2, 3)(torch.zeros(1, 3, 1))),
+    ("input_ids: .*at most 3, got 4", ValueError, lambda: layers.Embeddings(4, 8, 3)(LONG)),
+    ("input_ids: .*0 to 3, got 4 to 4", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG + 4)),
+    ("input_ids: .*0 to 3, got -1 to -1", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG - 1)),
+    ("input: .*0 to 6, got 9 to 9", ValueError, lambda: decode(9)),
+    ("num_heads: .*hidden_size, 4", ValueError, lambda: decode(num_heads=3)),
+    ("num_attention_heads: .*hidden_size, 8", ValueError, lambda: layers.TransformerEncoderLayer(8, 3, 16)),
+    (r"TransformerEncoderLayer\(\) .*'kdim'", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16, kdim=3)),
+    ("dtype: ", TypeError, lambda: decode(dtype=torch.int32)),
+    ("dtype: ", TypeError, lambda: layers.Embeddings(7, 4, 5, dtype=torch.int32)),
+    ("dtype: ", TypeError, lambda: layers.FeedForward(4, 8, dtype="half")),
+    ("dtype: ", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16, dtype=torch.bool)),
+    ("dtype: ", TypeError, lambda: layers.SinusoidalPositionalEncoding(8, 2, dtype=torch.int32)),
+]
+
+
+@pytest.mark.parametrize("message, error, make", WRONG)
+def test_a_wrong_argument_is_named(message, error, make):
+    with pytest.raises(error, match=f"^{message}"):
+        make()

@@ -173,25 +173,13 @@ def test_pairs_of_rank_3_beside_nested_inputs(name):
 
 
 X = torch.ones(1, 3, 8)
+# tests/test_hostile.py has every kind of value for each argument.
 WRONG = [
-    ("embed_dim", ValueError, dict(embed_dim=0), ()),
-    ("embed_dim", TypeError, dict(embed_dim=8.0), ()),
     ("dtype", TypeError, dict(dtype=torch.int32), ()),
     ("num_heads", ValueError, dict(num_heads=3), ()),
     ("num_kv_heads", ValueError, dict(num_heads=4, num_kv_heads=3), ()),
-    ("head_dim", ValueError, dict(head_dim=0), ()),
-    ("dropout", ValueError, dict(dropout=1.1), ()),
-    ("dropout", TypeError, dict(dropout=True), ()),
-    ("softcap", ValueError, dict(softcap=0.0), ()),
-    ("backend", ValueError, dict(backend="fast"), ()),
     ("window", ValueError, dict(window=(-1, 0)), ()),
-    ("scale", ValueError, dict(scale=float("nan")), ()),
     ("query", ValueError, {}, (torch.ones(2, 3, 9),)),
-    ("query", ValueError, {}, (X[0],)),
-    ("query", TypeError, {}, (X.long(),)),
-    ("query", ValueError, {}, (X.to("meta"),)),
-    ("key", ValueError, {}, (X, X.repeat(2, 1, 1))),
-    ("key", TypeError, {}, (X, X.half())),
     ("value", ValueError, {}, (X, X, X[:, :2])),
     ("value", ValueError, dict(vdim=5), (X, X)),
     ("mask", ValueError, {}, (X, None, None, torch.ones(2, 3, 3).bool())),
@@ -202,21 +190,6 @@ WRONG = [
 def test_a_wrong_argument_is_named(name, error, options, inputs):
     with pytest.raises(error, match=f"^{name}: "):
         fa.MultiHeadAttention(**(dict(embed_dim=8, num_heads=2) | options))(*inputs or (X,))
-
-
-@pytest.mark.parametrize(
-    "name, error, options, inputs",
-    [
-        ("dropout", ValueError, dict(dropout=float("nan")), (X,)),
-        ("scale", ValueError, dict(scale=float("nan")), (X,)),
-        ("x", TypeError, {}, ([1.0],)),
-        ("x", TypeError, {}, (X.double(),)),
-        ("mask", TypeError, {}, (X, torch.ones(3, 3))),
-    ],
-)
-def test_a_wrong_argument_of_one_head_is_named(name, error, options, inputs):
-    with pytest.raises(error, match=f"^{name}: "):
-        fa.SelfAttention(8, **options)(*inputs)
 
 
 def test_it_is_printed_with_its_options():

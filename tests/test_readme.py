@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-from . import versions
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DISTRIBUTED = (ROOT / "fusedattn/distributed/README.md").read_text()
@@ -31,9 +29,3 @@ def test_the_rooms_of_the_architecture_are_there():
         (row,) = re.findall(rf"^\| `{room}/` \| (.*) \|$", page, re.M)
         files = {path.stem for path in (ROOT / "fusedattn" / room).glob("*.py")} - {"__init__"}
         assert files <= set(re.findall(r"`(\w+)`", row)), room
-
-
-def test_the_table_of_versions_has_the_last_runs():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    written = page.partition(versions.BEGIN)[2].partition(versions.END)[0]
-    assert written == "".join(versions.table())

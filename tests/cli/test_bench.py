@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from fusedattn.bench import measure, providers, rows
+from fusedattn.bench import providers, rows
 from fusedattn.bench.cases import QUESTIONS, Case
 
 import fusedattn as fa
@@ -82,18 +82,8 @@ def test_rows_are_appended_and_drawn(tmp_path, capsys):
         assert len(rows.read(path)) == count and len(found["rows"]) == 4  # of this run
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
-    command = [
-        "bench",
-        "--device",
-        "cpu",
-        "--shape",
-        "1,2,2,32,32,16",
-        "--providers",
-        "fusedattn:hopper",
-        "--plot",
-        str(picture),
-    ]
-    assert answer(capsys, *command)[1]["picture"] is None and not picture.exists()
+    none_runs = [*SQUARE[:-1], "fusedattn:hopper", "--plot", str(picture)]
+    assert answer(capsys, *none_runs)[1]["picture"] is None and not picture.exists()
 
 
 def test_a_disk_that_is_full_after_some_rows(monkeypatch, capsys, tmp_path):
@@ -125,6 +115,10 @@ def test_presets_are_questions(where):
             assert some and {*some} <= {*every} and (providers_, modes) == ([*usual], [*asked])
             assert len(some) == len(every) or preset == "quick"
     assert chosen() == chosen("--preset", "quick")
+    assert chosen("forward", "module") == chosen("--preset", "full")[:1] + chosen("--preset", "full")[-1:]
+    assert len(chosen()) == 3 and len(chosen("--providers", "naive")) == 2, "modules have a provider of their own"
+    ((some, _, modes),) = chosen("--providers", "torch.nn,fusedattn", "--shape", "1,2,2,8,8,4")
+    assert [case.options for case in some] == ["module"] and modes == ["forward", "forward_backward"]
 
 
 def test_options_narrow_a_preset():
@@ -138,27 +132,3 @@ def test_options_narrow_a_preset():
     expected = Case(1, 4, 2, 8, 16, 32, 32, True, "float32")
     assert some == [expected, expected._replace(dtype="float16")] and modes == ["forward", "backward"]
     assert chosen("--shape", "1,4,2,8,16,32", device="cuda")[0][0][0].dtype == "bfloat16"
-
-
-def test_modules_are_timed_where_nothing_else_is_asked_for_or_they_are():
-    assert len(chosen()) == 3 and len(chosen("--providers", "naive")) == 2
-    ((some, names, modes),) = chosen(
-        "--providers", "torch.nn,fusedattn", "--shape", "1,2,2,8,8,4", "--shape", "1,2,1,8,8,4"
-    )
-    assert [case.options for case in some] == ["module"] and modes == ["forward", "forward_backward"]
-    found = [row for row, _ in measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
-    assert {(row.provider, row.status) for row in found} == {("torch.nn", "ok"), ("fusedattn", "ok")}
-
-
-def test_questions_are_answered_in_full(tmp_path, monkeypatch, capsys):
-    tiny = Case(2, 4, 4, 40, 40, 16, 16, False, "float32", "module")
-    for name, case in (("decode", tiny._replace(Sq=1, options="")), ("module", tiny)):
-        monkeypatch.setitem(QUESTIONS, name, QUESTIONS[name]._replace(on_cpu=[case]))
-    path = tmp_path / "a.csv"
-    command = ["bench", "decode", "module", "--device", "cpu", "--csv", str(path), "--commit", "abc"]
-    status, found = answer(capsys, *command)
-    written = rows.read(path)
-    assert status == 0 and found["preset"] is None and len(found["rows"]) == len(written) == 2 + 2 * 3
-    assert {(row.status, row.commit) for row in written} == {("ok", "abc")}
-    assert {row.provider for row in written} == {*QUESTIONS["decode"].cpu_providers, *QUESTIONS["module"].providers}
-    assert chosen("forward", "module") == chosen("--preset", "full")[:1] + chosen("--preset", "full")[-1:]

@@ -49,6 +49,13 @@ def raising(*call):
     raise RuntimeError("out of registers")
 
 
+@pytest.mark.parametrize("command", ["info", "check", "bench", "tune", "warmup"])
+def test_it_says_how_it_is_used(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0 and f"usage: fusedattn {command}" in capsys.readouterr().out
+
+
 def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
     status, found = answer(capsys, "info")
     assert status == 0 and found["versions"]["torch"] == torch.__version__
@@ -72,6 +79,11 @@ def test_check_compares_each_result_with_eager(capsys):
     assert cli.main(QUICK) == 0
     shown = capsys.readouterr().out
     assert "naive on cpu, float32" in shown and "5 of 5 results" in shown
+
+
+def test_check_runs_the_kernels(device, capsys):
+    status, found = answer(capsys, *QUICK[:1], "--device", device, "--backend", "triton", *QUICK[5:])
+    assert status == 0 and found["results"] and all(one["backend"] == "triton" for one in found["results"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels are not interpreted")

@@ -1,4 +1,4 @@
-"""convert of fusedattn.compat.torch."""
+"""convert of fusedattn.compat.torch; also of modules with computed parameters or another out_proj, which is called."""
 
 import copy
 import io
@@ -9,31 +9,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
-import fusedattn as fa
 import fusedattn.compat.torch as compat
 
 from ..close import assert_as_good, assert_like, exactly, flat
 from ..inside import same
-
-
-class Block(nn.Module):
-    """As a vision transformer has it: patches, a class token, attention before the norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 4, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, 16))
-        self.norm_1, self.norm_2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).mT
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-        y = self.norm_1(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norm_2(x))
 
 
 class Custom(nn.MultiheadAttention):
@@ -79,7 +60,6 @@ MODELS = {
     "encoder, both": (encoder, (X, CAUSAL, PADDING), {}),
     "encoder, unbatched": (encoder, (X[0], CAUSAL), {}),
     "layer": (encoder_layer, (X,), dict(src_key_padding_mask=PADDING)),
-    "ViT": (Block, (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),), {}),
 }
 
 
@@ -119,19 +99,6 @@ def test_a_converted_model_gives_the_same(name, mode, counted):
     assert got.keys() == want.keys()
     for key, ours in got.items():
         assert_as_good(ours, want[key], exact[key], key)
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_fully_padded_samples_are_finite_in_every_mode(mode):
-    model = compat.convert(encoder())
-    for training in (True, False):
-        model.train(training)
-        with mode():
-            out = model(X, src_key_padding_mask=torch.ones(2, 6).bool())
-        assert out.isfinite().all()
-        if out.requires_grad:
-            out.sum().backward()
-            assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_all_is_shared_and_nothing_is_renamed():
@@ -254,21 +221,6 @@ def test_copies_are_converted_and_share_nothing(copied, counted):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_compiled_converted_layer_is_few_nodes():
-    """An encoder with dropout compiles in the time of torch's: attention is one node, not its formula."""
-    layer = encoder_layer(dropout=0.1)
-    nodes = []
-
-    def count(graph, _):
-        nodes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
-        return graph
-
-    torch._dynamo.reset()
-    torch.compile(compat.convert(layer).train(), fullgraph=True, backend=count)(X).sum().backward()
-    assert len(nodes) == 1 and nodes[0] < 60
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mode", ["train", "no_grad"])
 def test_converted_models_compile(mode):
     model = compat.convert(shaken(nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)))
@@ -283,16 +235,108 @@ def test_converted_models_compile(mode):
         same(*(torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (out, want)))
 
 
-def test_a_converted_model_computes_by_the_backend_that_is_named(device):
-    theirs = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 1).to(device).eval()
-    model = compat.convert(copy.deepcopy(theirs))
-    x = torch.randn(1, 3, 4, device=device)
-    padding = torch.tensor([[False, False, True]], device=device)
-    with torch.no_grad():
-        with fa.use_backend("triton"):
-            got = model(x, src_key_padding_mask=padding)
-        assert_like(got, lambda: theirs(x, src_key_padding_mask=padding))
-    if device == "cpu":
-        wide = compat.convert(nn.MultiheadAttention(300, 1))
-        with fa.use_backend("triton"), pytest.raises(NotImplementedError):
-            wide(*[torch.randn(2, 1, 300)] * 3)
+class Adapted(nn.Module):
+    """A layer beside an adapter; the layer's weight is not the adapter's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Linear(16, 16)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def attention(**options):
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(16, 2, batch_first=True, **options)
+
+
+def computed(norm, name, **options):
+    module = attention(**options)
+    norm(module if "." not in name else module.out_proj, name.rpartition(".")[2])
+    return module
+
+
+COMPUTED = {
+    f"{norm.__name__} of {name}": (norm, name, options)
+    for norm in (parametrizations.weight_norm, parametrizations.spectral_norm)
+    for name, options in (
+        ("in_proj_weight", {}),
+        ("out_proj.weight", {}),
+        ("q_proj_weight", dict(kdim=16, vdim=12)),
+    )
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm, name, options", COMPUTED.values(), ids=COMPUTED)
+def test_computed_parameters(norm, name, options, training):
+    theirs = computed(norm, name, **options).eval()
+    ours = compat.convert(nn.ModuleList([copy.deepcopy(theirs)]))[0]
+    assert isinstance(ours, compat.MultiheadAttention)
+    if training and norm is parametrizations.weight_norm:  # the other takes a step at each look
+        theirs.train(), ours.train()
+
+    def results(module):
+        out, weights = module(X, X, X[..., : options.get("vdim", 16)])
+        return out, weights, *torch.autograd.grad(out.square().sum(), list(module.parameters()))
+
+    assert_like(results(ours), results, theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    again = compat.convert(copy.deepcopy(ours))
+    assert type(again) is type(ours)
+    assert_like(results(again), results, theirs)
+    if "." not in name:
+        parametrize.remove_parametrizations(ours, name)
+        assert type(ours) is compat.MultiheadAttention
+        assert_like(results(ours)[:2], lambda: results(theirs)[:2])
+
+
+@pytest.mark.parametrize(
+    "wrap, mode",
+    [(Adapted, "compiled"), *((x, y) for x in (Adapted, nn.Sequential, nn.Identity) for y in ("train", "no_grad"))],
+)
+def test_another_out_proj_is_called(wrap, mode):
+    """Its output counts where torch would take the fast path too; an nn.Sequential has no weight to read."""
+    padding = torch.arange(6) >= torch.tensor([[6], [3]])
+    model = compat.convert(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)).train(mode == "train")
+    plain = copy.deepcopy(model)
+    joined = plain.self_attn.out_proj
+    model.self_attn.out_proj = wrap(copy.deepcopy(joined))
+    if wrap is nn.Identity:
+        joined.weight.data, joined.bias.data = torch.eye(16), torch.zeros(16)
+    elif wrap is Adapted:
+        more = model.self_attn.out_proj.more
+        joined.weight.data += more.weight.data
+        joined.bias.data += more.bias.data
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager") if mode == "compiled" else model
+    with torch.set_grad_enabled(mode != "no_grad"):
+        found = run(X, src_key_padding_mask=padding)[~padding]
+        assert_like(found, lambda: plain(X, src_key_padding_mask=padding)[~padding])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_hooks_of_out_proj_and_a_quantized_one():
+    layer, seen = compat.MultiheadAttention(16, 2, batch_first=True).eval(), []
+    wanted, _ = layer(X, X, X)
+    handle = layer.out_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer(X, X, X)
+    assert torch.equal(seen[0], wanted)
+    handle.remove()
+    layer.out_proj = nn.Linear(16, 16)
+    layer.out_proj.load_state_dict(dict(weight=torch.eye(16), bias=torch.zeros(16)))
+    exact = layer(X, X, X)[0]
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
+    assert not isinstance(quantized.out_proj, nn.Linear)
+    assert torch.equal(quantized(X, X, X)[0], quantized.out_proj(exact)) and not torch.equal(
+        quantized.out_proj(exact), exact
+    )

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +11,13 @@ import torch
 
 import fusedattn as fa
 from fusedattn.compat import _flash, flash_attn as compat
-from fusedattn.testing.tolerance import verdict
+from fusedattn.testing.compare import with_gradients
 
-from ..close import assert_like
-from ..inside import same
-from ..sequences import offsets
-from .flash import formula
+from ..cases import DTYPES, FEATURES, Case
+from ..close import assert_close
+from ..fuzz.routes import flash_dense, flash_packed
+from ..inside import leaves, same
+from ..sequences import by_sequence, offsets
 
 OPTIONS = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
 OPTIONS += "deterministic=False, return_attn_probs=False"
@@ -42,130 +43,59 @@ def test_signatures_are_flash_attns(name):
     assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
 
-class Case(NamedTuple):
-    name: str
-    options: dict = {}
-    Sq: int = 6
-    Sk: int = 6
-    H: int = 4
-    Hkv: int = 4
-    D: int = 8
-    Dv: int = 8
-    B: int = 2
-    dtype: torch.dtype = torch.float32
-
-    def draw(self, device="cpu"):
-        """[q, k, v], which want gradients, and the options."""
-        shapes = (self.Sq, self.H, self.D), (self.Sk, self.Hkv, self.D), (self.Sk, self.Hkv, self.Dv)
-        tensors = [torch.randn(self.B, *s, device=device).to(self.dtype).requires_grad_() for s in shapes]
-        options = dict(self.options)
-        if "alibi_slopes" in options:
-            options["alibi_slopes"] = torch.rand(options["alibi_slopes"], device=device)
-        return tensors, options
-
-
-GROUPED = dict(Hkv=2, D=10, Dv=6)
+NAMES = (
+    *("grouped heads", "odd head dims", "wide value", "more rows", "more keys", "one row", "strided", "expanded"),
+    *("causal", "window", "window of itself", "left window", "right window", "negative scale", "softcap", "slopes"),
+)
+EVERY = dict(B=2, Hq=4, D=10, Dv=6, scale=0.7, causal=True, window=(20, 1), softcap=2.0, alibi="own")
 CASES = [
-    Case("plain"),
-    Case("float64", dict(causal=True), dtype=torch.float64, **GROUPED),
-    Case("float16", dict(window_size=(2, 1)), dtype=torch.float16, **GROUPED),
-    Case("bfloat16", dict(causal=True), dtype=torch.bfloat16, Hkv=1),
-    Case("scale", dict(softmax_scale=-0.3), Sk=3),
-    Case("causal, fewer keys", dict(causal=True), Sk=4, **GROUPED),
-    Case("one query", dict(causal=True), Sq=1),
-    Case("window, fewer keys", dict(window_size=(1, 1)), Sk=3),
-    Case("window of one", dict(window_size=(0, 0)), Sk=7),
-    Case("window to the left", dict(window_size=(1, -1)), Sk=7),
-    Case("window to the right", dict(window_size=(-1, 1)), Sk=5),
-    Case("wide window", dict(window_size=(99, 99)), Sk=9),
-    Case("causal window", dict(causal=True, window_size=(2, 3)), Sk=8),
-    Case("tensor as a window", dict(window_size=torch.tensor([1, 0]))),
-    Case("array as a window", dict(window_size=np.array([1, 0], np.int32))),
-    Case("alibi of each", dict(alibi_slopes=(2, 4), causal=True), Sk=4),
-    Case(
-        "everything",
-        dict(softmax_scale=0.7, causal=True, window_size=(3, 1), softcap=2.0, alibi_slopes=(2, 4)),
-        Sk=8,
-        **GROUPED,
-    ),
+    *(Case(name, dtype=DTYPES[n % 4])._replace(**FEATURES[name]) for n, name in enumerate(NAMES)),
+    Case("everything", strided=True, **EVERY),
+    Case("causal, fewer keys", causal=True, Sk=9, dtype=torch.float16),
     Case("no queries", Sq=0),
-    Case("no keys", dict(causal=True), Sk=0),
+    Case("no keys", Sk=0, causal=True),
     Case("no batch", B=0),
 ]
-ON_KERNELS = ("causal, fewer keys", "alibi of each", "everything", "float16", "no keys")
-
-
-def differentiated(results, tensors):
-    """{name: tensor} of (output, log-sum-exp) and gradients through both."""
-    out, lse = results
-    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
-    loss = (out * weight.to(out.dtype)).sum() + lse.masked_fill(lse == -math.inf, 0.0).sum() / 3
-    grads = torch.autograd.grad(loss, tensors, materialize_grads=True)
-    return dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *grads), strict=True))
-
-
-def in_dtype(dtype, tensors, options):
-    tensors = [x.detach().to(dtype).requires_grad_() for x in tensors]
-    return tensors, {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-
-
-def check(function, tensors, options):
-    """function's results and gradients are as good as the formula in the dtype of the tensors."""
-    out, lse, third = function(*tensors, **options, return_attn_probs=True)
-    got = differentiated((out, lse), tensors)
-    eager_tensors, eager_options = in_dtype(tensors[0].dtype, tensors, options)
-    eager = differentiated(formula(*eager_tensors, **eager_options), eager_tensors)
-    oracle_tensors, oracle_options = in_dtype(torch.float64, tensors, options)
-    oracle = differentiated(formula(*oracle_tensors, **oracle_options), oracle_tensors)
-    wrong = {name: held.why for name in got if not (held := verdict(got[name], eager[name], oracle[name])).ok}
-    assert not wrong
-    assert out.dtype == tensors[0].dtype and out.is_contiguous() and third.numel() == 0
-    assert lse.dtype == torch.promote_types(out.dtype, torch.float32)
-    assert torch.equal(function(*tensors, **options), out)
+ON_KERNELS = ("causal, fewer keys", "everything", "no keys")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients(case):
-    check(compat.flash_attn_func, *case.draw())
+    tensors, options = case.draw()
+    assert_close(with_gradients(flash_dense(None), tensors, options), tensors, options)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_KERNELS], ids=lambda case: case.name)
 def test_kernels(case, device, poison):
+    tensors, options = case.draw(device)
     with fa.use_backend("triton"):
-        check(compat.flash_attn_func, *case.draw(device))
+        got = with_gradients(flash_dense(None), tensors, options)
+    assert_close(got, tensors, options)
 
 
-def test_arguments_by_position():
-    (q, k, v), slopes = CASES[0].draw()[0], torch.rand(4)
-    out, lse, _ = compat.flash_attn_func(q, k, v, 0.0, 0.4, True, (2, 0), 3.0, slopes, True, True)
-    options = dict(softmax_scale=0.4, causal=True, window_size=(2, 0), softcap=3.0, alibi_slopes=slopes)
-    assert_like((out, lse), lambda: formula(q, k, v, **options))
+@pytest.mark.parametrize("window", [torch.tensor([1, 0]), np.array([1, 0], np.int32), [1, 0]], ids=type)
+def test_a_window_may_be_a_tensor_or_an_array(window):
+    q = torch.randn(2, 5, 4, 8)
+    same(compat.flash_attn_func(q, q, q, window_size=window), compat.flash_attn_func(q, q, q, window_size=(1, 0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_comes_out(dtype):
+    q, k = torch.randn(2, 4, 5, 8).to(dtype).transpose(1, 2), torch.randn(2, 7, 8, 2).to(dtype).mT
+    out, lse, third = compat.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert out.shape == q.shape and out.dtype == dtype and out.is_contiguous() and third.numel() == 0
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(compat.flash_attn_func(q, k, k, causal=True), out)
 
 
 def test_dropout():
-    (q, k, v), options = Case("", Sq=40, Sk=50, Hkv=2).draw()[0], dict(softcap=2.0, causal=True)
+    q, k, v = torch.randn(2, 40, 4, 8), torch.randn(2, 50, 2, 8), torch.randn(2, 50, 2, 8)
+    options = dict(softcap=2.0, causal=True)
     torch.manual_seed(5)
     want = fa.attention(*[x.transpose(1, 2) for x in (q, k, v)], dropout_p=0.4, **options).transpose(1, 2)
     torch.manual_seed(5)
     assert torch.equal(compat.flash_attn_func(q, k, v, 0.4, **options), want)
     assert not torch.equal(compat.flash_attn_func(q, k, v, 0.4, **options), want)
-
-
-LAYOUTS = {
-    "contiguous": lambda S, H: torch.randn(2, S, H, 8),
-    "by head": lambda S, H: torch.randn(2, H, S, 8).transpose(1, 2),
-    "packed": lambda S, H: torch.randn(2, S, 3, H, 8)[:, :, 1],
-    "last is not first": lambda S, H: torch.randn(2, S, 8, H).mT,
-    "expanded": lambda S, H: torch.randn(1, S, 1, 8).expand(2, S, H, 8),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_tensors_of_any_strides(name):
-    q, k, v = LAYOUTS[name](5, 4), LAYOUTS[name](7, 2), LAYOUTS[name](7, 2)
-    out = compat.flash_attn_func(q, k, v, causal=True)
-    assert out.is_contiguous()
-    assert_like(out, lambda: formula(q, k, v, causal=True)[0])
 
 
 def together(function, packed, *rest):
@@ -199,50 +129,35 @@ def test_tensors_in_one(varlen):
 
 
 ROWS, KEYS = (3, 0, 5, 1, 2), (4, 2, 3, 0, 2)
-VARLEN = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "window": dict(window_size=(1, 2)),
-    "causal window": dict(causal=True, window_size=(1, 1), softcap=2.0, softmax_scale=0.5),
-    "alibi": dict(alibi_slopes=torch.rand(4), causal=True),
-    "alibi of each": dict(alibi_slopes=torch.rand(5, 4)),
-}
+PACKED = dict(B=5, Hq=4, Hkv=2, Sq=5, Sk=4)
+VARLEN = [
+    Case("plain", **PACKED),
+    Case("causal", causal=True, dtype=torch.bfloat16, **PACKED),
+    Case("window", window=(1, 2), **PACKED),
+    Case("causal window", causal=True, window=(1, 1), softcap=2.0, scale=0.5, **PACKED),
+    Case("slopes", alibi="shared", causal=True, **PACKED),
+    Case("slopes of each", alibi="own", **PACKED),
+]
 
 
-def sequence_by_sequence(q, k, v, options):
-    """Packed (output, log-sum-exp) of the formula for each sequence of ROWS and KEYS."""
-    outs, lses = [], []
-    split = (x.split(lengths) for x, lengths in ((q, ROWS), (k, KEYS), (v, KEYS)))
-    for b, each in enumerate(zip(*split, strict=True)):
-        slopes = options.get("alibi_slopes")
-        own = options | ({} if slopes is None else dict(alibi_slopes=slopes[b] if slopes.dim() == 2 else slopes))
-        out, lse = formula(*(x[None] for x in each), **own)
-        outs.append(out[0])
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
+def check_varlen(case, device, backend):
+    """Some sequences have no rows, some no keys; alignment, window and slopes are those of each."""
+    tensors, options = case.draw(device)
+    for b, n in enumerate(ROWS):
+        tensors["out"][b, :, n:] = tensors["lse"][b, :, n:] = 0
+    attend = flash_packed(SimpleNamespace(lengths=(ROWS, KEYS), Sq=5, Sk=4))
+    with fa.use_backend(backend):
+        got = with_gradients(attend, tensors, options)
+    assert_close(got, tensors, options, apply=lambda function: by_sequence(function, ROWS, KEYS), lengths=(ROWS, KEYS))
 
 
-@pytest.mark.parametrize("name", VARLEN)
-def test_sequences_of_unequal_lengths(name):
-    """Some have no rows, some no keys; alignment, window and slopes are those of each."""
-    check_varlen("cpu", VARLEN[name])
+@pytest.mark.parametrize("case", VARLEN, ids=lambda case: case.name)
+def test_sequences_of_unequal_lengths(case):
+    check_varlen(case, "cpu", None)
 
 
 def test_sequences_on_kernels(device, poison):
-    with fa.use_backend("triton"):
-        check_varlen(device, {name: getattr(x, "to", lambda _, x=x: x)(device) for name, x in VARLEN["alibi"].items()})
-
-
-def check_varlen(device, options):
-    tensors = [
-        torch.randn(sum(n), h, 8, device=device, requires_grad=True) for n, h in ((ROWS, 4), (KEYS, 2), (KEYS, 2))
-    ]
-    rest = offsets(ROWS, device), offsets(KEYS, device), max(ROWS), max(KEYS)
-    out, lse, third = compat.flash_attn_varlen_func(*tensors, *rest, **options, return_attn_probs=True)
-    assert out.is_contiguous() and lse.shape == (4, sum(ROWS)) and third.numel() == 0
-    want = lambda: differentiated(sequence_by_sequence(*tensors, options), tensors)  # noqa: E731
-    assert_like(differentiated((out, lse), tensors), want)
-    assert torch.equal(compat.flash_attn_varlen_func(*tensors, *rest, **options), out)
+    check_varlen(VARLEN[-2], device, "triton")
 
 
 def in_pages(page, *tensors):
@@ -256,22 +171,20 @@ def in_pages(page, *tensors):
 
 
 @pytest.mark.parametrize("page", [3, 256])
-@pytest.mark.parametrize("name", ["causal window", "alibi of each"])
 @pytest.mark.parametrize("known", [True, False])
-def test_packed_sequences_of_keys_in_pages(name, page, known, monkeypatch):
+def test_packed_sequences_of_keys_in_pages(page, known, monkeypatch):
     """They are what packed keys give, gradients included; also where lengths are not read, as on a GPU."""
-    tensors = [torch.randn(sum(n), h, 8, requires_grad=True) for n, h in ((ROWS, 4), (KEYS, 2), (KEYS, 2))]
+    tensors = leaves(*(torch.randn(sum(n), h, 8) for n, h in ((ROWS, 4), (KEYS, 2), (KEYS, 2))))
     rest = offsets(ROWS), offsets(KEYS), max(ROWS), max(KEYS)
-    want = compat.flash_attn_varlen_func(*tensors, *rest, **VARLEN[name], return_attn_probs=True)
+    options = dict(causal=True, window_size=(1, 1), softcap=2.0, alibi_slopes=torch.rand(5, 4), return_attn_probs=True)
+    want = compat.flash_attn_varlen_func(*tensors, *rest, **options)
     if not known:
         monkeypatch.setattr(_flash, "is_known", lambda x: False)
         monkeypatch.setattr("fusedattn.call.varlen.is_known", lambda x: False)
     pools, table = in_pages(page, *tensors[1:])
-    found = compat.flash_attn_varlen_func(
-        tensors[0], *pools, *rest, **VARLEN[name], return_attn_probs=True, block_table=table
-    )
+    found = compat.flash_attn_varlen_func(tensors[0], *pools, *rest, **options, block_table=table)
     same(found, want)
-    same(*(differentiated(x[:2], tensors) for x in (found, want)))
+    same(*(torch.autograd.grad(out.sin().sum() + lse.exp().sum(), tensors) for out, lse, _ in (found, want)))
 
 
 @pytest.mark.parametrize(
@@ -313,20 +226,8 @@ def test_deterministic_is_of_one_call(device):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_backend_that_is_named_runs_or_raises():
-    q, offset = torch.randn(1, 3, 2, 8), offsets([3])
-    with fa.use_backend("hopper"):
-        for call in (
-            lambda: compat.flash_attn_func(q, q, q),
-            lambda: compat.flash_attn_varlen_func(q[0], q[0], q[0], offset, offset, 3, 3),
-            lambda: compat.flash_attn_with_kvcache(q, q, q),
-        ):
-            with pytest.raises(NotImplementedError, match="^backend: 'hopper'"):
-                call()
-
-
 def test_in_one_graph():
-    q, k, v = CASES[0].draw()[0]
+    q, k, v = torch.randn(3, 2, 6, 4, 8).unbind()
     options = dict(causal=True, window_size=(2, 0), softcap=2.0, deterministic=True, return_attn_probs=True)
     want = compat.flash_attn_func(q, k, v, **options)
     got = torch.compile(compat.flash_attn_func, fullgraph=True, backend="eager")(q, k, v, **options)

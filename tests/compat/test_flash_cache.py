@@ -10,163 +10,113 @@ import fusedattn as fa
 from fusedattn.compat.flash_attn import flash_attn_with_kvcache
 from fusedattn.testing.tolerance import verdict
 
-from ..caches import bits
-from .flash import assert_names, described, formula, turned
+from ..caches import Cached, bits, in_float64, one_by_one, touched, turned
+from ..inside import same
+from .test_errors import assert_names, described
 
 HKV, D, DV, C = 2, 10, 6, 12
+BASE = dict(Hq=4, Hkv=HKV, D=D, Dv=DV, C=C, lengths=(0, 5, 9))
 
 
 class Case(NamedTuple):
+    """A call of attention_decode, and how flash-attn is told of it."""
+
     name: str
-    options: dict = {}
-    Sq: int = 1
-    new: int | None = None
-    lengths: tuple | int | None = (0, 5, 9)
-    page: int | None = None
-    batch_idx: tuple | None = None
-    leftpad: tuple | None = None
+    cached: Cached
     half: int = 0
-    H: int = 4
-    dtype: torch.dtype = torch.float32
-    views: bool = False
+    interleaved: bool = True
+    chosen: bool = False  # caches by their number in cache_batch_idx, instead of in pages
+    leftpad: tuple | None = None
+    said: str = "each"  # how long the caches are: a number for "each", one for "all", or "nothing": the whole
 
     def draw(self, device="cpu"):
-        """Arguments by name; whatever nobody may read is NaN."""
-
-        def normal(*shape):
-            return torch.randn(shape, device=device).to(self.dtype)
-
-        batch = len(self.lengths) if isinstance(self.lengths, tuple) else 3
-        page, each = self.page or C, -(-C // self.page) if self.page else 1
-        caches = 2 + batch * each
-        shape = (caches, 3, page, 2, HKV) if self.views else (caches, page, HKV)
-        k_cache, v_cache = (torch.full((*shape, d), math.nan, device=device).to(self.dtype) for d in (D, DV))
-        if self.views:
-            k_cache, v_cache = k_cache[:, 1, :, 1], v_cache[:, 2, :, 0]
-        a = dict(q=normal(batch, self.Sq, self.H, D), k_cache=k_cache, v_cache=v_cache, **self.options)
-        a["cache_seqlens"] = self.lengths
-        if isinstance(self.lengths, tuple):
-            a["cache_seqlens"] = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        if "alibi_slopes" in a:
-            a["alibi_slopes"] = torch.rand(a["alibi_slopes"], device=device)
-        for name, numbers in (("cache_batch_idx", self.batch_idx), ("cache_leftpad", self.leftpad)):
-            if numbers is not None:
-                a[name] = torch.tensor(numbers, dtype=torch.int32, device=device)
-        if self.page:
-            table = torch.randperm(caches, device=device)[: batch * each].view(batch, each).int()
-            for b, length in enumerate(lengths_of(a)):
-                table[b, -(-(length + (self.new or 0)) // page) :] = -1
-            a["block_table"] = table
-        if self.new is not None:
-            a |= dict(k=normal(batch, self.new, HKV, D), v=normal(batch, self.new, HKV, DV))
+        """(arguments of attention_decode, of flash_attn_with_kvcache); they share the caches."""
+        a = self.cached.draw(device)
+        lengths, length = a["cache_seqlens"], self.cached.lengths[0]
+        window = tuple(-1 if side is None else side for side in a.get("window") or (None, None))
+        given = {name: a[name].transpose(1, 2) for name in ("new_key", "new_value") if name in a}
+        given = dict(zip("kv", given.values(), strict=False)) | dict(causal=a.get("causal", False), window_size=window)
+        given |= dict(softmax_scale=a.get("scale"), softcap=a.get("softcap", 0.0), alibi_slopes=a.get("alibi_slopes"))
+        given |= dict(cache_seqlens=dict(each=lengths, all=length, nothing=None)[self.said])
+        for name, ours in dict(q="query", k_cache="key_cache", v_cache="value_cache").items():
+            given[name] = a[ours].transpose(1, 2)
+        if "block_table" in a:
+            given |= dict(cache_batch_idx=a["block_table"][:, 0]) if self.chosen else dict(block_table=a["block_table"])
         if self.half:
             angles = torch.rand(2 * C, self.half, device=device) * 2 * math.pi
-            a |= dict(rotary_cos=angles.cos().to(self.dtype), rotary_sin=angles.sin().to(self.dtype))
-        for b, length in enumerate(lengths_of(a)):
-            for position in range(self.leftpad[b] if self.leftpad else 0, length):
-                where = place(a, b, position)
-                k_cache[where], v_cache[where] = normal(HKV, D), normal(HKV, DV)
-        return a
+            given |= dict(rotary_cos=angles.cos().to(self.cached.dtype), rotary_sin=angles.sin().to(self.cached.dtype))
+            given |= dict(rotary_interleaved=self.interleaved)
+        if self.leftpad is not None:
+            given["cache_leftpad"] = torch.tensor(self.leftpad, dtype=torch.int32, device=device)
+            a["key_mask"] = torch.arange(C, device=device) >= given["cache_leftpad"][:, None]
+        return a, given
+
+    def turned(self, a, given):
+        """The arguments with queries and new keys turned: queries alike unless causality or a window tells them apart.
+
+        They begin where the new keys do, however many there are.
+        """
+        if not self.half:
+            return a
+        rotary = [given[f"rotary_{name}"].to(a["query"].dtype) for name in ("cos", "sin")]
+        local = given["causal"] or any(-1 < side < C for side in given["window_size"])
+        steps = {"query": int(local), "new_key": 1}
+        return a | {
+            name: torch.stack(
+                [
+                    turned(x, length + step * torch.arange(x.shape[1], device=x.device), *rotary, self.interleaved)
+                    for x, length in zip(a[name], a["cache_seqlens"], strict=True)
+                ]
+            )
+            for name, step in steps.items()
+        }
 
 
-def lengths_of(a):
-    given = a["cache_seqlens"]
-    if isinstance(given, torch.Tensor):
-        return given.tolist()
-    return [C if given is None else given] * len(a["q"])
+def case(name, half=0, interleaved=True, chosen=False, leftpad=None, said="each", **fields):
+    fields = BASE | (dict(page=C) if chosen else {}) | fields
+    return Case(name, Cached(name, **fields), half, interleaved, chosen, leftpad, said)
 
 
-def place(a, b, position):
-    """Where in a cache the position of a sequence is."""
-    if a.get("block_table") is not None:
-        page = a["k_cache"].shape[1]
-        return int(a["block_table"][b, position // page]), position % page
-    return int(a["cache_batch_idx"][b]) if a.get("cache_batch_idx") is not None else b, position
-
-
-def one_by_one(a):
-    """(output, log-sum-exp, {(cache, slot): (key, value)} of what is new)."""
-    scores = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
-    options = {name: a[name] for name in scores if name in a}
-    local = options.get("causal", False) or any(-1 < side < C for side in options.get("window_size", ()))
-    outs, lses, written = [], [], {}
-    for b, length in enumerate(lengths_of(a)):
-        slopes = options.get("alibi_slopes")
-        own = options | ({} if slopes is None else dict(alibi_slopes=slopes[b] if slopes.dim() == 2 else slopes))
-        places = [place(a, b, position) for position in range(length)]
-        q = a["q"][b]
-        keys, values = ([a[name][x] for x in places] for name in ("k_cache", "v_cache"))
-        if a.get("k") is not None:
-            new = a["k"][b]
-            if a.get("rotary_cos") is not None:
-                turn = a["rotary_cos"], a["rotary_sin"], a.get("rotary_interleaved", True)
-                steps = torch.arange(len(q)) if local else torch.zeros(len(q))
-                q = turned(q, length + steps, *turn)
-                new = turned(new, length + torch.arange(len(new)), *turn)
-            written |= {place(a, b, length + j): pair for j, pair in enumerate(zip(new, a["v"][b], strict=True))}
-            keys, values = keys + list(new), values + list(a["v"][b])
-        first = int(a["cache_leftpad"][b]) if "cache_leftpad" in a else 0
-        keys, values = (
-            torch.stack(x[first:]) if x[first:] else q.new_zeros(0, HKV, d) for x, d in ((keys, D), (values, DV))
-        )
-        out, lse = formula(q[None], keys[None], values[None], **own)
-        outs.append(out[0])
-        lses.append(lse[0])
-    return torch.stack(outs), torch.stack(lses), written
-
-
-def in_float64(a):
-    return {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in a.items()}
-
-
-EVERY = dict(causal=True, softmax_scale=0.6, softcap=2.0, alibi_slopes=(3, 4))
+EVERY = dict(causal=True, scale=0.6, softcap=2.0, alibi=True)
+TWO = dict(causal=True, Sq=2, new=2)
 CASES = [
-    Case("one query"),
-    Case("float64", dict(causal=True), Sq=2, new=2, dtype=torch.float64),
-    Case("bfloat16", dict(causal=True), Sq=2, new=2, dtype=torch.bfloat16, half=3),
-    Case("more queries than keys", dict(causal=True), Sq=4, lengths=(0, 2, 12)),
-    Case("the same length for all", dict(causal=True), Sq=2, lengths=7),
-    Case("the same length, and new keys", dict(causal=True), Sq=2, new=2, lengths=7),
-    Case("nothing in the cache", dict(causal=True), Sq=3, new=3, lengths=0),
-    Case("the whole cache", dict(causal=True), Sq=2, lengths=None),
-    Case("the whole of pages", Sq=2, lengths=None, page=4),
-    Case("new", new=1),
-    Case("new to the end", dict(causal=True), Sq=3, new=3),
-    Case("fewer new than queries", dict(causal=True), Sq=3, new=1),
-    Case("more new than queries", dict(causal=True), Sq=1, new=3),
-    Case("none new", new=0),
-    Case("window", dict(window_size=(3, 1)), Sq=3, new=2),
-    Case("causal window", dict(causal=True, window_size=(2, 2)), Sq=2, new=2),
-    Case("num_splits", dict(num_splits=3), new=1),
-    Case("everything", EVERY | dict(window_size=(6, 0), rotary_interleaved=False), Sq=3, new=3, half=4, page=5),
-    Case("odd pages", dict(causal=True), Sq=2, new=3, page=5),
-    Case("views of pages", dict(causal=True), Sq=2, new=2, page=4, views=True),
-    Case("chosen caches", dict(causal=True), Sq=2, new=2, batch_idx=(3, 0, 4)),
-    Case("chosen views", dict(causal=True), Sq=2, new=2, batch_idx=(3, 0, 4), views=True, half=5),
-    Case("one cache for all", batch_idx=(1, 1, 1), lengths=(5, 5, 5)),
-    Case("left padding of the whole", leftpad=(0, 2, 7), lengths=None),
-    Case("left padding of chosen caches", new=1, leftpad=(0, 3, 1), batch_idx=(4, 2, 0)),
-    Case("left padding, turned", EVERY, Sq=2, new=2, leftpad=(0, 2, 4), half=2),
+    case("one query"),
+    case("float64", dtype=torch.float64, **TWO),
+    case("bfloat16", dtype=torch.bfloat16, half=3, **TWO),
+    case("more queries than keys", causal=True, Sq=4, lengths=(0, 2, 12)),
+    case("the same length for all", lengths=(7, 7, 7), said="all", **TWO),
+    case("nothing in the cache", causal=True, Sq=3, new=3, lengths=(0, 0, 0), said="all"),
+    case("the whole cache", causal=True, Sq=2, lengths=(C, C, C), said="nothing"),
+    case("the whole of pages", Sq=2, lengths=(C, C, C), page=4, said="nothing"),
+    case("new to the end", causal=True, Sq=3, new=3),
+    case("fewer new than queries", causal=True, Sq=3, new=1),
+    case("more new than queries", causal=True, new=3),
+    case("window", window=(3, 1), Sq=3, new=2),
+    case("causal window", window=(2, 2), **TWO),
+    case("everything", window=(6, 0), Sq=3, new=3, half=4, interleaved=False, page=5, **EVERY),
+    case("views of pages", page=4, strided=True, **TWO),
+    case("chosen caches", chosen=True, lengths=(1, 5, 9), **TWO),
+    case("chosen views", chosen=True, lengths=(1, 5, 9), strided=True, half=5, **TWO),
+    case("left padding of the whole", leftpad=(0, 2, 7), lengths=(C, C, C), said="nothing"),
+    case("left padding of chosen caches", new=1, leftpad=(0, 3, 1), chosen=True, lengths=(1, 5, 9)),
+    case("left padding, turned", leftpad=(0, 2, 4), half=2, Sq=2, new=2, **EVERY),
     *(
-        Case(f"turned {name}, {rows} of {new}, {pairs}", options | pairs, Sq=rows, new=new, half=3)
+        case(f"turned {name}, {rows} of {new}", Sq=rows, new=new, half=3, interleaved=rows == 1, **options)
         for name, options in {
             "causal": dict(causal=True),
-            "in a window": dict(window_size=(4, 2)),
+            "in a window": dict(window=(4, 2)),
             "all alike": {},
-            "all alike in a wide window": dict(window_size=(C, 2 * C)),
+            "all alike in a wide window": dict(window=(C, 2 * C)),
         }.items()
         for rows, new in ((1, 1), (3, 3), (1, 3), (3, 1))
-        for pairs in ({}, dict(rotary_interleaved=False))
     ),
 ]
+ON_KERNELS = ("bfloat16", "everything", "chosen views", "left padding, turned", "turned all alike, 3 of 1")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_caches(case):
     check(case, "cpu", "naive")
-
-
-ON_KERNELS = ("bfloat16", "everything", "chosen views", "left padding, turned", "turned all alike, 3 of 1, {}")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_KERNELS], ids=lambda case: case.name)
@@ -175,44 +125,46 @@ def test_caches_on_kernels(case, device, poison):
 
 
 def check(case, device, backend):
-    a = case.draw(device)
-    eager = one_by_one(a)
-    oracle = one_by_one(in_float64(a))
-    caches = a["k_cache"], a["v_cache"]
-    before, lengths = [bits(x).clone() for x in caches], a["cache_seqlens"]
-    was = lengths.clone() if isinstance(lengths, torch.Tensor) else lengths
+    a, given = case.draw(device)
+    eager, _ = one_by_one(fa.reference.eager, case.turned(a, given))
+    oracle, filled = one_by_one(fa.reference.attention, case.turned(in_float64(a), given))
+    caches = a["key_cache"], a["value_cache"]
+    before, lengths = [bits(x).clone() for x in caches], a["cache_seqlens"].clone()
     with fa.use_backend(backend):
-        results = flash_attn_with_kvcache(**a, return_softmax_lse=True)
-    wrong = [held.why for x in zip(results, eager[:2], oracle[:2], strict=True) if not (held := verdict(*x)).ok]
-    assert not wrong
-    out, lse = results
-    assert out.is_contiguous() and out.dtype == case.dtype
-    assert lse.dtype == torch.promote_types(case.dtype, torch.float32)
-    if isinstance(was, torch.Tensor):
-        assert torch.equal(lengths, was)
-    for number, (cache, held) in enumerate(zip(caches, before, strict=True)):
-        new = torch.zeros_like(held, dtype=torch.bool)
-        view = new.as_strided(cache.shape, cache.stride(), cache.storage_offset())
-        for where, pair in oracle[2].items():
-            view[where] = True
-            rtol = 0.0 if number or not case.half else torch.finfo(case.dtype).eps
-            torch.testing.assert_close(cache[where].double(), pair[number], rtol=rtol, atol=rtol)
-        assert torch.equal(bits(cache)[~new], held[~new])
-    if case.new is None:
+        out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    assert out.is_contiguous() and out.dtype == case.cached.dtype
+    assert lse.dtype == torch.promote_types(out.dtype, torch.float32) and torch.equal(a["cache_seqlens"], lengths)
+    for name, got in dict(out=out.transpose(1, 2), lse=lse).items():
+        held = verdict(got, eager[name], oracle[name])
+        assert held.ok, held.why
+    for cache, want, was in zip(caches, filled, before, strict=True):
+        rtol = torch.finfo(cache.dtype).eps if case.half and cache is caches[0] else 0.0
+        torch.testing.assert_close(cache.double(), want, rtol=rtol, atol=rtol, equal_nan=True)
+        unchanged = ~touched(cache, a)
+        assert torch.equal(bits(cache)[unchanged], was[unchanged])
+    if not case.cached.new:
         with fa.use_backend(backend):
-            assert torch.equal(flash_attn_with_kvcache(**a), out)
+            assert torch.equal(flash_attn_with_kvcache(**given), out)
+
+
+def test_what_changes_no_result():
+    """Splits, no new keys, and caches that are chosen more than once."""
+    q, k, v = torch.randn(3, 1, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 8)
+    k[2], v[2] = k[1], v[1]
+    want = flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
+    for more in (dict(num_splits=3), dict(k=k[:, :0], v=v[:, :0]), dict(cache_batch_idx=numbers(0, 1, 1))):
+        same(flash_attn_with_kvcache(q, k, v, cache_seqlens=5, **more), want)
 
 
 def test_in_one_graph():
-    a = Case("", Sq=3, new=1, half=2, batch_idx=(3, 0, 4), leftpad=(0, 2, 4)).draw()
+    _, a = case("", Sq=3, new=1, half=2, chosen=True, leftpad=(0, 2, 4), lengths=(1, 5, 9)).draw()
     twin = a | {cache: a[cache].clone() for cache in ("k_cache", "v_cache")}
     compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
     assert torch.equal(compiled(**a), flash_attn_with_kvcache(**twin))
     for cache in ("k_cache", "v_cache"):
-        assert torch.equal(bits(a[cache].contiguous()), bits(twin[cache].contiguous()))
+        torch.testing.assert_close(a[cache], twin[cache], rtol=0, atol=0, equal_nan=True)
 
 
-PLAIN = Case("", dict(causal=True), Sq=2, new=2)
 INT32 = torch.int32
 
 
@@ -220,7 +172,7 @@ def rotary(positions=2 * C, half=3, **more):
     return dict(rotary_cos=torch.zeros(positions, half), rotary_sin=torch.zeros(positions, half)) | more
 
 
-CACHE = torch.zeros(5, C, HKV, D)
+CACHE = torch.zeros(3, C, HKV, D)
 LONGER = torch.zeros(3, 3, 4, D)  # more queries than new keys, which are rotated before the call of attention_decode
 
 
@@ -233,8 +185,8 @@ WRONG = [
     (ValueError, "q", dict(q=torch.zeros(3, 2, 4, D).requires_grad_())),
     (TypeError, "k_cache", dict(k_cache=CACHE.half())),
     (ValueError, "k_cache", dict(k_cache=CACHE[:2], v_cache=torch.zeros(2, C, HKV, DV))),
-    (ValueError, "k_cache", dict(k_cache=CACHE[:, :1].expand(5, C, HKV, D))),
-    (ValueError, "v_cache", dict(v_cache=torch.zeros(5, C + 1, HKV, DV))),
+    (ValueError, "k_cache", dict(k_cache=CACHE[:, :1].expand(3, C, HKV, D))),
+    (ValueError, "v_cache", dict(v_cache=torch.zeros(3, C + 1, HKV, DV))),
     (ValueError, "k", dict(k=None)),
     (ValueError, "k", dict(k=torch.zeros(3, 4, HKV, D), v=torch.zeros(3, 4, HKV, DV))),
     (ValueError, "k", dict(cache_seqlens=C - 1)),
@@ -278,7 +230,7 @@ WRONG_PAGES = [
     ids=described,
 )
 def test_what_is_refused_is_refused_before_anything_is_written(error, name, changed, page):
-    a = PLAIN._replace(page=page).draw()
+    _, a = case("", page=page, **TWO).draw()
     held = [bits(a[each]).clone() for each in ("k_cache", "v_cache")]
     wrong = a | changed
     with pytest.raises(error) as raised:

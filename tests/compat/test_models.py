@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compat import _switch, transformers as compat
+from fusedattn.compat import transformers as compat
 
 from .. import sample
 from ..close import assert_as_good, assert_like, exactly, flat
@@ -52,15 +52,10 @@ def assert_same(got, want, exact):
     assert_as_good(*(flat(x for name, x in each.items() if name != "logits") for each in (got, want, exact)))
 
 
-def pairs(*cases):
-    """(family, something) as parameters that are named for both."""
-    return [pytest.param(f, c, id=f"{f.name}, {c}") for f, c in cases]
+TRAINED = [x for x in sample.product(FAMILIES, ["plain", "padded"]) if x.id != "ViT-padded"]
 
 
-TRAINED = pairs(*((f, case) for f in FAMILIES for case in ("plain", "padded") if (f.kind, case) != ("image", "padded")))
-
-
-@pytest.mark.parametrize(("family", "case"), TRAINED)
+@pytest.mark.parametrize("family, case", TRAINED)
 def test_logits_loss_and_gradients_are_eagers(family, case, calls):
     model, inputs = model_of(family.name), inputs_of(family, case == "padded")
     want = outcome(model, "eager", inputs)
@@ -87,16 +82,11 @@ CACHES = {
 }
 
 
-GENERATED = [
-    pytest.param(family, case, padded, id=f"{family.name}, {case}, {'padded' if padded else 'plain'}")
-    for family in GENERATING
-    for case in CACHES
-    for padded in (False, True)
-    if family.kind == "decoder" or case != "in chunks"
-]
+GENERATED = sample.product(GENERATING, CACHES, [False, True])
+GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[1] != "in chunks"]
 
 
-@pytest.mark.parametrize(("family", "case", "padded"), sample.one_in(3, GENERATED))
+@pytest.mark.parametrize("family, case, padded", sample.one_in(3, GENERATED))
 def test_generated_tokens_are_eagers(family, case, padded, calls):
     if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
         pytest.skip("the static cache of transformers 4 takes values for as wide as keys")
@@ -232,17 +222,3 @@ def test_a_tiny_llama_through_the_kernels(device, calls):
             got = outcome(model, "fusedattn", dict(input_ids=ids) | inputs)
         assert_same(got, want, exactly(outcome, model, "eager", dict(input_ids=ids) | inputs))
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize("name", ["BERT", "Llama"])
-def test_their_own_sdpa_is_ours_where_it_is_asked_for(name, monkeypatch):
-    answers = []
-    ours = _switch.scaled_dot_product_attention
-    monkeypatch.setattr(_switch, "scaled_dot_product_attention", lambda *a, **k: (answers.append(1), ours(*a, **k))[1])
-    model, inputs = model_of(name), inputs_of(BY_NAME[name], padded=True)
-    want = outcome(model, "sdpa", inputs)
-    assert not answers
-    with fa.compat.torch.sdpa():
-        got = outcome(model, "sdpa", inputs)
-    assert_same(got, want, exactly(outcome, model, "eager", inputs))
-    assert len(answers) == 2

@@ -186,9 +186,7 @@ def test_autocast_is_torchs(dtype, mask):
 
 
 QUERY, KEY = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
-SQUARE = torch.ones(3, 5)
-WRONG = [
-    (TypeError, "query", [1.0], {}),
+WRONG = [  # tests/test_hostile.py has every kind of value for each argument
     (TypeError, "key", torch.nested.nested_tensor([torch.randn(3, 8)]), {}),
     (ValueError, "query", torch.randn(8), {}),
     (ValueError, "key", torch.randn(3, 4, 5, 8), {}),  # of another batch
@@ -196,22 +194,13 @@ WRONG = [
     (ValueError, "key", KEY[:, :3], dict(value=KEY[:, :3], enable_gqa=True)),
     (ValueError, "query", QUERY[0, 0], dict(enable_gqa=True)),
     (ValueError, "value", torch.randn(2, 4, 6, 8), {}),  # longer than key
-    (ValueError, "value", KEY[:, :, :1], {}),
     (ValueError, "key", torch.randn(2, 4, 5, 6), {}),
     (TypeError, "value", KEY.double(), {}),
-    (ValueError, "is_causal", True, dict(attn_mask=SQUARE.bool())),
+    (ValueError, "is_causal", True, dict(attn_mask=torch.ones(3, 5).bool())),
     (ValueError, "attn_mask", torch.zeros(5), {}),
     (ValueError, "attn_mask", torch.zeros(3, 4), {}),
     (ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5), {}),
-    (TypeError, "attn_mask", SQUARE.half(), {}),
-    (TypeError, "attn_mask", SQUARE.double(), {}),
-    (TypeError, "attn_mask", SQUARE.long(), {}),
-    (TypeError, "attn_mask", [[True]], {}),
-    (ValueError, "attn_mask", SQUARE.to("meta"), {}),
-    (ValueError, "dropout_p", 1.5, {}),
-    (ValueError, "scale", math.nan, {}),
-    (TypeError, "is_causal", 1, {}),
-    (TypeError, "enable_gqa", "yes", {}),
+    (TypeError, "attn_mask", torch.ones(3, 5).double(), {}),
 ]
 
 

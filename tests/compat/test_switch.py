@@ -84,8 +84,7 @@ def test_it_answers_every_call_with_the_arguments_of_torch(way, everywhere, answ
     assert len(answered) == len(calls)
 
 
-@pytest.mark.parametrize("run", [lambda step: step(), lambda step: in_a_thread(step)], ids=["this thread", "another"])
-def test_enabled_it_answers_every_thread_with_gradients_and_autocast(run, answered):
+def test_enabled_it_answers_every_thread_with_gradients_and_autocast(answered):
     def step():
         x = X.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
@@ -98,15 +97,15 @@ def test_enabled_it_answers_every_thread_with_gradients_and_autocast(run, answer
         assert not answered
         with enabled():
             compat.enable_sdpa()
-            results = run(step), early.submit(step).result()
-        assert len(answered) == 4 and answered[2:] == ["early_0"] * 2
+            results = step(), in_a_thread(step), early.submit(step).result()
+        assert answered == ["MainThread"] * 2 + ["other_0"] * 2 + ["early_0"] * 2
         for got in results:
             assert got[0].dtype == want[0].dtype == torch.bfloat16
             for each in list(zip(got, want, exact, strict=True))[1:]:
                 assert_as_good(*each)
         compat.disable_sdpa()
-        run(step), early.submit(step).result()
-    assert len(answered) == 4
+        step(), in_a_thread(step), early.submit(step).result()
+    assert len(answered) == 6
 
 
 def test_a_with_is_for_its_thread_and_ends_with_an_error(answered):
@@ -193,19 +192,6 @@ def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, 
         assert len(answered) == 2
 
 
-def test_the_backend_that_is_named_answers(device):
-    x = torch.randn(1, 2, 4, 8, device=device)
-    with compat.sdpa(), fa.use_backend("triton"):
-        got = taken_before(x, x, x)
-        with pytest.raises(NotImplementedError, match="'triton' cannot take this call"):
-            taken_before(*[torch.randn(2, 300, device=device)] * 3)
-    assert_like(got, taken_before, x, x, x)
-    compat.enable_sdpa()
-    with fa.use_backend("triton"), pytest.raises(NotImplementedError):
-        taken_before(*[torch.randn(2, 300, device=device)] * 3)
-    compat.disable_sdpa()
-
-
 def test_checkpoints_whose_backward_is_inside_compute_ours_again(answered):
     x, grads = X.clone().requires_grad_(), []
     for reentrant in (True, False):
@@ -279,12 +265,102 @@ def test_models_of_torch_leave_their_fast_path(mode, answered):
     assert len(answered) == attentions(model)
 
 
-def test_what_another_thread_traces_holds_nothing_of_ours(answered):
-    """It is kept, also on disk, and nothing would tell after disable_sdpa() whose it was."""
+class Watched:
+    """A backend of torch.compile that keeps how often it compiled, and runs what it gets."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append([node.target for node in graph.graph.nodes])
+        return graph.forward
+
+    def ours(self):
+        """Of each graph, whether the call in it is ours."""
+        torchs = {*_switch._TORCHS, F.multi_head_attention_forward}
+        return [not torchs & set(filter(callable, targets)) for targets in self.graphs]
+
+
+def by_name(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True) + 1
+
+
+def by_reference(x):
+    return taken_before(x, x, x, is_causal=True) + 1
+
+
+def by_operator(x):
+    return OPERATOR.default(x, x, x, None, 0.0, True) + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "everywhere"),
+    [
+        (by_name, True, True),
+        (by_operator, False, False),
+    ],
+)
+def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everywhere):
+    torch._dynamo.reset()
+    watched = Watched()
+    compiled = torch.compile(function, fullgraph=True, backend=watched)
+    for inside in (first, not first, first):
+        if not inside:
+            out = compiled(X)
+        elif everywhere:
+            compat.enable_sdpa()
+            out = compiled(X)
+            compat.disable_sdpa()
+        else:
+            with compat.sdpa():
+                out = compiled(X)
+        assert_like(out, function, X)
+    assert watched.ours() == [first, not first]
+
+
+def test_a_with_inside_of_what_is_compiled():
+    watched = Watched()
+
+    def inside(x):
+        with compat.sdpa():
+            y = by_name(x)
+        return y, by_name(x)
+
+    ours, torchs = torch.compile(inside, fullgraph=True, backend=watched)(X)
+    assert_like(ours, by_name, X)
+    assert torch.equal(torchs, by_name(X)) and watched.graphs[0].count(taken_before) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_models_of_torch_are_ours_with_gradients():
+    torch._dynamo.reset()
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    watched = Watched()
+    compiled = torch.compile(lambda x: model(x, x, x, need_weights=False)[0].sin().sum(), backend=watched)
+    grads, x = [], X[0].clone().requires_grad_()
+    for inside in (False, True, False):
+        if inside:
+            with compat.sdpa():
+                grads += torch.autograd.grad(compiled(x), x)
+        else:
+            grads += torch.autograd.grad(compiled(x), x)
+    assert_like(grads[1], lambda: torch.autograd.grad(model(x, x, x, need_weights=False)[0].sin().sum(), x)[0])
+    assert torch.equal(grads[0], grads[2]) and watched.ours() == [False, True]
+
+
+def test_what_another_thread_compiles_is_torchs_unless_it_enables_too():
+    torch._dynamo.reset()
+    watched = Watched()
     compat.enable_sdpa()
-    traced = torch.compile(taken_before, fullgraph=True, backend="aot_eager")
-    got = in_a_thread(traced, X, X, X)
-    taken_before(X, X, X)
-    assert answered == ["MainThread"]
+
+    def compiled():
+        return torch.compile(by_reference, fullgraph=True, backend=watched)(X)
+
+    def enabled():
+        compat.enable_sdpa()
+        return compiled()
+
+    for run in (compiled, enabled):
+        assert_like(in_a_thread(run), by_reference, X)
     compat.disable_sdpa()
-    assert_like(got, taken_before, X, X, X)
+    assert watched.ours() == [False, True]

@@ -3,61 +3,31 @@
 import inspect
 import re
 
+import pytest
 import torch
+from torch.nn.attention import flex_attention as flex
 
 import fusedattn as fa
+from fusedattn.compat import flash_attn as flash
 
 from ..close import assert_like
 from .test_pages import FOLDER
 
-XFORMERS = "query key value attn_bias p scale op output_dtype".split()  # of memory_efficient_attention, 0.0.35
-SDPA = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
+THEIRS = {
+    "multihead.md": (torch.nn.MultiheadAttention, torch.nn.MultiheadAttention.forward),
+    "flash_attn.md": (flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache),
+    "flex_attention.md": (flex.flex_attention, flex.create_block_mask),
+}
 
 
-def named_on(page):
-    """The names in the first columns of the tables of a page."""
-    cells = re.findall(r"^\| (.*?) (?<!\\)\| ", (FOLDER / "migrate" / page).read_text(), re.M)
-    return set(re.findall(r"\w+", " ".join(part for cell in cells for part in re.findall(r"`([^`]+)`", cell))))
-
-
-def parameters(function):
-    return [name for name in inspect.signature(function).parameters if name != "self"]
-
-
-def test_sdpa():
-    doc = torch.nn.functional.scaled_dot_product_attention.__doc__
-    theirs = re.findall(r"(\w+)(?:=|,|\))", doc[: doc.index("->")].partition("(")[2])
-    assert [x for x in theirs if not x[0].isdigit() and x not in ("None", "False")] == SDPA
-    assert set(SDPA) <= named_on("sdpa.md")
-
-
-def test_the_module():
-    module = torch.nn.MultiheadAttention
-    assert {*parameters(module.__init__), *parameters(module.forward)} <= named_on("multihead.md")
-    text = (FOLDER / "migrate" / "multihead.md").read_text()
-    assert all(f"`{name}`" in text for name in parameters(fa.MultiHeadAttention))
-
-
-def test_flash_attn():
-    flash = fa.compat.flash_attn
-    for function in (flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache):
-        assert set(parameters(function)) <= named_on("flash_attn.md"), function.__name__
-    text = (FOLDER / "migrate" / "flash_attn.md").read_text()
-    assert all(f"`{function.__name__}`" in text or f"| {function.__name__} |" in text for function in flash._FUNCTIONS)
-
-
-def test_flex_attention():
-    from torch.nn.attention import flex_attention as flex
-
-    for function in (flex.flex_attention, flex.create_block_mask):
-        text = (FOLDER / "migrate" / "flex_attention.md").read_text()
-        assert not [name for name in parameters(function) if not re.search(rf"\b{name}\b", text)]
-    assert {"score_mod", "block_mask", "and_masks", "or_masks", "noop_mask"} <= named_on("flex_attention.md")
+@pytest.mark.parametrize("page", THEIRS)
+def test_every_argument_has_an_answer(page):
+    text = (FOLDER / "migrate" / page).read_text()
+    names = {name for function in THEIRS[page] for name in inspect.signature(function).parameters if name != "self"}
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
 def test_masks_and_scores_of_flex_attention():
-    from torch.nn.attention.flex_attention import create_mask
-
     same = {
         lambda b, h, i, j: i >= j: dict(causal=True, align="top_left"),
         lambda b, h, i, j: i + 3 >= j: dict(causal=True),
@@ -65,7 +35,7 @@ def test_masks_and_scores_of_flex_attention():
         lambda b, h, i, j: (i >= j) & (i - j <= 2): dict(causal=True, window=(2, None), align="top_left"),
     }
     for mask_mod, options in same.items():
-        assert torch.equal(_seen(5, 8, **options), create_mask(mask_mod, None, None, 5, 8, device="cpu")[0, 0])
+        assert torch.equal(_seen(5, 8, **options), flex.create_mask(mask_mod, None, None, 5, 8, device="cpu")[0, 0])
     table, distance = torch.randn(2, 12), torch.arange(5)[:, None] - torch.arange(8)
     bias = table[None, :, distance + 7]
     assert bias.shape == (1, 2, 5, 8) and bias[0, 1, 4, 0] == table[1, 11]
@@ -80,10 +50,6 @@ def test_float_padding_of_the_module():
     hides = padding > 1
     assert_like(ours(x, bias=padding[:, None, None])[0], lambda: theirs(x, x, x, key_padding_mask=padding)[0])
     assert_like(ours(x, key_mask=~hides)[0], lambda: theirs(x, x, x, key_padding_mask=hides)[0])
-
-
-def test_xformers():
-    assert set(XFORMERS) <= named_on("xformers.md")
 
 
 def _seen(rows, keys, **options):

@@ -1,5 +1,7 @@
-"""The pages of docs/: their code runs, and the reference has every public name. `make docs` checks links."""
+"""The code of pages and docstrings runs, and the reference has every public name. `make docs` checks links."""
 
+import doctest
+import inspect
 import re
 import sys
 import types
@@ -7,6 +9,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusedattn as fa
 from docs import expand, pictures, tables
@@ -83,3 +86,29 @@ def test_the_reference_has_every_public_name():
     entries = set(re.findall(r"^::: ([\w.]+)$", pages, re.M)) | set(re.findall(r"`(fusedattn\.[\w.]+)`", pages))
     entries |= set(re.findall(r"^## (fusedattn\.[\w.]+)$", pages, re.M))
     assert not set(public()) - entries
+
+
+# Without an example: what other functions return, what transformers calls, and functions whose docstring names another.
+BARE = {"fusedattn.Plan", "fusedattn.Explanation", "fusedattn.compat.transformers.fusedattn_forward"}
+BARE |= {f"fusedattn.reference.{name}" for name in ("attention", "attention_varlen", "attention_decode")}
+PUBLIC = {name: x for name, x in public().items() if not inspect.ismodule(x)} | {
+    "fusedattn.compat.flash_attn": fa.compat.flash_attn,
+    "fusedattn.layers.from_config": fa.layers.FeedForward.from_config,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in BARE])
+def test_its_example_runs(name, alone):
+    documented = PUBLIC[name]
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    if "plot" in name:
+        pytest.importorskip("matplotlib")
+    names = dict(torch=torch, fusedattn=fa)
+    names |= vars(fa.compat.flash_attn) if name.startswith("fusedattn.compat.flash_attn") else {}
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(documented), names, name, None, None)
+    assert example.examples, "no example"
+    printed = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=printed.append)
+    assert not printed, "".join(printed)
