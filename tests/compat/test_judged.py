@@ -14,9 +14,11 @@ from .families import (
     BY_NAME,
     GROUPED,
     IMAGE,
+    LATENT,
     MAJOR,
     SIDES,
     SILENT,
+    TINY,
     TROCR,
     XGLM,
     drawn,
@@ -399,3 +401,14 @@ def test_a_judged_model_is_compiled_without_a_graph_break():
     model.eval().set_attn_implementation("fusedattn")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(logits(compiled, PADDED), logits(model, PADDED))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="came with transformers 5")
+def test_sparse_attention_of_transformers(told, calls):
+    options = TINY | LATENT | dict(index_topk=3, index_n_heads=2, index_head_dim=8)
+    config = transformers.DeepseekV32Config(**options)
+    model = weighted(transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="eager"))
+    want = logits(model, PADDED)
+    model.set_attn_implementation("fusedattn")
+    assert torch.equal(logits(model, PADDED), want) and not calls
+    assert ["DeepseekV32ForCausalLM" in text for text in told()] == [True]
