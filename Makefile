@@ -6,7 +6,7 @@ PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 OTHERS := 3.6.0 3.9.0# the oldest and the newest version of Triton that we promise
-KNOWING := $(addprefix tests/,replay/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
+KNOWING := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so who imports one first does
 

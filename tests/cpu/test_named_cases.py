@@ -1,4 +1,4 @@
-"""Every named case and every pair of options by the backend "cpu", and by what a CPU takes when no backend is named."""
+"""Every named case, and every pair of options, on a CPU, with and without a named backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The backend "cpu" inside PyTorch: graphs, transforms, derivatives of derivatives, autocast, threads and processes."""
+"""The backend "cpu" inside PyTorch: graphs, transforms, autocast, threads and processes."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch.autograd import forward_ad
 
 import fusedattn as fa
 from fusedattn.dispatch import backends, replay
@@ -62,28 +61,6 @@ def test_a_compiled_graph_has_the_same_bits(name, taken):
     assert all(map(torch.equal, *grads)) and taken
 
 
-def test_a_compiled_graph_takes_packed_sequences_of_any_lengths(taken):
-    step = torch.compile(
-        lambda x, cu: fa.attention_varlen(x, x, x, cu, cu, causal=True), fullgraph=True, backend="aot_eager"
-    )
-    x = torch.randn(100, 2, 16)
-    for lengths in ((30, 70), (1, 99), (100, 0)):
-        cu = torch.tensor([0, lengths[0], 100], dtype=torch.int32)
-        assert torch.equal(step(x, cu), fa.attention_varlen(x, x, x, cu, cu, causal=True))
-    assert taken
-
-
-def test_an_exported_program_takes_it():
-    class Model(torch.nn.Module):
-        def forward(self, query, key, value):
-            return fa.attention(query, key, value, causal=True)
-
-    inputs = tuple(draw(1, 2, 90, 16))
-    program = torch.export.export(Model(), inputs)
-    assert any("fusedattn.forward" in str(node.target) for node in program.graph.nodes)
-    assert torch.equal(program.module()(*inputs), fa.attention(*inputs, causal=True))
-
-
 @pytest.mark.parametrize("heads", [1, 2], ids=["wide", "narrow"])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_program_takes_any_length(gradients, heads):
@@ -98,36 +75,6 @@ def test_a_program_takes_any_length(gradients, heads):
                 assert_like(program(x)[:1], lambda layer: layer(x)[:1], layer)  # noqa: B023
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "window"])
-def test_vmap_and_functional_gradients(name):
-    inputs = draw(3, 1, 2, 90, 16)
-
-    def step(*tensors, backend="cpu"):
-        return by(backend)(*tensors, **OPTIONS[name]).sin().sum()
-
-    def want(*leaves):
-        return torch.autograd.grad(sum(step(*x, backend="eager") for x in zip(*leaves, strict=True)), leaves)
-
-    got = torch.vmap(torch.func.grad(step, (0, 1, 2)))(*inputs)
-    assert_like(got, want, *(x.requires_grad_() for x in inputs))
-
-
-@pytest.mark.parametrize("with_lse", [True, False])
-def test_a_derivative_of_a_derivative(with_lse):
-    """Without lse it is one call of PyTorch's kernel, which calls like an earlier one take at once."""
-
-    def penalty(backend):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        results = fa.attention(*leaves, causal=True, return_lse=with_lse, backend=backend)
-        loss = sum(x.square().sum() for x in (results if with_lse else (results,)))
-        grads = torch.autograd.grad(loss, leaves, create_graph=True)
-        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
-
-    inputs = draw(1, 2, 90, 16, dtype=torch.float64)
-    for _ in range(3):
-        assert_like(penalty("cpu"), penalty("naive"))
-
-
 def test_many_gradients_at_once_and_tensors_that_were_elsewhere():
     leaves = draw(1, 2, 90, 16, requires_grad=True)
     for _ in range(3):
@@ -138,17 +85,6 @@ def test_many_gradients_at_once_and_tensors_that_were_elsewhere():
         for number, one in enumerate(incoming):
             want = lambda one: torch.autograd.grad(fa.reference.eager(*leaves), leaves, one)  # noqa: E731
             assert_like([grad[number] for grad in grads], want, one)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_call_that_is_computed_again(reentrant):
-    leaves = draw(1, 2, 90, 16, requires_grad=True)
-    want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
-    out = torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=reentrant)
-    for leaf in leaves:
-        leaf.grad = None
-    out.sum().backward()
-    assert all(map(torch.equal, (leaf.grad for leaf in leaves), want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,38 +132,6 @@ def test_tensors_that_come_back_smaller():
             differentiated(place)
 
 
-LEARNED = {
-    "bias": lambda bias: dict(bias=bias),
-    "alibi_slopes": lambda bias: dict(alibi_slopes=bias[0, :2].abs()),
-    "weights": lambda bias: dict(return_weights=True),
-}
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_vmap_of_what_it_has_no_gradient_of(name):
-    """Inside of it no tensor says that it wants one."""
-    queries, biases = torch.randn(3, 1, 2, 70, 16), torch.randn(3, 70, 70)
-    key, value = torch.randn(2, 1, 2, 70, 16)
-
-    def loss(queries, biases, backend=None):
-        def one(query, bias):
-            results = by(backend)(query, key, value, **LEARNED[name](bias))
-            return results[1] if name == "weights" else results
-
-        return torch.vmap(one)(queries, biases).square().sum()
-
-    for argnums in (0,) if name == "weights" else (0, 1):
-        want = lambda *x, argnums=argnums: torch.func.grad(loss, argnums)(*x)  # noqa: E731
-        assert want(queries, biases, "eager").abs().sum() > 0
-        assert_like(want(queries, biases, None), want, queries, biases, "eager")
-    leaves = queries.requires_grad_(), biases.requires_grad_()
-
-    def grads(backend, *leaves):
-        return torch.autograd.grad(loss(*leaves, backend), leaves[: 1 if name == "weights" else 2])
-
-    assert_like(grads(None, *leaves), grads, "eager", *leaves)
-
-
 @pytest.mark.parametrize("sinks", [torch.randn(2), torch.randn(3, 2)], ids=["shared", "own"])
 def test_vmap_with_sinks_and_padding_of_each_batch(sinks):
     inputs = draw(3, 2, 2, 200, 16)
@@ -252,16 +156,6 @@ def test_many_gradients_of_values_with_much_in_common(lengths):
         same([grad[number] for grad in grads], pull(one))
 
 
-def test_functional_gradients_of_packed_sequences():
-    x, cu = torch.randn(90, 2, 16), torch.tensor([0, 50, 90], dtype=torch.int32)
-
-    def loss(x, backend=None):
-        return fa.attention_varlen(x, x, x, cu, cu, max_seqlen_q=90, max_seqlen_k=90, backend=backend).square().sum()
-
-    assert_like(torch.func.grad(loss)(x), torch.func.grad(loss), x, "naive")
-    assert torch.vmap(loss)(torch.stack((x, x))).shape == (2,)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_gradients_of_an_lse_that_vmap_folds(dtype):
     """The sequences of the folded call are as short, though together they have more keys than the few."""
@@ -281,40 +175,6 @@ def test_no_two_results_of_the_operator_share_memory(keys):
     results = torch.ops.fusedattn.forward(*call, True, False, True, "cpu")
     places = [x.untyped_storage().data_ptr() for x in results if x.numel()]
     assert len(set(places)) == len(places) == 3
-
-
-@pytest.mark.parametrize("learned", ["bias", "alibi_slopes"])
-def test_it_takes_a_call_whose_gradient_is_the_formulas(learned, taken):
-    option = dict(bias=torch.randn(9, 9), alibi_slopes=torch.rand(2))[learned].requires_grad_()
-    inputs = draw(1, 2, 9, 8)
-    gradient = lambda backend: torch.autograd.grad(by(backend)(*inputs, **{learned: option}).sum(), option)  # noqa: E731
-    assert_like(gradient(None), gradient, "eager")
-    assert len(taken) == 1
-
-
-def test_forward_mode(taken):
-    inputs = draw(1, 2, 9, 16)
-
-    def tangent(backend, query, *rest):
-        return torch.func.jvp(lambda q: by(backend)(q, *rest), (query,), (rest[0],))[1]
-
-    assert_like(tangent(None, *inputs), tangent, "eager", *inputs)
-    assert len(taken) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_forward_mode_with_a_bias(dtype, taken):
-    """Of float16 the kernel computes in float32: scores are the same distance from lse for it and for tangents."""
-    query, key, value, direction = torch.randn(4, 1, 2, 100, 32, dtype=dtype)
-    bias = torch.randn(100, 100, dtype=dtype)
-
-    def tangent(backend):
-        with forward_ad.dual_level():
-            moved = forward_ad.make_dual(query, direction)
-            return forward_ad.unpack_dual(by(backend)(moved, key, value, bias=bias)).tangent
-
-    assert_like(tangent(None), tangent, "eager")
-    assert len(taken) == 1
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -9,8 +9,7 @@ import torch._dynamo.config
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.call import rules
-from fusedattn.call.options import Arguments, override
+from fusedattn.call.options import override
 from fusedattn.dispatch import backends
 from fusedattn.launch import hopper, run, tile_table, tuned
 
@@ -32,6 +31,7 @@ COVERED = {
     "lse": dict(return_lse=True),
     "weights": dict(return_weights=True),
     "scale": dict(scale=0.3),
+    "float16": dict(dtype=torch.float16),
 }
 BACKWARDS = {
     64: ("hopper_bwd", "hopper_bwd_deterministic"),
@@ -53,8 +53,9 @@ def explain(*inputs, capability=(9, 0), **options):
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("name", COVERED)
 def test_calls_that_hopper_covers_take_its_kernels(name, dim, heads):
-    inputs = draw(dim, heads=heads)
-    found = explain(*inputs, **COVERED[name])
+    options = dict(COVERED[name])
+    inputs = draw(dim, heads=heads, dtype=options.pop("dtype", torch.bfloat16))
+    found = explain(*inputs, **options)
     backward, _ = BACKWARDS[tile_table.row_width(dim)]
     assert found.backend == "hopper" and not found.backward, str(found)
     assert [*found.tiles][:1] == ["hopper"] and backward in found.tiles
@@ -69,42 +70,32 @@ def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, 
         assert BACKWARDS[dim][wanted] in found.tiles and not found.backward
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_both_half_precisions_are_covered(dtype):
-    assert explain(*draw(128, dtype=dtype)).backend == "hopper"
+EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
+OTHERS = {  # tensors, options, who takes the call, and what is said of the other one
+    "softcap": (draw(128), dict(softcap=3.0), "triton", "it knows no softcap"),
+    "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it knows no dropout_p"),
+    "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it knows no bias"),
+    "scale": (draw(128), dict(scale=0.0), "triton", "a scale between"),
+    "strides": (EXPANDED, {}, "triton", "strides of key"),  # which the copy engine cannot read
+    "float32": (draw(64, dtype=torch.float32), {}, "triton", "float32"),
+    "float64": (draw(64, dtype=torch.float64), {}, "naive", "float64"),
+    "an old GPU": (draw(64), dict(capability=(7, 5)), "naive", "7.5, less than 8.0"),
+    **{
+        f"{major}.{minor}": (draw(64), dict(capability=(major, minor)), "triton", "not 9.0")
+        for major, minor in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "options, why",
-    [
-        (dict(softcap=3.0), "it knows no softcap"),
-        (dict(dropout_p=0.1, seed=1), "it knows no dropout_p"),
-        (dict(bias=torch.empty(300, 300, device="meta")), "it knows no bias"),
-        (dict(scale=0.0), "a scale between"),
-    ],
-    ids=["softcap", "dropout", "bias", "scale"],
-)
-def test_what_it_does_not_cover_the_universal_kernels_take(options, why):
-    found = explain(*draw(128), **options)
-    assert found.backend == "triton" and why in "; ".join(found.reasons["hopper"])
-    assert any(why in sentence for sentence in found.backward)
-
-
-def test_float32_and_other_gpus_take_the_universal_kernels():
-    assert explain(*draw(64, dtype=torch.float32)).backend == "triton"
-    for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
-        found = explain(*draw(64), capability=capability)
-        assert found.backend == "triton" and "not 9.0" in str(found)
-    old = explain(*draw(64), capability=(7, 5))
-    assert old.backend == "naive" and "7.5, less than 8.0" in "; ".join(old.reasons["triton"])
-    assert explain(*draw(64, dtype=torch.float64)).backend == "naive"
-
-
-def test_strides_that_the_copy_engine_cannot_read_are_said_of_the_backward_too():
-    query, *others = draw(64, heads=(8, 1))
-    found = explain(query, *(x.expand(-1, 8, -1, -1) for x in others))
-    assert found.backend == "triton" and "strides of key" in "; ".join(found.backward)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_it_does_not_cover_others_take(name):
+    inputs, options, backend, why = OTHERS[name]
+    found = explain(*inputs, **options)
+    assert found.backend == backend
+    assert why in "; ".join(found.reasons["hopper" if backend == "triton" else "triton"])
     assert not {"hopper_bwd", "hopper"} & {*found.tiles}
+    if backend == "triton" and "capability" not in options:
+        assert any(why in sentence for sentence in found.backward)
 
 
 def test_a_named_backend_is_the_one_that_runs_or_raises():
@@ -182,31 +173,6 @@ def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
             assert out.shape[axis] == count
     called = [node for graph in graphs for node in graph.graph.nodes if "fusedattn" in str(node.target)]
     assert [node.args[-1] for node in called] == ["hopper"]
-
-
-@pytest.mark.parametrize(
-    "dim, length, planes, options, programs",
-    [
-        (128, 1024, 64, {}, 132),
-        (128, 1024, 64, CAUSAL, 132),
-        (128, 1024, 64, dict(window=(100, 100)), 132),
-        (128, 1024, 63, CAUSAL, 63 * 8),
-        (128, 1024, 34, CAUSAL, 34 * 8),
-        (128, 32768, 64, CAUSAL, 64 * 256),
-        (64, 4096, 64, CAUSAL, 132),
-        (64, 4097, 64, CAUSAL, 64 * 33),
-        (256, 2048, 64, CAUSAL, 132),
-        (256, 4096, 64, CAUSAL, 64 * 32),
-        (256, 4096, 64, {}, 132),
-        (128, 100, 64, CAUSAL, 64),
-    ],
-    ids=str,
-)
-def test_programs_share_blocks_of_rows(dim, length, planes, options, programs):
-    """Under a causal mask in pairs: of an even number of planes, where the last round of pairs is nearly full."""
-    inputs = draw(dim, length, heads=(planes, planes), batch=1)
-    call = rules.checked(Arguments(*inputs, **options), True)
-    assert hopper.programs(call, tile_table.HOPPER[dim][0], 132) == programs
 
 
 @compiled

@@ -1,8 +1,6 @@
-"""Calls past what a GPU or 32 bits hold are refused with a reason; grids have one dimension; any shared memory."""
+"""Calls past 32 bits or past a GPU's shared memory are refused with a reason."""
 
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from ..inside import compiled, fields, only_interpreted, passes_compiled
 from ..offline import absent
 from ..sample import one_in, product
 
-TABLE = Path(__file__).parents[2] / "bench" / "results" / "kernels.md"
 MANY = 70_000  # programs along y or z of a grid are at most 65,535
 
 
@@ -42,42 +39,37 @@ def call_of(B=1, Hq=1, Sq=16, Sk=16, D=16, **options):
     return fields(huge(B, Hq, Sq, D), huge(B, 1, Sk, D), huge(B, 1, Sk, D), **options)
 
 
-def test_as_many_programs_as_a_grid_has_and_one_more(device):
-    assert not reasons(call_of(B=2**27 - 1, Hq=16))
-    for backend in ("triton", "hopper"):
-        assert reasons(call_of(B=2**27, Hq=16), backend) == ["the grid would pass 2**31 programs"]
-    with pytest.raises(
-        NotImplementedError, match="'triton' cannot take this call: .*the grid would pass 2\\*\\*31 programs"
-    ):
-        fa.attention(huge(2**27, 16, 16, 8), huge(2**27, 1, 16, 8), huge(2**27, 1, 16, 8), backend="triton")
+def packed(sequences, longest=1):
+    offsets = torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
+    return dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
 
 
-def test_sequences_begin_with_a_block_of_their_own(device):
-    offsets = torch.zeros(1, dtype=torch.int32).expand(2**27)
-    packed = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=1, max_seqlen_k=1)
-    assert reasons(call_of(Hq=16, **packed)) == ["the grid would pass 2**31 programs"]
-    packed |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets[: 2**27 - 2])
-    assert not reasons(call_of(Hq=16, **packed))
+SQUARE = dict(Hq=64, Sq=2**16, Sk=2**16)
+PER_BATCH, PER_HEAD = torch.ones(1, dtype=torch.bool).expand(64, 1, 2**16, 1), torch.zeros(1, 64, 1, 2**16)
+PACKED = dict(Sq=2**15, Sk=2**15, **packed(2**14, 2**15), key_mask=torch.ones(1, 2**15, dtype=torch.bool))
+GRID, POSITIONS, BLOCKS = "the grid would", "rows and keys together would", "its block mask would"
+PAST_A_LIMIT = {  # a call that is refused, the reason, and a call that is just small enough
+    "programs": (dict(B=2**27, Hq=16), GRID, dict(B=2**27 - 1, Hq=16)),
+    "sequences": (dict(Hq=16, **packed(2**27 - 1)), GRID, dict(Hq=16, **packed(2**27 - 3))),
+    "rows": (dict(Sq=2**31, Sk=1, D=1), POSITIONS, dict(Sq=2**31 - 2048, Sk=1, D=1)),
+    "keys": (dict(Sq=1, Sk=2**31, D=1), POSITIONS, dict(Sq=1, Sk=2**31 - 2048, D=1)),
+    "rows and keys": (dict(Sq=2**30, Sk=2**30, D=1), POSITIONS, dict(Sq=2**30, Sk=2**30 - 2048, D=1)),
+    "blocks": (SQUARE | dict(B=64, mask=PER_BATCH, bias=PER_HEAD), BLOCKS, SQUARE | dict(B=64, mask=PER_BATCH)),
+    "blocks of packed": (PACKED, BLOCKS, PACKED | dict(key_mask=None)),
+}
 
 
-@pytest.mark.parametrize("sizes", [(1, 2**31), (2**31, 1), (2**30, 2**30)], ids=str)
-def test_positions_are_of_32_bits(sizes, device):
-    rows, keys = sizes
-    assert "rows and keys together would pass 2**31" in reasons(call_of(Sq=rows, Sk=keys, D=1))
-    fewer = max(rows, keys) - 2048
-    assert not reasons(call_of(Sq=min(rows, fewer), Sk=min(keys, fewer), D=1))
+@pytest.mark.parametrize("name", PAST_A_LIMIT)
+def test_what_passes_32_bits_is_refused(name, device):
+    past, why, fits = PAST_A_LIMIT[name]
+    assert any(reason.startswith(f"{why} pass 2**31") for reason in reasons(call_of(**past)))
+    assert not reasons(call_of(**fits))
 
 
-def test_a_block_mask_is_launched_block_by_block(device):
-    sizes = dict(B=64, Hq=64, Sq=2**16, Sk=2**16)
-    rows, keys = torch.ones(64, 1, 2**16, 1, dtype=torch.bool), torch.zeros(1, 64, 1, 2**16)
-    assert reasons(call_of(**sizes, mask=rows, bias=keys)) == ["its block mask would pass 2**31 blocks"]
-    assert not reasons(call_of(**sizes, mask=rows)) and not reasons(call_of(**sizes, bias=keys[:, :1]))
-    assert not reasons(call_of(**sizes | dict(B=8), mask=rows[:8], bias=keys))
-    lengths = torch.zeros(1, dtype=torch.int32).expand(2**14 + 1)
-    packed = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=2**15, max_seqlen_k=2**15)
-    own = torch.ones(1, 2**15, dtype=torch.bool)
-    assert reasons(call_of(Sq=2**15, Sk=2**15, **packed, key_mask=own)) == ["its block mask would pass 2**31 blocks"]
+def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
+    inputs = huge(2**27, 16, 16, 8), huge(2**27, 1, 16, 8), huge(2**27, 1, 16, 8)
+    with pytest.raises(NotImplementedError, match=r"'triton' cannot take this call: .*pass 2\*\*31 programs"):
+        fa.attention(*inputs, backend="triton")
 
 
 @pytest.fixture
@@ -156,26 +148,3 @@ def test_a_tile_is_found_or_it_is_said_why_not(limit, width, launched):
             assert fa.explain(*inputs).backend == "naive" and fa.attention(*inputs).shape == inputs[0].shape
         else:
             assert grids and fa.explain(*inputs, backend="triton").backend == "triton"
-
-
-# Of the rows that GPUs with so much shared memory take; those of 8.0 are taken by the others where they have none.
-FITS = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB}
-
-
-def compiled_tiles():
-    """{(kernel, GPU, dtype, width): [bytes of shared memory of a tile]} of the report of `make compile`."""
-    found = {}
-    for line in TABLE.read_text().splitlines():
-        row = re.match(r" +(\w+) +sm_(\d+) +(\w+) +d(\d+) .*? +w\d+ s\d+.*? +\d+ +\d+ +(\d+) ", line)
-        if row:
-            kernel, gpu, dtype, width, shared = row.groups()
-            place = kernel, int(gpu), dtype, table.row_width(int(width))
-            found.setdefault(place, []).append(int(shared))
-    return found
-
-
-def test_of_each_kernel_some_tile_fits_where_its_rows_are_taken():
-    found = compiled_tiles()
-    assert len(found) > 50 and {gpu for _, gpu, *_ in found} >= {80, 90}
-    too_large = {place: shared for place, shared in found.items() if min(shared) > FITS.get(place[1], 99 * KB)}
-    assert not too_large

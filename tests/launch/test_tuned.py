@@ -1,4 +1,4 @@
-"""Tuning files: what is read, what is ignored with a warning, and what calls take of it."""
+"""Tuning files: which are read, which are ignored with a warning, and how they change calls."""
 
 import json
 import types
@@ -14,7 +14,7 @@ from fusedattn.dispatch import replay
 from fusedattn.launch import backward, run, tile_table as table, tuned
 from fusedattn.launch.tuned import NOTHING, Row, choose
 
-from .test_run import call
+from ..inside import fields
 
 GPU, PLACE = torch.device("cuda", 0), ("bfloat16", 128, "plain")
 ABOUT = dict(gpu="NVIDIA H200", capability="90", driver="580.1", torch="2.13.0", triton="3.7.1", fusedattn="1")
@@ -114,17 +114,22 @@ def chosen(monkeypatch):
     return of
 
 
+def call(dtype, rows=100, **options):
+    query, key = torch.empty(1, 2, rows, 128, dtype=dtype), torch.empty(1, 1, 200, 128, dtype=dtype)
+    return fields(query, key, key, **options)
+
+
 def test_calls_take_the_tiles_and_the_passes_that_were_chosen(chosen):
     def bf16(**options):
-        return call(dtype=torch.bfloat16, dim=128, dv=128, **options)._replace(named=True)
+        return call(torch.bfloat16, **options)._replace(named=True)
 
     every, plain = [True, True, True, False, False, False], table.tiles_for("forward", 90, 2, 128)
     assert run.candidates("forward", bf16()) == plain and "one_pass" in backward.passes(bf16(), every)
     chosen(ROWS)
     tiles = run.candidates("forward", bf16())
     assert tiles == (FORWARD[1], FORWARD[0], FORWARD[2]), "the fastest first, without a time the last, none wrong"
-    assert run.candidates("forward", bf16(sq=8)) == (FORWARD[2],), "no larger tile for few rows"
-    assert run.candidates("forward", call(dtype=torch.float16, dim=128, dv=128)) == plain
+    assert run.candidates("forward", bf16(rows=8)) == (FORWARD[2],), "no larger tile for few rows"
+    assert run.candidates("forward", call(torch.float16)) == plain
     assert backward.passes(bf16(), every) == ("preprocess", "dq", "dkdv")
     assert "one_pass" in backward.passes(bf16()._replace(right=0), every), "it is faster there"
     chosen([Row("one_pass", *PLACE, form, why="NaN") for form in ONE_PASS])

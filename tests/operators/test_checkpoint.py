@@ -1,4 +1,4 @@
-"""Checkpoints: what is computed again is the same, and what is kept by the name of the operator is not."""
+"""Checkpoints: recomputed calls save the same tensors, and an operator that is kept by name is not recomputed."""
 
 import functools
 
@@ -66,29 +66,23 @@ def graded(step, inputs):
     return torch.autograd.grad(step(*inputs), inputs)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name, backend", [*((name, "triton") for name in KEPT), ("plain", "cpu"), ("masks", "cpu")])
-def test_what_is_kept_by_name_is_not_computed_again(name, backend, device, computed):
-    """Also of calls that would be replayed: nobody sees the operator of those."""
+def test_what_is_kept_by_name_is_not_computed_again(name, backend, compiled, device, computed):
+    """Also of a call that would be replayed, which has no operator to see."""
     if backend == "cpu" != device:
         pytest.skip("about CPU tensors")
+    if compiled and name != "plain":
+        pytest.skip("one call is enough")
     options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in KEPT[name].items()}
     step, inputs = functools.partial(attend, backend, options), draw(device, requires_grad=True)
-    want = graded(step, inputs)
+    kept, want = kept_by_name(step), graded(step, inputs)
+    torch._dynamo.reset()
+    if compiled:
+        kept = torch.compile(kept, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         computed.clear()
-        assert all(map(torch.equal, graded(kept_by_name(step), inputs), want)) and len(computed) == 1
-        assert all(map(torch.equal, graded(step, inputs), want))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["triton", "cpu"])
-def test_a_compiled_checkpoint_keeps_it_too(backend, device, computed):
-    if backend == "cpu" != device:
-        pytest.skip("about CPU tensors")
-    torch._dynamo.reset()
-    step, inputs = functools.partial(attend, backend, {}), draw(device, requires_grad=True)
-    want = graded(step, inputs)
-    computed.clear()
-    got = graded(torch.compile(kept_by_name(step), backend="aot_eager", fullgraph=True), inputs)
-    assert len(computed) == 1
-    same(got, want)
+        same(graded(kept, inputs), want)
+        assert len(computed) == 1
+        same(graded(step, inputs), want)

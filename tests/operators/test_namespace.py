@@ -1,4 +1,4 @@
-"""Two copies of the package in one process: the installed one, and one that another package has inside."""
+"""Two copies of the package in one process: the installed one, and one vendored by another package."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Packed sequences inside PyTorch: compiled, derived twice, under vmap and autocast."""
+"""Packed sequences inside PyTorch: compiled, exported, and derived twice."""
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from ..sequences import attention_varlen, by_sequence, draw_packed, offsets
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["triton", "naive"])
+@pytest.mark.parametrize("backend", ["triton", "naive", "cpu"])
 def test_compiled_code_knows_no_lengths(backend, device):
+    if backend == "cpu" != device:
+        pytest.skip("about CPU tensors")
     torch._dynamo.reset()
 
     def attend(query, key, value, cu_q, cu_k):
@@ -32,7 +34,7 @@ def test_compiled_code_knows_no_lengths(backend, device):
             out = function(*tensors)
             return out, *torch.autograd.grad(out, tensors[:3], grad)
 
-        if backend == "triton":
+        if backend != "naive":
             same(results(compiled), results(attend))
         else:  # what a compiler rounds otherwise
             assert_like(results(compiled), lambda: results(attend))
@@ -74,56 +76,9 @@ def test_second_derivatives(backend, device):
     assert_like(got, derive, by_sequence(fa.reference.eager, rows, keys))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["naive", "cpu"])
-def test_tangents_of_gradients(backend, dtype):
-    """Forward mode over reverse mode: the tangent of a gradient is what the second derivative gives."""
-    rows = (2, 0, 3)
-    query, key, value = (x.detach() for x in draw_packed(rows, rows, dtype=dtype)[:3])
-    offset = offsets(rows)
-
-    def loss(query, backend=backend):
-        out, lse = fa.attention_varlen(
-            *(query, key, value, offset, offset), max_seqlen_q=3, max_seqlen_k=3, backend=backend, return_lse=True
-        )
-        return out.float().square().sum() + lse.sum()
-
-    def backwards_twice(query, direction):
-        (leaf,) = leaves(query)
-        (first,) = torch.autograd.grad(loss(leaf, "naive"), leaf, create_graph=True)
-        return first, *torch.autograd.grad((first * direction).sum(), leaf)
-
-    direction = torch.randn_like(query)
-    got = torch.func.jvp(torch.func.grad(loss), (query,), (direction,))
-    assert_like(got, backwards_twice, query, direction)
-
-
-def test_vmap_is_one_call_of_all_sequences(device):
-    query, key, value, _ = draw_packed((5, 3), (4, 4), device)
-    cu = offsets((5, 3), device), offsets((4, 4), device)
-
-    def attend(query, backend):
-        return fa.attention_varlen(query, key, value, *cu, max_seqlen_q=5, max_seqlen_k=4, backend=backend)
-
-    several = torch.stack([query.detach(), query.detach() + 1])
-    for backend in ("triton", "naive"):
-        got = torch.vmap(lambda x, b=backend: attend(x, b))(several)
-        assert_like(got, lambda: torch.stack([attend(x, "naive") for x in several]))
-
-
 def test_a_backend_that_has_no_packed_sequences_says_so():
     query, key, value, _ = draw_packed((5, 3), (4, 4))
     with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
         fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)), backend="hopper")
     with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
         fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(dtype):
-    query, key, value, _ = draw_packed((5, 3), (4, 4))
-    cu = offsets((5, 3)), offsets((4, 4))
-    with torch.autocast("cpu", dtype):
-        got = fa.attention_varlen(query, key, value, *cu)
-    want = fa.attention_varlen(*(x.to(dtype) for x in (query, key, value)), *cu)
-    assert got.dtype == dtype and torch.equal(got, want)

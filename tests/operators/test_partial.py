@@ -1,13 +1,9 @@
-"""Attention over parts of the keys that rows see: what they make together is what all keys make at once."""
+"""Attention to parts of the keys, merged, equals attention to all keys."""
 
 import pytest
 import torch
 
 from fusedattn import reference
-from fusedattn.call.options import Arguments, Origin
-from fusedattn.call.rules import checked
-from fusedattn.naive import dropout
-from fusedattn.operators import attention, partial
 from fusedattn.testing.tolerance import verdicts
 
 from ..conftest import INTERPRETED
@@ -96,25 +92,3 @@ def test_rows_that_see_nothing_stay_empty():
         assert (found["lse"][:, :, :11] == -float("inf")).all() and found["lse"][:, :, 11:].isfinite().all()
         assert (found["out"][:, :, :11] == 0).all() and (found["query"][:, :, :11] == 0).all()
         assert all(x[:, :, 11:].isfinite().all() for x in (found["out"], found["query"]))
-
-
-@pytest.mark.parametrize("row, key", [(0, 0), (16, 32), (5, 0), (3, 9), (7, 24)])
-@pytest.mark.skipif(not INTERPRETED, reason="kernels need the interpreter")
-def test_dropout_counts_from_the_origin(row, key):
-    """Values of one at each key by itself: the output is the weights, whose zeros are those of the whole."""
-    batch, heads, rows, keys = 2, 2, 20, 24
-    query, value = torch.zeros(batch, heads, rows, keys), torch.eye(keys).expand(batch, heads, keys, keys)
-    call = checked(Arguments(query, value, value, dropout_p=0.4, seed=11))
-    call = call._replace(origin=list(Origin(0, row, key, 1, 3)), partial=True)
-    out, _ = partial.forward(call, "triton")
-    planes = 1 + torch.tensor([b * 3 + h for b in range(batch) for h in range(heads)])
-    kept = dropout.keep(call.seed, planes, row, row + rows, key + keys, 0.4, key).view(batch, heads, rows, keys)
-    assert torch.equal(out != 0, kept)
-    assert torch.equal(partial.forward(call, "naive")[0] != 0, kept)
-
-
-def test_an_origin_is_checked():
-    query = torch.randn(1, 1, 4, 8)
-    call = checked(Arguments(query, query, query))._replace(origin=[0, -1, 0, 0, 1])
-    with pytest.raises(ValueError, match="^origin: expected shift, and row, key, plane and heads of 0 or more"):
-        attention.OPERATORS.forward(*call, False, False, False, "cpu")

@@ -99,7 +99,7 @@ WRONG = {
     "forward": of_values(
         dict(left=[-1], right=[-2], scale=[float("nan")], softcap=[0.0], dropout_p=[1.5], seed=[None]) | BACKEND
     ) + [
-        wrong("backend", backend="hopper"), wrong("query", **OFFSETS)
+        wrong("backend", backend="hopper"), wrong("query", **OFFSETS), wrong("origin", origin=[0, -1, 0, 0, 1])
     ],
     "packed forward": of_values(dict(cu_seqlens_q=[None], cu_seqlens_k=[None]), TypeError) + of_values(
         dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])
@@ -332,13 +332,14 @@ def test_a_block_mask_has_no_gradient(device):
     assert not OPERATORS.block_mask(**given | dict(bias=given["bias"].clone().requires_grad_())).requires_grad
 
 
+@pytest.mark.parametrize("options", [{}, dict(dropout_p=0.3, seed=3)], ids=["plain", "dropout"])
 @pytest.mark.parametrize("sizes", [(0, SK), (SQ, 0)], ids=["no queries", "no keys"])
-def test_vmap_of_nothing(sizes, device):
+def test_vmap_of_nothing(sizes, options, device):
     query, key, value = (torch.randn(3, 2, 2, n, 8, device=device) for n in (sizes[0], sizes[1], sizes[1]))
 
     def total(backend):
         def attend(query, key, value):
-            return fa.attention(query, key, value, backend=backend)
+            return fa.attention(query, key, value, backend=backend, **options)
 
         grad = torch.func.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))
         return torch.vmap(attend)(query, key, value), *torch.vmap(grad)(query, key, value)
@@ -355,7 +356,10 @@ def test_derivatives_by_name(options, device, backend):
     call = fields(*inputs, right=0, **options | (dict(seed=torch.tensor([3], device=device)) if options else {}))
     out, *_ = OPERATORS.forward(*call, False, False, False, backend)
     want = fa.attention(*inputs, causal=True, scale=0.25, **options, backend=backend)
-    same(*(torch.autograd.grad(x.square().sum(), inputs) for x in (out, want)))
+    first, expected = (torch.autograd.grad(x.square().sum(), inputs, create_graph=True) for x in (out, want))
+    same(first, expected)
+    seconds = [torch.autograd.grad(sum(x.square().sum() for x in grads), inputs) for grads in (first, expected)]
+    same(*seconds)
     with torch.no_grad():
         out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
     grads = OPERATORS.backward(None, None, None, out, weights, stats, *call, backend, WANTED)

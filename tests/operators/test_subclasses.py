@@ -1,4 +1,4 @@
-"""Tensors of other classes, modes and default devices around the functions: the same numbers, in the same class."""
+"""Tensor subclasses, modes and default devices: the same numbers, in the same class."""
 
 import contextlib
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Memory of forward mode: linear in the sequence, measured of a call on a CPU, and counted of what the kernels take."""
+"""Memory of forward mode grows linearly with the sequence."""
 
 import os
 import pathlib

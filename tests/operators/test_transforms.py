@@ -128,24 +128,6 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("second", SECOND)
-def test_mapped_second_derivatives_have_the_dropout_of_their_call(second, backend, device):
-    # On a GPU kernels take no float64.
-    query, key, value, moved = _draw(device, torch.float64 if device == "cpu" else torch.float32)
-    several, directions = torch.cat([query, moved, -query])[:, None], torch.cat([moved, query, query])[:, None]
-
-    def derive(x, t, backend=backend):
-        def total(query):
-            keys, values = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-            return by(backend)(query, keys, values, dropout_p=0.4, seed=7).pow(3).sum()
-
-        return SECOND[second](total, x, t)
-
-    assert_like(vmap(derive)(several, directions)[:, 0], derive, several[:, 0], directions[:, 0], "eager")
-    for number, got in enumerate(vmap(derive, randomness="same")(several, directions)):
-        assert_like(got, derive, several[number], directions[number], "eager")
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::11])
 @pytest.mark.one_in(2)

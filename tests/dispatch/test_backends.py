@@ -176,7 +176,7 @@ def test_a_triton_that_is_broken_or_old_is_a_reason_like_any_other(does, why, mo
 MACHINES = {
     "no Triton": ("sys.modules['triton'] = None", "Triton is not installed"),
     "broken": (
-        "from tests.test_backends import OtherTriton, _raises\n"
+        "from tests.dispatch.test_backends import OtherTriton, _raises\n"
         "for name in [x for x in sys.modules if x.partition('.')[0] == 'triton']: del sys.modules[name]\n"
         "sys.meta_path.insert(0, OtherTriton(_raises(RuntimeError('libcuda is another'))))",
         "(RuntimeError: libcuda is another)",

@@ -1,8 +1,6 @@
-"""Every call has a tile on every GPU, of sizes that kernels take; and how many programs share a cache."""
+"""Every call has a tile on every GPU, of sizes that kernels take."""
 
 import itertools
-
-import pytest
 
 from fusedattn.launch import tile_table as table
 
@@ -45,34 +43,6 @@ def test_sizes_are_what_kernels_take():
     assert not wrong
 
 
-def test_rows_of_a_table_are_of_kernels_gpus_and_widths_that_there_are():
-    for kernel, gpu, size, width in table.TABLE | table.MASKED | table.RICH:
-        assert kernel in table.INTERPRETED and gpu in (80, 86, 90) and size in (2, 4) and width in (64, 128, 256)
-        assert (kernel, 80, size, width) in table.TABLE, "what a GPU without rows of its own takes"
-
-
-@pytest.mark.parametrize(
-    "gpu, rows", {80: 80, 86: 86, 87: 80, 89: 86, 90: 90, 100: 90, 103: 90, 120: 86, 121: 86}.items()
-)
-def test_a_gpu_takes_the_rows_of_what_has_its_shared_memory(gpu, rows):
-    assert table.architecture(gpu) == rows
-    assert table.tiles_for("forward", gpu, 2, 256) == table.TABLE["forward", rows, 2, 256]
-
-
-def test_a_row_is_of_the_load_the_dtype_and_the_width_or_of_the_nearest():
-    assert table.tiles_for("dkdv", 80, 2, 64, "masked") == table.MASKED["dkdv", 80, 2, 64]
-    assert table.tiles_for("dkdv", 80, 2, 64, "rich") == table.RICH["dkdv", 80, 2, 64]
-    assert table.tiles_for("forward", 90, 2, 64, "masked") == table.TABLE["forward", 90, 2, 64]
-    assert (
-        table.tiles_for("forward", 90, 4, 64) == table.TABLE["forward", 80, 4, 64] != table.TABLE["forward", 90, 2, 64]
-    )
-    assert table.tiles_for("forward", 90, 2, 16) == table.tiles_for("forward", 90, 2, 64)
-    assert table.tiles_for("append", 90, 4, 128, "rich") == table.TABLE["append", 80, 2, 128]
-    assert table.tiles_for("forward", None, 2, 256, "rich", narrow=True) == table.INTERPRETED["forward"]
-    with pytest.raises(KeyError, match="no tiles for one_pass, sm_90, 2 bytes, width 256"):
-        table.tiles_for("one_pass", 90, 2, 256)
-
-
 def test_candidates_are_no_tiles_that_calls_take_anyway():
     for place, tiles in table.CANDIDATES.items():
         assert place in table.TABLE and not {*map(table.same, tiles)} & {*map(table.same, table.TABLE[place])}
@@ -95,11 +65,6 @@ def test_the_form_of_long_calls_is_not_that_of_short_ones_though_it_is_the_faste
         assert forms[0] == first and {*forms} == {*table.HOPPER[64]}, "a file comes before the table"
 
 
-def test_bulk_sums_are_of_gpus_with_a_copy_engine():
-    with_bulk = {place for place, tiles in (table.TABLE | table.RICH).items() if any(tile.bulk for tile in tiles)}
-    assert with_bulk and all(kernel == "one_pass" and gpu >= 90 for kernel, gpu, *_ in with_bulk)
-
-
 def test_a_pipeline_for_every_width():
     assert [table.row_width(width) for width in (1, 16, 64, 65, 128, 129, 256)] == [64, 64, 64, 128, 128, 256, 256]
     for pipelines in table.HOPPER.values():
@@ -107,18 +72,6 @@ def test_a_pipeline_for_every_width():
             launched, many, few = table.REGISTERS[each.warpgroups]
             assert each.rows == 64 * each.warpgroups and (each.warpgroups == 2 or not each.ping_pong)
             assert many * each.warpgroups + few <= launched * (each.warpgroups + 1), "it would wait for ever"
-
-
-@pytest.mark.parametrize(
-    "left, right, narrow", [(None, 0, False), (0, None, False), (0, 0, True), (1023, 0, True), (1269, 0, False)]
-)
-def test_a_narrow_band(left, right, narrow):
-    assert table.narrow(left, right) == narrow
-
-
-@pytest.mark.parametrize("rows, kernel", [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (1000, 64)])
-def test_the_kernel_for_so_many_rows_of_a_cache(rows, kernel):
-    assert table.decoder(rows) == f"decode_{kernel}"
 
 
 def test_shares_of_keys_fill_the_gpu_and_none_is_empty():

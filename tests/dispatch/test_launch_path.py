@@ -1,4 +1,4 @@
-"""The host's part of a call of the kernels: launches that repeat earlier ones, and how long they take."""
+"""Replays launch what the first call launched, and take little time on the host."""
 
 import functools
 import inspect
@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.bench import measure
 from triton import knobs
-from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.errors import OutOfResources
 
@@ -19,10 +18,10 @@ import fusedattn as fa
 from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.dispatch import replay
-from fusedattn.launch import hopper, launcher, tile_table
+from fusedattn.launch import hopper, tile_table
 from fusedattn.operators import attention
 
-from ..inside import OPTIONS, compiled, draw, learned, only_interpreted, passes_compiled
+from ..inside import OPTIONS, compiled, draw, only_interpreted, passes_compiled
 from ..offline import absent
 
 # Of calls without and with gradients: the goal of ours, and torch's own on the undisturbed machine of these goals.
@@ -157,41 +156,6 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim
     assert [x[0] for x in arguments if isinstance(x, tuple)] == ["given [0]", "given [1]", "given [2]", "made"]
 
 
-# What another version of Triton may have: {what: (where, name, value)}.
-OTHER_FORMS = {
-    "a function with another parameter": (nvidia, "make_tensordesc_arg", lambda a, b, c, d: [a]),
-    "no function": (nvidia, "make_tensordesc_arg", None),
-    "more arguments for a descriptor": (nvidia, "make_tensordesc_arg", lambda a, b: [a, *a.shape, *a.strides, 0]),
-    "a wrapper without a launcher": (launcher, "_launcher_of", lambda run: None),
-    "another run": (launcher, "_RUN_NOW", ("grid", "stream")),
-}
-
-
-@compiled
-@pytest.mark.parametrize("form", OTHER_FORMS)
-def test_what_is_not_known_of_triton_is_left_to_its_own_launch(form, monkeypatch):
-    where, name, value = OTHER_FORMS[form]
-    if name == "_RUN_NOW":
-        monkeypatch.setattr(launcher, "_RUN", ("grid",))
-    monkeypatch.setattr(where, name, value)
-    test_the_kernel_for_hopper_is_launched_again_with_other_tensors({}, 16, False, monkeypatch)
-
-
-@compiled
-def test_descriptors_that_are_kept_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(launcher.Encoded, "MOST", 3)
-    seen = Launches()
-    with absent.gpu(load=seen.load):
-        kept = [draw("cpu", sq=LENGTH, sk=LENGTH, dtype=torch.bfloat16) for _ in range(9)]
-        for inputs in kept:
-            fa.attention(*inputs, backend="hopper")
-        (repeated,) = replay._known.values()
-    (step,) = repeated.forward.steps
-    encoded = [cell.cell_contents for _, place in step.others for cell in place.__closure__ or ()]
-    encoded += [x for _, place in step.others for x in place.__defaults__ or () if isinstance(x, launcher.Encoded)]
-    assert [len(x.known) <= 3 for x in encoded] == [True] * 4
-
-
 @compiled
 def test_gradients_that_lie_elsewhere_or_do_not_come_launch_what_the_long_way_launches():
     seen, said = Launches(), []
@@ -210,17 +174,6 @@ def test_gradients_that_lie_elsewhere_or_do_not_come_launch_what_the_long_way_la
                 said.append(seen.take())
     assert said[0] == said[2] == said[4] and said[1] == said[3] == said[5]
     assert {name for name, *_ in said[0][:-1]}.isdisjoint(name for name, *_ in said[1][:-1])  # all but `convert`
-
-
-@compiled
-def test_gradients_of_a_bias_take_the_long_way_back():
-    seen = Launches()
-    with absent.gpu(load=seen.load):
-        for _ in range(2):
-            inputs, options = draw("cpu", sq=LENGTH, sk=LENGTH), OPTIONS["added"](LENGTH, LENGTH, "cpu")
-            out = fa.attention(*inputs, **options, backend="triton")
-            grads = torch.autograd.grad(out.sum(), learned(options))
-            assert [grad.shape for grad in grads] == [x.shape for x in learned(options)]
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Values of bfloat16 that are computed less what they have in common, and outputs that this would spoil."""
+"""bfloat16 values with a large common mean or outliers keep exact outputs."""
 
 import pytest
 import torch
@@ -44,15 +44,6 @@ def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
     options = {"bias": torch.zeros(120, 120).masked_fill(~seen, -INFINITE)} if hidden == "bias" else {"mask": seen}
     got = with_gradients(fa.attention, tensors, options, "out", learned=(), backend="cpu")
     assert_close(got, tensors, options, "out")
-
-
-def test_most_rows_may_see_small_values_alone():
-    query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
-    value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
-    mask = (torch.arange(120) >= 117) | (torch.arange(120)[:, None] < 4)
-    got = fa.attention(query.requires_grad_(), key, value, mask=mask, backend="cpu").detach()
-    exact = fa.reference.attention(query.double(), key.double(), value.double(), mask=mask)
-    assert verdict(got[..., 4:, :], fa.reference.eager(query, key, value, mask=mask)[..., 4:, :], exact[..., 4:, :]).ok
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
