@@ -9,6 +9,7 @@ import argparse
 import gzip
 import hashlib
 import importlib.metadata
+import io
 import os
 import pathlib
 import shutil
@@ -57,7 +58,6 @@ def epoch():
 
 
 def copy(names, into, mtime=None):
-    """Copies the files, in the order of names."""
     for name in names:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,10 +89,7 @@ def canonical_sdist(path, seconds):
                 entry = tarfile.TarInfo(name)
                 entry.size, entry.mtime = len(content), seconds
                 entry.mode = 0o755 if mode & stat.S_IXUSR else 0o644
-                with tempfile.SpooledTemporaryFile() as file:
-                    file.write(content)
-                    file.seek(0)
-                    archive.addfile(entry, file)
+                archive.addfile(entry, io.BytesIO(content))
 
 
 def canonical_wheel(path, seconds):
@@ -108,13 +105,6 @@ def canonical_wheel(path, seconds):
             archive.writestr(entry, content)
 
 
-def unpacked(sdist, into):
-    """The folder of an sdist that was unpacked into a folder."""
-    shutil.unpack_archive(sdist, into)
-    (folder,) = into.iterdir()
-    return folder
-
-
 def twice(scratch, seconds):
     """[sdist, wheel], and the same built elsewhere, later, in another order, and with other permissions.
 
@@ -124,20 +114,16 @@ def twice(scratch, seconds):
     first, second = scratch / "first", scratch / "somewhere" / "else"
     copy(names, first)
     sdist = build("sdist", first, scratch / "sdist", seconds)
-    wheel = build("wheel", unpacked(sdist, scratch / "unpacked"), scratch / "wheel", seconds)
+    shutil.unpack_archive(sdist, scratch / "unpacked")
+    (folder,) = (scratch / "unpacked").iterdir()
+    wheel = build("wheel", folder, scratch / "wheel", seconds)
     before = os.umask(OTHER_UMASK)
     try:
         copy(names[::-1], second, mtime=seconds + 12345678)
     finally:
         os.umask(before)
-    again = [
-        build(kind, second, scratch / f"{kind}-again", seconds, OTHER_UMASK, **OTHER) for kind in ("sdist", "wheel")
-    ]
+    again = [build(x, second, scratch / f"{x}-again", seconds, OTHER_UMASK, **OTHER) for x in ("sdist", "wheel")]
     return [sdist, wheel], again
-
-
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main():
@@ -159,7 +145,7 @@ def main():
         into.mkdir(parents=True)
         for one in made:
             shutil.copy(one, into)
-            print(f"{digest(one)}  {one.name}  {one.stat().st_size} bytes")
+            print(f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}  {one.stat().st_size} bytes")
     print("built twice, each time the same bytes; the wheel once from the source archive and once from the repository")
     if changed:
         print("dist: note that there are changes which are not committed")

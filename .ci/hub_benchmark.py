@@ -30,16 +30,12 @@ class Attention(Benchmark):
         self.q = torch.randn(batch, heads, self.length, width, **like)
         self.k, self.v = (torch.randn(batch, kv_heads, self.length, width, **like) for _ in range(2))
         lengths = torch.linspace(0.5, 1.0, batch, device=self.device) * self.length
-        self.real = (
-            torch.arange(self.length, device=self.device) < lengths[:, None]
-        )  # (B, Sk): half of a batch is padding
+        self.places = torch.arange(self.length, device=self.device)
+        self.real = self.places < lengths[:, None]  # (B, Sk): up to half of a sequence is padding
 
     def visible(self, window):
         """(Sq, Sk): the last `window` keys of each query, and none after it."""
-        rows, columns = (
-            torch.arange(self.length, device=self.device)[:, None],
-            torch.arange(self.length, device=self.device),
-        )
+        rows, columns = self.places[:, None], self.places
         return (columns <= rows) & (columns > rows - window)
 
     def benchmark_grouped_causal(self):

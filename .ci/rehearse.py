@@ -85,7 +85,7 @@ def wheel_works(scratch, others, url):
     empty = scratch / "empty"
     empty.mkdir()
     command = python.parent / "fusedattn"
-    printed, seconds = call(command, "info", cwd=empty)
+    _, seconds = call(command, "info", cwd=empty)
     say("fusedattn info", seconds)
     where, _ = call(python, "-c", "import fusedattn, fusedattn.kernels as k; print(k.__file__)", cwd=empty)
     if not pathlib.Path(where.strip()).is_relative_to(scratch):

@@ -14,7 +14,6 @@ PAGES = pathlib.Path(__file__).parent / "pages"
 
 
 def expanded(page: str) -> str:
-    """A page, with everything filled in."""
     page = re.sub(r"^<!-- include: (\S+) -->$", lambda match: _included(match[1]), page, flags=re.M)
     return re.sub(r"^<!-- table: (\w+) -->$", lambda match: tables.TABLES[match[1]](), page, flags=re.M)
 

@@ -1,5 +1,6 @@
 """Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +22,6 @@ class Panel(NamedTuple):
     columns: str = "key"
 
 
-def seen(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """(rows, keys), 1.0 where `fusedattn.attention` gives a weight when all scores are equal."""
-    query, key = torch.zeros(rows, 1), torch.zeros(keys, 1)
-    _, weights = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
-    return (weights > 0).float()
-
-
 def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
     """(rows, keys): how far the weight of each pair is from the largest, when all products are equal."""
     query, key = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
@@ -35,8 +29,12 @@ def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
     return found[0, 0] / found.max()
 
 
+def seen(rows: int, keys: int, **options: Any) -> torch.Tensor:
+    """(rows, keys): 1.0 where a pair has a weight."""
+    return (weights(rows, keys, **options) > 0).float()
+
+
 def svg(panels: Sequence[Panel]) -> str:
-    """Panels side by side."""
     room = [
         max(AXIS + CELL * panel.shades.shape[1], LETTER * len(panel.title), AXIS + LETTER * len(panel.columns))
         for panel in panels
@@ -79,11 +77,8 @@ def _causal() -> str:
 
 
 def _align() -> str:
-    panels = []
-    for rows, keys in ((3, 6), (6, 3)):
-        for align in ("bottom_right", "top_left"):
-            panels.append(Panel(f'align="{align}"', seen(rows, keys, causal=True, align=align)))
-    return svg(panels)
+    sizes = itertools.product(((3, 6), (6, 3)), ("bottom_right", "top_left"))
+    return svg([Panel(f'align="{align}"', seen(*size, causal=True, align=align)) for size, align in sizes])
 
 
 def _window() -> str:
@@ -92,77 +87,57 @@ def _window() -> str:
 
 
 def _window_causal() -> str:
-    options = dict(causal=True, window=(2, None))
-    return svg(
-        [
-            Panel("causal=True, window=(2, None)", seen(6, 6, **options)),
-            Panel("the same, 3 rows", seen(3, 6, **options)),
-        ]
-    )
+    rows = {"causal=True, window=(2, None)": 6, "the same, 3 rows": 3}
+    return svg([Panel(title, seen(n, 6, causal=True, window=(2, None))) for title, n in rows.items()])
 
 
 def _masks() -> str:
-    real = torch.tensor([True] * 3 + [False] * 2)
-    pairs = torch.eye(5, dtype=torch.bool) | torch.eye(5, dtype=torch.bool).flip(1)
-    return svg(
-        [
-            Panel("key_mask", seen(5, 5, key_mask=real)),
-            Panel("query_mask", seen(5, 5, query_mask=real)),
-            Panel("mask", seen(5, 5, mask=pairs)),
-            Panel("mask and causal", seen(5, 5, mask=pairs, causal=True)),
-        ]
-    )
+    real, eye = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
+    pairs = eye | eye.flip(1)
+    options = {
+        "key_mask": dict(key_mask=real),
+        "query_mask": dict(query_mask=real),
+        "mask": dict(mask=pairs),
+        "mask and causal": dict(mask=pairs, causal=True),
+    }
+    return svg([Panel(title, seen(5, 5, **own)) for title, own in options.items()])
 
 
 def _bias() -> str:
-    slopes = torch.tensor([0.5])
     far = torch.zeros(1, 1, 5, 5)
-    far[..., 0] = -1.0
-    far[..., 4] = float("-inf")
-    return svg(
-        [
-            Panel("alibi_slopes, causal", weights(5, 5, alibi_slopes=slopes, causal=True)),
-            Panel("bias", weights(5, 5, bias=far)),
-        ]
-    )
+    far[..., 0], far[..., 4] = -1.0, float("-inf")
+    slopes = weights(5, 5, alibi_slopes=torch.tensor([0.5]), causal=True)
+    return svg([Panel("alibi_slopes, causal", slopes), Panel("bias", weights(5, 5, bias=far))])
 
 
 def _packed() -> str:
-    lengths, total = (3, 2, 4), 9
-    starts = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-    x = torch.zeros(total, 1, 1)
-    panels = []
+    starts, x, panels = torch.tensor([0, 3, 5, 9], dtype=torch.int32), torch.zeros(9, 1, 1), []
+    options = dict(return_weights=True, max_seqlen_q=4, max_seqlen_k=4, backend="naive")
     for causal in (False, True):
-        _, found = fa.attention_varlen(
-            x, x, x, starts, starts, causal=causal, return_weights=True, max_seqlen_q=4, max_seqlen_k=4, backend="naive"
-        )
-        shades = torch.zeros(total, total)
-        for first, length in zip(starts.tolist(), lengths, strict=False):
-            shades[first : first + length, first : first + length] = found[0, first : first + length, :length]
+        _, found = fa.attention_varlen(x, x, x, starts, starts, causal=causal, **options)
+        shades = torch.zeros(9, 9)
+        for first, last in itertools.pairwise(starts.tolist()):
+            shades[first:last, first:last] = found[0, first:last, : last - first]
         panels.append(Panel(f"attention_varlen{', causal' if causal else ''}", (shades > 0).float()))
     return svg(panels)
 
 
 def _cache() -> str:
-    """Three queries against a cache of 8 places of which 6 are filled."""
-    cache, filled = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32)
-    panels = []
-    for rows in (1, 3):
-        query = torch.zeros(1, 1, rows, 1)
-        _, found = fa.attention_decode(
-            query, cache, cache, cache_seqlens=filled, causal=True, return_weights=True, backend="naive"
-        )
-        panels.append(Panel(f"{rows} {'query' if rows == 1 else 'queries'}, 6 of 8 keys", (found[0, 0] > 0).float()))
+    """Queries against a cache of 8 places of which 6 are filled."""
+    cache, filled, panels = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32), []
+    options = dict(cache_seqlens=filled, causal=True, return_weights=True, backend="naive")
+    for title, rows in (("1 query", 1), ("3 queries", 3)):
+        _, found = fa.attention_decode(torch.zeros(1, 1, rows, 1), cache, cache, **options)
+        panels.append(Panel(f"{title}, 6 of 8 keys", (found[0, 0] > 0).float()))
     return svg(panels)
 
 
 def _heads() -> str:
     """Which key head each of 8 query heads reads: its value is what comes out."""
     panels = []
-    for groups in (8, 2, 1):
+    for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
         out = fa.attention(torch.zeros(1, 8, 1, 1), torch.zeros(1, groups, 1, 1), value, backend="naive")
-        title = {8: "8 key heads", 2: "2 key heads", 1: "1 key head"}[groups]
         panels.append(Panel(title, out[0, :, 0], rows="query head", columns="key head"))
     return svg(panels)
 

@@ -3,6 +3,7 @@
 import itertools
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from fusedattn.bench import cases, report, rows
@@ -35,7 +36,6 @@ CALLS = {
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -49,7 +49,7 @@ def cpu() -> str:
         formula = next((_ms(row) for row in some if row.provider == "naive"), "-")
         if ours and theirs:
             what = SAID.get(case.options, case.options) or case.dtype
-            lines.append((what, _mode(mode), *_sizes(case), *_both(ours, theirs), formula))
+            lines.append((what, _MODES[mode], *_sizes(case), *_both(ours, theirs), formula))
     head = "what", "computed", *_SIZES, "fusedattn ms", "PyTorch ms", "ratio", "formula ms"
     return table(head, lines)
 
@@ -63,7 +63,7 @@ def gpu_speeds() -> str:
             ours, theirs = named.get("fusedattn:hopper"), named.get("sdpa:cudnn")
             if ours and theirs and case in cases.PAPER:
                 speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
-                found[mode != "forward", case.D, case.causal, case.Sq] = _mode(mode), *_sizes(case), *speeds
+                found[mode != "forward", case.D, case.causal, case.Sq] = _MODES[mode], *_sizes(case), *speeds
     head = "computed", *_SIZES, "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
     return table(head, [found[place] for place in sorted(found)])
 
@@ -75,25 +75,15 @@ def gpu_others() -> str:
         for (mode, case), some in report.groups(run).items():
             some = [row for row in some if "/" not in row.provider]  # the slash names a tile, of an earlier benchmark
             ours, theirs = report.fastest(some, ours=True), report.fastest(some, ours=False)
-            if (
-                ours
-                and theirs
-                and (case.options in SAID or ours.provider.startswith(("fusedattn:cache", "fusedattn+")))
-            ):
+            if not (ours and theirs):
+                continue
+            if case.options in SAID or ours.provider.startswith(("fusedattn:cache", "fusedattn+")):
                 cache = "one token after a cache, in a CUDA graph" * ours.provider.startswith("fusedattn:cache")
                 packed = "packed " * ours.provider.startswith("fusedattn+packed")
                 what = cache or (packed + SAID.get(case.options, "equal lengths"))
-                lines.append((what, _mode(mode), *_sizes(case), *_both(ours, theirs), theirs.provider))
+                lines.append((what, _MODES[mode], *_sizes(case), *_both(ours, theirs), theirs.provider))
     head = "what", "computed", *_SIZES, "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"
     return table(head, sorted(lines))
-
-
-def cpu_machine() -> str:
-    return _machine("cpu.csv")
-
-
-def gpu_machine() -> str:
-    return _machine("h200.csv")
 
 
 def choices() -> str:
@@ -127,6 +117,7 @@ def _runs(name: str) -> list[list[rows.Row]]:
     return [[row for row in written if row.date == date] for date in dict.fromkeys(row.date for row in written)]
 
 
+_MODES = dict(forward="output", backward="gradients", forward_backward="output and gradients", graph="output")
 _SIZES = "B, Hq, Hkv, Sq, Sk, D", "causal"
 
 
@@ -142,11 +133,5 @@ def _ms(row: rows.Row) -> str:
     return f"{row.ms_p50:,.0f}" if row.ms_p50 >= 100 else f"{row.ms_p50:.3g}"
 
 
-def _mode(mode: str) -> str:
-    modes = dict(forward="output", backward="gradients", forward_backward="output and gradients", graph="output")
-    return modes[mode]
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (cpu, cpu_machine, gpu_speeds, gpu_others, gpu_machine, choices)
-}
+TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices)}
+TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}

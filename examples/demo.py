@@ -123,7 +123,6 @@ def results(model, windows, attend):
 
 
 def inputs_of(model, tokens):
-    """Return query, key and value of the attention of each layer."""
     inputs = []
 
     def attend(layer, *heads):
@@ -141,10 +140,8 @@ def checks(model, windows, prompt, on_kernels):
     eager = results(model, windows, by(fa.reference.eager))
     yield "the model", verdicts(results(model, windows, by(fa.attention)), eager, wanted)
     if on_kernels:
-        yield (
-            "the model by Triton",
-            verdicts(results(model, windows, by(fa.attention, backend="triton")), eager, wanted),
-        )
+        by_kernels = results(model, windows, by(fa.attention, backend="triton"))
+        yield "the model by Triton", verdicts(by_kernels, eager, wanted)
         for (layer, heads), dtype in itertools.product(enumerate(inputs_of(model, windows[:, :-1]), 1), DTYPES):
             tensors = dict(zip(("query", "key", "value"), (x.to(dtype) for x in heads), strict=True))
             tensors |= dict(out=torch.randn_like(tensors["query"]), lse=torch.randn_like(heads[0][..., 0]))  # gradients
@@ -159,13 +156,11 @@ def checks(model, windows, prompt, on_kernels):
 
 
 def milliseconds(function):
-    """Return the median time of a call."""
     timer = benchmark.Timer("function()", globals=dict(function=function), num_threads=torch.get_num_threads())
     return 1e3 * timer.blocked_autorange(min_run_time=0.2).median
 
 
 def time_attention(device):
-    """Print the time of causal attention by three functions."""
     functions = {
         "fused": functools.partial(fa.attention, causal=True),
         "naive": functools.partial(fa.reference.eager, causal=True),
@@ -205,7 +200,6 @@ def text_of(tokens):
 
 
 def main(arguments=None):
-    """Return the exit status."""
     parser = argparse.ArgumentParser(description="Train a small language model on a text, check it, time it, draw it.")
     readme = pathlib.Path(__file__).parent.parent / "README.md"
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", default=readme, help="what to learn (the README)")

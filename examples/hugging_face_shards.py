@@ -33,7 +33,6 @@ def loss_and_gradients(model, tokens, following, positions):
 
 
 def train(rank, store):
-    """What each process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
     torch.manual_seed(0)
