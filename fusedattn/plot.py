@@ -146,7 +146,6 @@ def _numbers(name: str, tensor: Tensor, rank: int) -> Tensor:
 
 
 def _maps(weights: Tensor) -> Tensor:
-    """Return weights as (H, Sq, Sk)."""
     maps = _numbers("weights", weights, 3)
     maps = maps[None] if maps.dim() == 2 else maps
     if maps.dim() != 3:
@@ -200,7 +199,6 @@ def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -
 
 
 def _with_bar(figure: "Figure", image: Any, panels: list[Any], label: str, ticks: Any = None) -> "Figure":
-    """Add the colour bar of an image beside the panels."""
     bar = figure.colorbar(image, ax=panels, fraction=0.025, aspect=50, pad=0.015, ticks=ticks)
     bar.set_label(label, color=INK, fontsize=10)
     bar.ax.tick_params(labelsize=9, colors=INK, length=2)

@@ -20,11 +20,14 @@ def forward(results: Sequence[Tensor], call: Call, why: KernelUnavailable) -> No
     """
     fall_back(why, call.named)
     out, lse, weights, stats = results
-    computed = formula.run_naive(call, bool(lse.numel()), bool(weights.numel()))
-    for target, x in zip((out, lse, weights), computed, strict=True):
-        if target.numel():
-            target.copy_(x)
+    _fill((out, lse, weights), formula.run_naive(call, bool(lse.numel()), bool(weights.numel())))
     stats.fill_(float("nan"))
+
+
+def _fill(results: Sequence[Tensor], computed: Sequence[Tensor | None]) -> None:
+    for target, x in zip(results, computed, strict=False):
+        if x is not None and target.numel():
+            target.copy_(x)
 
 
 def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, ...]:
@@ -37,7 +40,6 @@ def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 
 def backward(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call, why: KernelUnavailable) -> None:
-    """Fill the gradients by the naive path, after a kernel has failed."""
     fall_back(why, call.named)
     gradients(grads, incoming, call)
 
@@ -69,7 +71,4 @@ def decode(results: Sequence[Tensor], decode: Decode, why: KernelUnavailable) ->
     """Fill (output, lse) of a call to a cache; an empty lse is not wanted."""
     fall_back(why, decode.call.named)
     out, lse = results
-    computed = formula.run_naive(cached.dense(decode), bool(lse.numel()), False)
-    for target, x in zip((out, lse), computed, strict=False):
-        if target.numel():
-            target.copy_(x)
+    _fill((out, lse), formula.run_naive(cached.dense(decode), bool(lse.numel()), False))

@@ -5,7 +5,7 @@ more. Packed sequences and those in a cache count with their own lengths, where 
 of fake tensors, with the longest that they may have.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,34 +18,26 @@ from ..call.private import argument_names, flop_formulas
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
-def _packed_pairs(cu_seqlens: Sequence[Any], longest: Sequence[Any], totals: Sequence[Any]) -> Any:
-    """Return the number of (query, key) pairs in packed sequences."""
-    if in_memory(cu_seqlens):
-        rows, keys = (offsets.diff().tolist() for offsets in cu_seqlens)
-        return sum(a * b for a, b in zip(rows, keys, strict=True))
-    if any(length is None for length in longest):
-        return totals[0] * totals[1]
-    return (cu_seqlens[0].shape[0] - 1) * longest[0] * longest[1]
-
-
-def _cached_pairs(query: Any, caches: CacheArguments, added: Any) -> Any:
-    """Return the number of (query, key) pairs in a cache after an append."""
-    batch, _, rows, _ = query.shape
-    room = capacity(caches)
-    if not in_memory([caches.cache_seqlens]):
-        return batch * rows * room
-    return rows * sum(min(length + added, room) for length in caches.cache_seqlens.tolist())
-
-
 def _pairs(given: dict[str, Any]) -> Any:
-    """Return the number of (query, key) pairs of a head."""
+    """Return the number of (query, key) pairs of a head, after an append to a cache."""
     query = given["query"]
+    batch, _, rows, _ = query.shape
     if "key_cache" in given:
         names = "key_cache", "value_cache", "cache_seqlens", "block_table"
-        return _cached_pairs(query, CacheArguments(query, *(given[name] for name in names)), given["added"])
-    (batch, _, rows, _), keys = query.shape, given["key"].shape[2]
+        caches = CacheArguments(query, *(given[name] for name in names))
+        room = capacity(caches)
+        if not in_memory([caches.cache_seqlens]):
+            return batch * rows * room
+        return rows * sum(min(length + given["added"], room) for length in caches.cache_seqlens.tolist())
+    keys = given["key"].shape[2]
     cu_seqlens, longest = ((given[f"{name}_q"], given[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
-    return batch * rows * keys if cu_seqlens[0] is None else _packed_pairs(cu_seqlens, longest, (rows, keys))
+    if cu_seqlens[0] is None:
+        return batch * rows * keys
+    if in_memory(cu_seqlens):
+        return sum(a * b for a, b in zip(*(offsets.diff().tolist() for offsets in cu_seqlens), strict=True))
+    if any(length is None for length in longest):
+        return rows * keys
+    return (cu_seqlens[0].shape[0] - 1) * longest[0] * longest[1]
 
 
 def _formula(operator: Any) -> Callable[..., Any]:

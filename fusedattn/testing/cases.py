@@ -33,12 +33,6 @@ class Case(NamedTuple):
         more |= {name: 4 * getattr(self, name) for name in ("dim", "value_dim")}
         return Case(**{**self._asdict(), **more})
 
-    def at_width(self, width: int) -> "Case":
-        """Return the case at a head dimension of this tile width; odd sizes stay odd."""
-        times = width // (1 << (max(self.dim, self.value_dim) - 1).bit_length())
-        dim, value_dim = (dim * times - dim % 2 * (times - 1) for dim in (self.dim, self.value_dim))
-        return self._replace(dim=dim, value_dim=value_dim)
-
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
         """Return (query, key, value and the gradients of out, lse and weights; options). Hidden elements are NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
@@ -101,6 +95,5 @@ RESULTS["alibi_slopes"] = "d slopes"
 
 
 def compare(case: Case, backend: str, device: str, dtype: torch.dtype) -> dict[str, Verdict]:
-    """Return {name of a result: Verdict}."""
     tensors, options = case.draw(device, dtype)
     return held(with_gradients(attention, tensors, options, case.grads, backend=backend), tensors, options, case.grads)
