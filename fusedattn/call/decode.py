@@ -81,7 +81,6 @@ def capacity_of(decode: Decode) -> int:
 
 
 def capacity(arguments: CacheArguments) -> int:
-    """How many keys a sequence has room for."""
     page, table = arguments.key_cache.shape[2], arguments.block_table
     size: int = page if table is None else page * table.shape[1]
     return size
@@ -120,7 +119,6 @@ def check_sizes(a: CacheArguments) -> None:
 
 
 def _check_both(**pair: Any) -> None:
-    """Raise for one of two arguments without the other."""
     first, second = pair
     for name, other in ((first, second), (second, first)):
         if pair[name] is None:
@@ -141,7 +139,6 @@ def _check_new(a: CacheArguments) -> None:
 
 
 def _check_writable(name: str, cache: Tensor) -> None:
-    """Raise for a cache that new keys or values cannot be written to."""
     for step, size in zip(cache.stride(), cache.shape, strict=True):
         if holds(step == 0, False) and holds(size > 1, False):
             fail(ValueError, name, "a cache without expanded dimensions beside new_key", f"strides {cache.stride()}")
@@ -211,9 +208,8 @@ def _check_apart(a: CacheArguments) -> None:
         return
     alike = in_memory(pairs[1]) and all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
     if not alike or a.rotary_cos is not None:
-        fail(
-            ValueError, "value_cache", "no memory in common with key_cache beside new_key", "a tensor that overlaps it"
-        )
+        expected = "no memory in common with key_cache beside new_key"
+        fail(ValueError, "value_cache", expected, "a tensor that overlaps it")
 
 
 def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
@@ -225,9 +221,8 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     wrong = number[reached & ((number < 0) | (number >= pages))]
     if len(wrong):
         expected = f"pages from 0 to {pages - 1} as far as the lengths reach"
-        fail(
-            ValueError, "block_table", expected if pages else "lengths of 0, because there are no pages", int(wrong[0])
-        )
+        expected = expected if pages else "lengths of 0, because there are no pages"
+        fail(ValueError, "block_table", expected, int(wrong[0]))
     if new:
         position = before[:, None] + torch.arange(new, device=before.device)
         written, place = number.gather(1, position // page), position % page

@@ -23,7 +23,6 @@ def irregular(x: Any) -> Any:
 
 
 def divides(heads: int, kv_heads: int) -> bool:
-    """Whether query heads can share kv heads evenly."""
     return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
 
 

@@ -150,29 +150,26 @@ TENSORS = tuple(_DIMS)
 INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
 # Tensors that callers may write with fewer dimensions than a Call has.
-_SHORT = tuple(name for name, letters in DIMS.items() if letters == "BHQK" or len(letters) == 2)
+_SHORT = tuple(name for name, letters in DIMS.items() if letters)
 
 
 def inputs(call: Call) -> list[Tensor | None]:
-    """Return the fields that may have gradients, in the order of INPUTS."""
     return [getattr(call, name) for name in INPUTS]
 
 
 def tensors(call: Call) -> list[Tensor | None]:
-    """Return the fields that are tensors, in the order of TENSORS."""
     return [getattr(call, name) for name in TENSORS]
 
 
 def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
-    """Return a call with other tensors, in the order of TENSORS."""
     fields: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
     return call._replace(**fields)
 
 
 def in_full(name: str, x: Any) -> Any:
     """Return a tensor option as a Call has it, with the dimensions that the caller may leave out."""
-    letters = DIMS[name]
-    return add_head_dim(x) if letters == "BHQK" else add_batch_dim(x) if len(letters) == 2 else x
+    rank = len(DIMS[name])
+    return add_head_dim(x) if rank == 4 else add_batch_dim(x) if rank == 2 else x
 
 
 def with_dims(letters: str) -> list[str]:
@@ -180,9 +177,18 @@ def with_dims(letters: str) -> list[str]:
     return [name for name, own in DIMS.items() if set(letters) <= set(own)]
 
 
+def sliced(name: str, x: Any, **slices: slice) -> Any:
+    """Return slices of a field, or of a tensor of its shape, by dimension: B=slice(2, 4). A broadcast one stays."""
+    letters = DIMS[name]
+    for axis, letter in enumerate(letters if x is not None else ""):
+        # Of rows and keys only those of pairs are broadcast; a single key is as good a key as any.
+        if letter in slices and (x.shape[axis] != 1 or (letter in "QK" and letters != "BHQK")):
+            x = x[(slice(None),) * axis + (slices[letter],)]
+    return x
+
+
 # Functions, not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def lengths_of(call: Call) -> Lengths | None:
-    """The Lengths of packed sequences, or None."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return None
     totals = call.query.shape[2], call.key.shape[2]
@@ -361,24 +367,16 @@ def _default_scale(columns: Any) -> float:
 def normalise(arguments: Arguments, **more: Any) -> Call:
     """The Call of arguments that have passed every check; more are fields that do not follow from these."""
     a = arguments
-    query, key, value = a.query, a.key, a.value
     left, right = (None, None) if a.window is None else map(as_python, a.window)
-    if query.dim() == 3:
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-    elif query.dim() == 2:
-        query, key, value = query[None, None], key[None, None], value[None, None]
     fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}
     fields |= dict(
-        query=query,
-        key=key,
-        value=value,
-        seed=seed_tensor(a.seed, query.device) if a.dropout_p else None,
+        seed=seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
         left=None if left is None else min(left, UNBOUNDED),
         right=0 if a.causal else None if right is None else min(right, UNBOUNDED),
         # Where nothing is bounded and no distance counts, alignment means nothing: one kernel for both.
         top_left=a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
-        scale=_default_scale(query.shape[-1]) if a.scale is None else float(a.scale),
+        scale=_default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
         softcap=None if a.softcap is None else float(a.softcap),
         dropout_p=float(a.dropout_p),
         deterministic=thread_overrides.deterministic,

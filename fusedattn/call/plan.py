@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .options import Plan, add_batch_dim, add_head_dim
+from .options import Plan, in_full
 from .rules import check_bool, check_floating, fail
 
 
@@ -15,9 +15,7 @@ def check_plan(plan: Plan) -> None:
     if not masks:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
     check_masks(masks, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
-    check_fit(
-        {name: pairs_of(name, add_head_dim(x) if name == "mask" else add_batch_dim(x)) for name, x in masks.items()}
-    )
+    check_fit({name: pairs_of(name, in_full(name, x)) for name, x in masks.items()})
 
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:

@@ -221,7 +221,6 @@ _all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MOD
 
 
 def function_modes() -> list[Any]:
-    """Return the TorchFunctionModes of this thread, the innermost last."""
     return [] if _all_modes is None else _all_modes()
 
 
@@ -246,7 +245,6 @@ def ragged_dim(nested: Tensor) -> int:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments, or numbered ones without a schema."""
     schema = getattr(operator, "_schema", None)
     return [f"argument {number}" for number in range(64)] if schema is None else [x.name for x in schema.arguments]
 
@@ -288,7 +286,6 @@ _store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_sto
 
 
 def write_store(key: str, value: str) -> None:
-    """Write a value for the other processes."""
     if (store := _store()) is not None:
         store.set(key, value)
 

@@ -28,11 +28,6 @@ class Sizes(NamedTuple):
     rank: int = 4
 
 
-def _scores_shape(s: Sizes) -> tuple[int, ...]:
-    """Return the shape of the scores without the dimensions that query lacks."""
-    return (s.B, s.Hq, s.Sq, s.Sk) if s.rank == 4 else (s.B, s.Sq, s.Sk)[3 - s.rank :]
-
-
 # torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: who catches those catches these.
 class ArgumentValueError(ValueError, RuntimeError, AssertionError):
     """A ValueError about an argument."""
@@ -58,7 +53,6 @@ def type_name(x: Any) -> str:
 
 
 def kind(x: Any) -> Any:
-    """Return the dtype of a tensor, or the type of anything else."""
     return x.dtype if isinstance(x, Tensor) else type_name(x)
 
 
@@ -74,7 +68,6 @@ def value(x: Any) -> str:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise for a flag, such as return_lse, that is not a bool."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             fail(TypeError, name, "a bool", type_name(flag))
@@ -87,13 +80,11 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_strided(**tensors: Any) -> None:
-    """Raise for arguments that are not strided tensors."""
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise unless x is a strided tensor."""
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type_name(x))
     if (got := irregular(x)) is not None:
@@ -141,7 +132,6 @@ def check_rank(name: str, x: Tensor, layout: str) -> None:
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raise for a tensor that has none of the shapes."""
     if not is_shape(x.shape, *shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(x.shape))
 
@@ -195,10 +185,9 @@ def _tokens_hint(mask: Tensor, s: Sizes) -> str:
 
 
 def check_pairs(name: str, x: Any, s: Sizes) -> None:
-    """Raise for a mask or a bias that does not broadcast to the scores."""
     check = check_bool if name == "mask" else check_floating
     check(name, x, s.device)
-    shape = _scores_shape(s)
+    shape = (s.B, s.Hq, s.Sq, s.Sk) if s.rank == 4 else (s.B, s.Sq, s.Sk)[3 - s.rank :]
     if x.dim() not in (2, s.rank):
         expected = f"rank 2 or that of query, {s.rank}"
     elif not broadcasts(x, shape):
@@ -218,17 +207,14 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
 
 
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
-    """Raise for a number per head that is not floating, or has none of the shapes."""
     check_floating(name, x, device)
     check_shape(name, x, *shapes)
 
 
 def check_window(window: Any) -> None:
-    if not isinstance(window, tuple | list) or len(window) != 2:
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    if not pair or any(side is not None and not is_int(side) for side in window):
         fail(TypeError, "window", "(left, right), each an int or None", value(window))
-    for side in window:
-        if side is not None and not is_int(side):
-            fail(TypeError, "window", "(left, right), each an int or None", value(window))
     for side in window:
         if side is not None and side < 0:
             fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(window))
@@ -298,14 +284,10 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     """
     a, s = arguments, sizes
     if s is not None:
-        if a.mask is not None:
-            check_pairs("mask", a.mask, s)
-        if a.bias is not None:
-            check_pairs("bias", a.bias, s)
-        if a.key_mask is not None:
-            check_tokens("key_mask", a.key_mask, s)
-        if a.query_mask is not None:
-            check_tokens("query_mask", a.query_mask, s)
+        checks = dict(mask=check_pairs, bias=check_pairs, key_mask=check_tokens, query_mask=check_tokens)
+        for name, check in checks.items():
+            if (x := getattr(a, name)) is not None:
+                check(name, x, s)
         if a.alibi_slopes is not None:
             check_heads("alibi_slopes", a.alibi_slopes, s.device, (s.Hq,), (s.B, s.Hq))
         if a.sinks is not None:

@@ -39,20 +39,15 @@ def check_lengths(packed: VarlenArguments) -> None:
             fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
             fail(ValueError, name, f"one sequence or more, because {tensor} has {rows} rows", "offsets of none")
-        if most is not None:
-            _check_longest(longest_name, most)
+        if most is not None and not is_int(most):
+            fail(TypeError, longest_name, "an int or None", type_name(most))
+        if most is not None and holds(most < 0, False):
+            fail(ValueError, longest_name, "a length of 0 or more", most)
+        if most is not None and holds(most >= 2**31, False):
+            fail(ValueError, longest_name, "a length below 2**31, because offsets are int32", most)
     count = packed.cu_seqlens_q.shape[0]
     if not is_size(packed.cu_seqlens_k.shape[0], count):
         fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", packed.cu_seqlens_k.shape[0])
-
-
-def _check_longest(name: str, most: Any) -> None:
-    if not is_int(most):
-        fail(TypeError, name, "an int or None", type_name(most))
-    if holds(most < 0, False):
-        fail(ValueError, name, "a length of 0 or more", most)
-    if holds(most >= 2**31, False):
-        fail(ValueError, name, "a length below 2**31, because offsets are int32", most)
 
 
 def check_values(packed: VarlenArguments) -> None:
@@ -106,8 +101,7 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
     batch, heads = packed.cu_seqlens_q.shape[0] - 1, query.shape[1]
     arguments = check_options(arguments, Sizes(query.device, query.dtype, batch, heads, most_q, most_k))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    tokens = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
-    lengths = dict(cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
-    lengths |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    arguments = arguments._replace(query=query, key=key, value=value, **tokens)
-    return normalise(arguments, block_mask=block_mask, named=named, **lengths)
+    tensors = dict(query=query, key=key, value=value, key_mask=packed.key_mask, query_mask=packed.query_mask)
+    lengths = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    lengths |= dict(cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
+    return normalise(arguments._replace(**tensors), block_mask=block_mask, named=named, **lengths)

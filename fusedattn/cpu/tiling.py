@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.options import Call, diagonal, with_dims
+from ..call.options import Call, diagonal, sliced, with_dims
 from ..call.private import multiplies_bfloat16
 from ..naive import pairs
 from ..naive.blocks import Block
 from ..naive.decode import alike
-from ..naive.varlen import of_batches, of_pairs, runs
+from ..naive.varlen import runs
 
 CACHE = 2**22  # bytes of an additive mask that are made at a time
 ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel; it takes 32, 64 or 256 at a time
@@ -121,7 +121,7 @@ def _of_batches(call: Call) -> list[Part]:
 def _batches(call: Call, start: int, stop: int) -> Call:
     if call.query.shape[0] == stop - start:
         return call
-    own: dict[str, Any] = {name: of_batches(getattr(call, name), start, stop) for name in with_dims("B")}
+    own: dict[str, Any] = {name: sliced(name, getattr(call, name), B=slice(start, stop)) for name in with_dims("B")}
     return call._replace(**own)
 
 
@@ -165,13 +165,15 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
     def tokens(x, where, length):
         return None if x is None else x[0, where].unflatten(0, (count, length))
 
+    cut: dict[str, Any] = {
+        name: sliced(name, getattr(call, name), B=slice(start, stop), Q=slice(rows), K=slice(keys))
+        for name in ("bias", "mask", "alibi_slopes")
+    }
     made = call._replace(
         query=part.of_rows(call.query),
         key=part.of_keys(call.key),
         value=part.of_keys(call.value),
-        bias=of_pairs(call.bias, start, stop, rows, keys),
-        mask=of_pairs(call.mask, start, stop, rows, keys),
-        alibi_slopes=of_batches(call.alibi_slopes, start, stop),
+        **cut,
         key_mask=tokens(call.key_mask, part.keys, keys),
         query_mask=tokens(call.query_mask, part.rows, rows),
         cu_seqlens_q=None,

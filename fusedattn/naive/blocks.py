@@ -1,7 +1,7 @@
 """Cuts a call into blocks whose scores fit a cache: planes (batch and head), rows, and the keys that these see."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ class Part(NamedTuple):
 
 
 def uncut(call: Call) -> Part:
-    """All of a call as one block."""
     (batch, heads, rows, _), device = call.query.shape, call.query.device
     planes = None if call.seed is None else torch.arange(batch * heads, device=device).view(batch, heads)
     if planes is not None and call.origin is not None:
@@ -102,8 +101,8 @@ def parts(call: Call, limit: int, cut_rows: int = CUT_ROWS, all_rows: int = ROWS
         return [[Part(_flat(call) if len(blocks) > 1 else call, whole.planes, blocks)]]
     batches, heads = max(1, count // heads), min(heads, count // group * group)
     return [
-        [Part(_flat(part), own, blocks) for part, own in _of_heads(some, numbers, heads)]
-        for some, numbers in _of_batches(call, whole.planes, batches)
+        [Part(_flat(part), own, blocks) for part, own in _pieces(some, numbers, 1, heads)]
+        for some, numbers in _pieces(call, whole.planes, 0, batches)
     ]
 
 
@@ -123,23 +122,15 @@ def _split(x: Tensor | None, size: int, dim: int, of: int) -> list | tuple:
     return [x] * count if x is None or count == 1 or x.shape[dim] != of else x.split(size, dim)
 
 
-def _of_batches(call: Call, planes: Tensor | None, size: int) -> Iterator[tuple[Call, Tensor | None]]:
-    batch = call.query.shape[0]
-    names = with_dims("B")
-    pieces = [_split(getattr(call, name), size, 0, batch) for name in names]
-    numbers = _split(planes, size, 0, batch)
-    for first, own, *fields in zip(range(0, batch, size), numbers, *pieces, strict=True):
-        offsets: dict[str, Any] = {
-            name: None if x is None else x[first : first + size + 1]
-            for name, x in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k))
-        }
-        yield call._replace(**dict(zip(names, fields, strict=True)), **offsets), own
-
-
-def _of_heads(call: Call, planes: Tensor | None, size: int) -> Iterator[tuple[Call, Tensor | None]]:
-    heads, key_heads = call.query.shape[1], call.key.shape[1]
-    names = with_dims("H")
-    pieces = [_split(getattr(call, name), size, 1, heads) for name in names]
-    shared = [_split(x, size * key_heads // heads, 1, key_heads) for x in (call.key, call.value)]
-    for own, key, value, *fields in zip(_split(planes, size, 1, heads), *shared, *pieces, strict=True):
-        yield call._replace(key=key, value=value, **dict(zip(names, fields, strict=True))), own
+def _pieces(call: Call, planes: Tensor | None, axis: int, size: int) -> Iterator[tuple[Call, Tensor | None]]:
+    """Yield `size` batches (axis 0) or heads (axis 1) of a call at a time, and their planes."""
+    whole, key_heads = call.query.shape[axis], call.key.shape[1]
+    pieces = {name: _split(getattr(call, name), size, axis, whole) for name in with_dims("BH"[axis])}
+    if axis == 1:
+        own_heads = size * key_heads // whole
+        pieces |= {name: _split(getattr(call, name), own_heads, 1, key_heads) for name in with_dims("G")}
+    elif call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        offsets = ("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)
+        pieces |= {name: [x[first : first + size + 1] for first in range(0, whole, size)] for name, x in offsets}
+    for own, *fields in zip(_split(planes, size, axis, whole), *pieces.values(), strict=True):
+        yield call._replace(**dict(zip(pieces, fields, strict=True))), own

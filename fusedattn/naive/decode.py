@@ -3,17 +3,16 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange
-from ..call.options import Call, plain
+from ..call.options import Call, plain, sliced, with_dims
 from ..call.private import holds, unmapped
 from ..call.rules import fail
-from .varlen import of_batches, of_pairs
 
 _Length = TypeVar("_Length")
 WORTH = 2**13  # elements of a key cache that are not read, for which one call more pays: on a CPU it takes 0.1 ms
@@ -60,13 +59,6 @@ def _to_write(
     return number, slot, torch.where(kept[:, None, None], rows, held)
 
 
-def _write(cache: Tensor, write: tuple[Tensor, Tensor, Tensor] | None) -> None:
-    if write is not None:
-        number, slot, values = write
-        # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
-        cache.transpose(1, 2)[number, slot] = values
-
-
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
     """Return (B, H, capacity, D) of a cache in pages. Page numbers outside the pool get any page."""
     if table is None:
@@ -97,7 +89,6 @@ def _levelled(call: Call, shift: Tensor) -> Call:
 
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
-    """Return the lengths (B,) before and after the append."""
     before = decode.lengths.long().clamp(0, capacity_of(decode))
     return before, (before + decode.added).clamp(max=capacity_of(decode))
 
@@ -110,12 +101,8 @@ def _check_mapped(decode: Decode) -> None:
     for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
         cache = getattr(decode, name)
         if unmapped(cache) is cache and any(unmapped(x) is not x for x in (new, *where) if x is not None):
-            fail(
-                ValueError,
-                name,
-                "a cache that torch.vmap maps over, as it maps over what is appended",
-                "one that it does not",
-            )
+            expected = "a cache that torch.vmap maps over, as it maps over what is appended"
+            fail(ValueError, name, expected, "one that it does not")
 
 
 def append(decode: Decode) -> None:
@@ -130,7 +117,10 @@ def append(decode: Decode) -> None:
     # Both are read before either is written to, for what is new may lie in a cache.
     writes = [_to_write(*each, position, decode.table, capacity_of(decode)) for each in zip(caches, rows, strict=True)]
     for cache, write in zip(caches, writes, strict=True):
-        _write(cache, write)
+        if write is not None:
+            number, slot, values = write
+            # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
+            cache.transpose(1, 2)[number, slot] = values
 
 
 def dense(decode: Decode) -> Call:
@@ -171,30 +161,16 @@ def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Return sequences first .. last - 1 of a call to a cache, all of one length."""
-    all_of_them = last - first == call.query.shape[0]
-
-    def keys(cache: Tensor) -> Tensor:
-        if decode.table is None:
-            return (cache if all_of_them else cache[first:last]).narrow(2, 0, length)
-        pages = -(-length // max(1, cache.shape[2]))
-        return _gathered(cache, decode.table[first:last, :pages])[:, :, :length]
-
-    key_mask = of_batches(call.key_mask, first, last)
-    return call._replace(
-        query=call.query if all_of_them else call.query[first:last],
-        key=keys(decode.key_cache),
-        value=keys(decode.value_cache),
-        bias=of_pairs(call.bias, first, last, None, length),
-        alibi_slopes=of_batches(call.alibi_slopes, first, last),
-        sinks=of_batches(call.sinks, first, last),
-        mask=of_pairs(call.mask, first, last, None, length),
-        key_mask=None if key_mask is None else key_mask[:, :length],
-        query_mask=of_batches(call.query_mask, first, last),
-    )
+    batches, keys = slice(first, last), slice(length)
+    own: dict[str, Any] = {name: sliced(name, getattr(call, name), B=batches, K=keys) for name in with_dims("B")}
+    if decode.table is not None:
+        for name, cache in (("key", decode.key_cache), ("value", decode.value_cache)):
+            pages = -(-length // max(1, cache.shape[2]))
+            own[name] = _gathered(cache, decode.table[batches, :pages])[:, :, :length]
+    return call._replace(**own)
 
 
 def turned(decode: Decode) -> Call:
-    """Return the call with its query rotated."""
     call = decode.call
     if decode.cos is None or decode.sin is None:
         return call

@@ -27,7 +27,6 @@ def _multiplied(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def _xor(a: Tensor, b: Tensor) -> Tensor:
-    """Return a ^ b, in the memory of a where it fits."""
     return a.bitwise_xor_(b) if a.shape == b.shape else a ^ b
 
 

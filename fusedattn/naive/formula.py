@@ -59,49 +59,17 @@ AS_WRITTEN = (
 )
 
 
-def formula(
-    query,
-    key,
-    value,
-    visible=None,
-    empty=None,
-    scale=1.0,
-    need_lse=True,
-    *,
-    limits=(),
-    softcap=None,
-    added=(),
-    sinks=None,
-    factor=None,
-    products=FEWEST_COPIES,
-    alone=False,
-):
-    """(output, lse or None, weights) by the definition, every step in the dtype of the inputs.
+def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None, alone=False):
+    """(weights, lse or None) of scores (B, Hq, Sq, Sk).
 
     Args:
-        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv).
-        visible: bool, broadcasts to (B, Hq, Sq, Sk); None hides nothing. limits: pairs (columns, bool of what
-            they hide), which hide as well, but in place: for code that no transform sees.
-        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing. They have output 0 and lse -inf, or the sink;
-            None says that there is none.
-        added: tensors that broadcast to (B, Hq, Sq, Sk), added to the scores one after the other.
-        sinks: (1 or B, Hq), what each head attends to besides the keys. factor: multiplies weights, as dropout does.
-        products: how scores and output are multiplied. alone: no transform, mode or graph sees this, so what nothing
-            keeps for a gradient is written over. To get new memory takes as long as a softmax.
-    Returns: (B, Hq, Sq, Dv), (B, Hq, Sq) and (B, Hq, Sq, Sk).
-    """
-    multiply, add_up = products
-    scores = scored(multiply(query, key, scale), softcap, added)
-    weights, lse, _ = softmax(scores, need_lse, visible, empty, limits=limits, sinks=sinks, alone=alone)
-    if factor is not None:
-        weights = weights.mul_(factor) if alone and not weights.requires_grad else weights * factor
-    return add_up(weights, value), lse, weights
-
-
-def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None, alone=False):
-    """(weights, lse or None, weights of the sinks or None), (B, Hq, Sq, Sk), (B, Hq, Sq) and (B, Hq, Sq, 1).
-
-    The other arguments are those of `formula`.
+        visible: bool, broadcasts to the scores; None hides nothing. limits: pairs (columns, bool of what they hide),
+            which hide as well, but in place: for code that no transform sees.
+        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing. Their weights are 0, their lse is -inf or the
+            sink. None says that there is none.
+        sinks: (1 or B, Hq), what each head attends to besides the keys.
+        alone: no transform, mode or graph sees this, so what nothing keeps for a gradient is written over. To get new
+            memory takes as long as a softmax.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -117,13 +85,10 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     alone = alone and not (need_lse or scores.requires_grad)
     weights = torch.softmax(scores, -1, out=scores) if alone else scores.softmax(-1)
     lse = _logsumexp(scores) if need_lse else None
-    of_sinks = None
     if empty is not None:
         weights = weights.masked_fill(empty, 0.0)
         lse = lse.masked_fill(empty.squeeze(-1), float("-inf")) if need_lse else None
-    if sinks is not None:
-        weights, of_sinks = weights[..., :-1], weights[..., -1:]
-    return weights, lse, of_sinks
+    return weights if sinks is None else weights[..., :-1], lse
 
 
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
@@ -149,7 +114,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def hiding(call: Call, block: Block) -> dict:
-    """visible, limits and empty of a block, as `formula` takes them."""
+    """visible, limits and empty of a block, as `softmax` takes them."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
@@ -165,34 +130,28 @@ def hiding(call: Call, block: Block) -> dict:
     return dict(limits=[(slice(None), ~seen)], empty=empty if empty.any() else None)
 
 
-def _compute(part: Part, block: Block, need_lse: bool, products: tuple) -> tuple:
+def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+    """(output, lse or None, weights or None) of a block, every step in the dtype of the inputs.
+
+    products: how scores and output are multiplied.
+    """
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
-    return formula(
-        call.query if all_rows else call.query[:, :, first:last],
-        call.key if all_keys else call.key[:, :, begin:end],
-        call.value if all_keys else call.value[:, :, begin:end],
-        scale=call.scale,
-        need_lse=need_lse,
-        softcap=call.softcap,
-        added=pairs.added(call, block, call.query.dtype),
-        sinks=call.sinks,
-        factor=pairs.factor(call, part.planes, block),
-        products=products,
-        alone=readable(call),
-        **hiding(call, block),
-    )
-
-
-def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """(output, lse or None, weights or None) of a block."""
-    call = part.call
-    out, lse, weights = _compute(part, block, need_lse, products)
+    query = call.query if all_rows else call.query[:, :, first:last]
+    key, value = (x if all_keys else x[:, :, begin:end] for x in (call.key, call.value))
+    multiply, add_up = products
+    scores = scored(multiply(query, key, call.scale), call.softcap, pairs.added(call, block, query.dtype))
+    alone = readable(call)
+    weights, lse = softmax(scores, need_lse, sinks=call.sinks, alone=alone, **hiding(call, block))
+    factor = pairs.factor(call, part.planes, block)
+    if factor is not None:
+        weights = weights.mul_(factor) if alone and not weights.requires_grad else weights * factor
+    out = add_up(weights, value)
     # The values are 0 already. This zeroes incoming gradients of hidden keys, which may be NaN.
     if call.key_mask is not None and need_weights:
-        weights = weights.masked_fill(~call.key_mask[:, None, None, block.begin : block.end], 0.0)
+        weights = weights.masked_fill(~call.key_mask[:, None, None, begin:end], 0.0)
     if call.query_mask is not None:
-        hidden = ~call.query_mask[:, None, block.first : block.last]
+        hidden = ~call.query_mask[:, None, first:last]
         out = out.masked_fill(hidden[..., None], 0.0)
         if need_weights:
             weights = weights.masked_fill(hidden[..., None], 0.0)
@@ -203,18 +162,16 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
 
 
 def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """(output, lse or None, weights or None) of all rows and keys at once."""
     part = uncut(call)
     return of_block(part, part.blocks[0], need_lse, need_weights, products)
 
 
 def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> tuple:
     """`of_block` of the fields of a Call, which torch's checkpoint tracks only as arguments of their own."""
-    return of_block(Part(Call(*fields), planes, []), block, need_lse, False)[:2]
+    return of_block(Part(Call(*fields), planes, []), block, need_lse, False)
 
 
 def most(call: Call) -> int:
-    """Return how many bytes of scores a block may have."""
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
 
@@ -243,29 +200,21 @@ def _kept(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
 
 
 def _of_part(part: Part, need_lse: bool, again: bool) -> tuple:
-    """(output, lse or None) of a part. again: its scores are computed again in the backward, and not kept."""
+    """(output, lse or None, None) of a part. again: its scores are computed again in the backward, and not kept."""
     if again:
         recomputed = functools.partial(checkpoint, _block_of, use_reentrant=False, preserve_rng_state=False)
         done = [recomputed(block, part.planes, need_lse, *part.call) for block in part.blocks]
     else:
-        done = [of_block(part, block, need_lse, False)[:2] for block in part.blocks]
-    return _joined(done, 2)
-
-
-def _joined(results: list[tuple], dim: int) -> tuple:
-    """(output, lse or None) from those of its pieces along a dimension."""
-    if len(results) == 1:
-        return results[0]
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs, dim), None if lses[0] is None else torch.cat(lses, dim)
+        done = [of_block(part, block, need_lse, False) for block in part.blocks]
+    return joined(done, 2)
 
 
 def _blocks(call: Call, need_lse: bool) -> tuple:
-    """(output, lse or None), a block at a time."""
+    """(output, lse or None, None), a block at a time."""
     if not sized(call):  # with open sizes torch 2.10 cannot export what merges dimensions
-        return of_all(call, need_lse, False, AS_WRITTEN)[:2]
+        return of_all(call, need_lse, False, AS_WRITTEN)
     if _is_one(call):
-        return of_all(call, need_lse, False)[:2]
+        return of_all(call, need_lse, False)
     all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
     several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(all_parts[0][0].blocks) > 1
@@ -273,7 +222,7 @@ def _blocks(call: Call, need_lse: bool) -> tuple:
     again = several and needs_grad and not transforms_active() and _kept(call, all_parts, need_lse) > BUDGET
     if again:
         all_parts = parts(call, max(most(call), AGAIN))
-    return _joined([_joined([_of_part(part, need_lse, again) for part in row], 1) for row in all_parts], 0)
+    return joined([joined([_of_part(part, need_lse, again) for part in row], 1) for row in all_parts], 0)
 
 
 def without_autocast(function):
@@ -298,7 +247,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     for some in sequences(call):
         made, rows = padded(some)
         results.append(packed(rows, *_run(made, need_lse, need_weights)))
-    out, lse, weights = joined(results, call.max_seqlen_k)
+    out, lse, weights = joined(results, 2, call.max_seqlen_k)
     return arrange(out, call.query), lse, weights
 
 
@@ -308,7 +257,7 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     if need_weights and sized(made) and _is_one(made):
         out, lse, weights = of_all(made, need_lse, True)
     else:
-        out, lse = _blocks(made, need_lse)
+        out, lse, _ = _blocks(made, need_lse)
         # All rows at once: they are what was asked for. The output stays what it is without them.
         products = FEWEST_COPIES if sized(made) else AS_WRITTEN
         weights = of_all(made, False, True, products)[2] if need_weights else None
@@ -327,13 +276,6 @@ def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
     calls = cached.by_length(decode)
     if calls is None:
         return run_naive(cached.dense(decode), need_lse, need_weights)
-    outs, lses, weights = zip(*(run_naive(call, need_lse, need_weights) for call in calls), strict=True)
-    call = decode.call
-    if need_weights:
-        pad = torch.nn.functional.pad
-        weights = tuple(pad(x, (0, call.key.shape[2] - x.shape[3])) for x in weights)
-    return (
-        arrange(outs[0] if len(outs) == 1 else torch.cat(outs), call.query),
-        torch.cat(lses) if need_lse else None,
-        torch.cat(weights) if need_weights else None,
-    )
+    results = [run_naive(call, need_lse, need_weights) for call in calls]
+    out, lse, weights = joined(results, 0, decode.call.key.shape[2])
+    return arrange(out, decode.call.query), lse, weights

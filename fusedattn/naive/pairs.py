@@ -67,36 +67,30 @@ def hide(weights: Tensor, call: Call, block: Block) -> Tensor:
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
     """(columns, which of their pairs causal and window hide) of a block on a CPU of which nothing else hides any."""
-    offset, found = level(call), []
+    offset, sides, found = level(call), [], []
     first, last, begin, end = block
     assert offset is not None
-    if call.left is not None:
-        # The last row sees no key before this one, and the others some.
-        stop = min(end, last - 1 + offset - call.left)
-        if stop > begin:
-            edge = _edge(last - first, stop - begin, first + offset - call.left - begin, False)
-            found.append((slice(0, stop - begin), edge))
+    if call.left is not None:  # the last row sees no key before its edge, and the others some
+        sides.append((begin, min(end, last - 1 + offset - call.left), first + offset - call.left, False))
     if call.right is not None:
-        start = max(begin, first + offset + call.right + 1)
-        if start < end:
-            edge = _edge(last - first, end - start, first + offset + call.right - start, True)
-            found.append((slice(start - begin, end - begin), edge))
+        sides.append((max(begin, first + offset + call.right + 1), end, first + offset + call.right, True))
+    for start, stop, limit, right in sides:
+        if start < stop:
+            rows, columns = last - first, stop - start
+            # Blocks of one call, and calls of one model, ask for the same few again and again.
+            edge = (_kept_edge if rows * columns <= LARGEST_KEPT else _edge)(rows, columns, limit - start, right)
+            found.append((slice(start - begin, stop - begin), edge))
     return found
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
     """What is hidden of row i (rows, columns), which sees none right of column diagonal + i, or none left of it."""
-    # Blocks of one call, and calls of one model, ask for the same few again and again.
-    return (_kept_edge if rows * columns <= LARGEST_KEPT else _new_edge)(rows, columns, diagonal, right)
-
-
-def _new_edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
 
 LARGEST_KEPT = 2**16  # elements
-_kept_edge = functools.lru_cache(maxsize=16)(_new_edge)
+_kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
 def only_edges(call: Call, block: Block) -> bool:

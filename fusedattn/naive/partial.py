@@ -11,7 +11,7 @@ from . import pairs
 from .blocks import Block, Part, block, spans, uncut
 from .formula import BUDGET, FEWEST_COPIES, scored
 from .inputs import prepared
-from .varlen import of_batches, of_pairs, part_of
+from .varlen import of_sequences, part_of
 
 LN2 = 0.6931471805599453
 _multiply, _add_up = FEWEST_COPIES
@@ -104,15 +104,11 @@ def backward(
     grads = _zeros(call, need, wide_dtype(call))
     for b, (one, rows, keys) in enumerate(_sequences(call)):
         own = _of_one(one, grad_out[:, :, rows], delta[:, :, rows], stats[:, :, rows], need)
-        query, key, value, bias, slopes, _ = grads
-        if one is not call:
-            bias = of_pairs(bias, b, b + 1, one.query.shape[2], one.key.shape[2])
-            slopes = of_batches(slopes, b, b + 1)
-        key, value = (None if x is None else x[:, :, keys] for x in (key, value))
-        places = None if query is None else query[:, :, rows], key, value, bias, slopes
-        for place, grad in zip(places, own, strict=False):
-            if place is not None and grad is not None:
-                place += grad
+        where = slice(None) if one is call else slice(b, b + 1), (rows, keys), (one.query.shape[2], one.key.shape[2])
+        for name, grad, more in zip(INPUTS, grads, own, strict=True):
+            place = of_sequences(name, grad, *where)
+            if place is not None and more is not None:
+                place += more
     return grads
 
 
@@ -127,7 +123,7 @@ def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Se
     grads = _zeros(made, need, torch.float64)
     which = [number for number, grad in enumerate(grads) if grad is not None]
     for where in _blocks(made):
-        here, keys = slice(where.first, where.last), slice(where.begin, where.end)
+        here = slice(where.first, where.last)
         with torch.enable_grad():
             pairs = zip(inputs(made), need, strict=True)
             leaves: list[Any] = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in pairs]
@@ -136,11 +132,10 @@ def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Se
             total = (_sum(part, where, weights) * grad_out[:, :, here]).sum()
             total = total - (weights.sum(-1) * delta[:, :, here]).sum()
         found = torch.autograd.grad(total, [leaves[number] for number in which], allow_unused=True)
-        cuts = (slice(None), slice(None), here), *((slice(None), slice(None), keys),) * 2, *((...,),) * 3
         for number, more in zip(which, found, strict=True):
             grad = grads[number]
             if more is not None and grad is not None:
-                grad[cuts[number]] += more[cuts[number]]
+                grad += more
     for grad, mask in zip(grads, (call.query_mask, call.key_mask, call.key_mask), strict=False):
         if grad is not None and mask is not None:
             grad.masked_fill_(~mask[:, None, :, None], 0.0)

@@ -25,17 +25,6 @@ from .varlen import joined, packed, padded, sequences
 Given = Sequence[Tensor | None]  # tangents of the INPUTS of a call; None is zero
 
 
-def _moved(call: Call, given: Given) -> Call:
-    """A call with tangents in the place of its fields, so that what cuts and pads a call does so with them.
-
-    In the place of query, key and value that have none stand these themselves.
-    """
-    fields: dict[str, Any] = dict(zip(INPUTS, given, strict=True))
-    for name in ("query", "key", "value"):
-        fields[name] = getattr(call, name) if fields[name] is None else fields[name]
-    return call._replace(**fields)
-
-
 class Known(NamedTuple):
     """Of a forward: lse (B, Hq, Sq) less a number, and the output, unless it is rounded."""
 
@@ -76,9 +65,8 @@ class _Operands(NamedTuple):
 
     part: Part
     moved: Call
-    factors: tuple[
-        Tensor, Tensor
-    ]  # of scores: rows (B, Hq, Sq, D), as `grouped` has those of a block, keys (.., Sk, D)
+    # Of scores: rows (B, Hq, Sq, D), as `grouped` has those of a block, and keys (.., Sk, D).
+    factors: tuple[Tensor, Tensor]
     t_factors: tuple[tuple[Tensor, Tensor], ...]  # of their tangents, which are sums of products
     value: Tensor  # (B * Hkv, Sk, Dv)
     t_value: Tensor | None
@@ -304,7 +292,12 @@ def tangent(
 
     known: saves work. No derivative can be taken of it.
     """
-    has, moved = [x is not None for x in given[:3]], _moved(call, given)
+    has = [x is not None for x in given[:3]]
+    # Tangents in the place of the inputs, so that they are cut and padded alike. Without one, an attended tensor stays.
+    fields: dict[str, Any] = dict(zip(INPUTS, given, strict=True))
+    moved = call._replace(
+        **fields | {name: getattr(call, name) for name in ("query", "key", "value") if fields[name] is None}
+    )
     if call.cu_seqlens_q is None:
         exact = known.out is not None and known.out.dtype == wide_dtype(call)  # a rounded one does not cancel
         return _tangent(call, moved, has, need_weights, known if exact else known._replace(out=None))
@@ -313,6 +306,6 @@ def tangent(
         (made, rows), (moved_too, _) = padded(some), padded(other)
         out, *rest = packed(rows, *_tangent(made, moved_too, has, need_weights, NOTHING))
         results.append((out, *rest))
-    t_out, t_lse, weights = joined(results, call.max_seqlen_k)
+    t_out, t_lse, weights = joined(results, 2, call.max_seqlen_k)
     t_lse = t_lse.masked_fill(t_lse == float("-inf"), 0.0)  # of rows of no sequence
     return arrange(t_out, call.query), t_lse, weights

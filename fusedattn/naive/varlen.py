@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import Call, is_known
+from ..call.options import DIMS, Call, is_known, sliced, with_dims
 from ..call.padding import Padding, padding
 
 WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
@@ -38,7 +39,6 @@ def padded(call: Call) -> tuple[Call, Padding]:
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
-    """Return the results of a padded call in packed form."""
 
     def unpad(tensor, nothing=0.0):
         return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
@@ -82,18 +82,15 @@ def _differences(offsets: list[int]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(offsets)]
 
 
-def of_batches(x: Tensor | None, first: int, last: int) -> Tensor | None:
-    """Return batches first .. last - 1 of a field that batches may share."""
-    return x if x is None or x.shape[0] == 1 else x[first:last]
+def of_sequences(
+    name: str, x: Tensor | None, batches: slice, tokens: tuple[slice, slice], longest: tuple[int, int]
+) -> Tensor | None:
+    """Return a field, or a tensor of its shape, of some sequences: their rows and keys in `tokens`.
 
-
-def of_pairs(x: Tensor | None, first: int, last: int, rows: int | None, keys: int) -> Tensor | None:
-    """Return the first rows (None: all) and keys of batches first .. last - 1 of a mask or bias."""
-    x = of_batches(x, first, last)
-    if x is None:
-        return None
-    x = x if x.shape[2] == 1 else x[:, :, :rows]
-    return x if x.shape[3] == 1 else x[..., :keys]
+    The rows and keys of a mask or bias count from the start of each sequence.
+    """
+    rows, keys = map(slice, longest) if DIMS[name] == "BHQK" else tokens
+    return sliced(name, x, B=batches, Q=rows, K=keys)
 
 
 def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
@@ -101,28 +98,22 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
     max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
+    where = slice(first, last), (of_rows, of_keys), (max_seqlen_q, max_seqlen_k)
+    own: dict[str, Any] = {name: of_sequences(name, getattr(call, name), *where) for name in with_dims("B")}
     return call._replace(
-        query=call.query[:, :, of_rows],
-        key=call.key[:, :, of_keys],
-        value=call.value[:, :, of_keys],
-        bias=of_pairs(call.bias, first, last, max_seqlen_q, max_seqlen_k),
-        alibi_slopes=of_batches(call.alibi_slopes, first, last),
-        sinks=of_batches(call.sinks, first, last),
-        mask=of_pairs(call.mask, first, last, max_seqlen_q, max_seqlen_k),
-        key_mask=None if call.key_mask is None else call.key_mask[:, of_keys],
-        query_mask=None if call.query_mask is None else call.query_mask[:, of_rows],
         cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],
         cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first],
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        **own,
     )
 
 
-def joined(results: list[tuple], columns: int | None) -> tuple:
-    """Return (output, lse or None, weights or None) of a packed call from its parts; columns: of the weights."""
+def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
+    """Return (output, lse or None, weights or None) of a call from its parts; columns: of the weights."""
 
     def join(parts):
-        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)
+        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
 
     outs, lses, weights = zip(*results, strict=True)
     if weights[0] is not None:

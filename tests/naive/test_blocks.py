@@ -15,21 +15,16 @@ from ..close import assert_close, assert_like
 
 @pytest.fixture
 def computed(monkeypatch):
-    """What each call of the formula was given, by name."""
-    seen, by_definition = [], formula.formula
+    """What each softmax was given, by name, and the shape of its scores."""
+    seen, softmax = [], formula.softmax
 
-    def record(query, key, value, **more):
-        seen.append(dict(query=query, key=key, value=value, **more))
-        return by_definition(query, key, value, **more)
+    def record(scores, need_lse, **more):
+        seen.append(dict(shape=scores.shape, **more))
+        return softmax(scores, need_lse, **more)
 
-    monkeypatch.setattr(formula, "formula", record)
+    monkeypatch.setattr(formula, "softmax", record)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     return seen
-
-
-def scores(computed):
-    """How many scores each call of the formula computed."""
-    return [x["query"].shape[:3].numel() * x["key"].shape[2] for x in computed]
 
 
 def draw(*shape, **more):
@@ -108,7 +103,7 @@ def test_a_block_has_all_that_its_rows_see(sizes, window, align):
 )
 def test_no_score_is_computed_that_no_row_of_a_block_sees(computed, options, part):
     fa.attention(*draw(1, 2, 1024, 8), backend="naive", **options)
-    assert sum(scores(computed)) <= part * 2 * 1024**2
+    assert sum(x["shape"].numel() for x in computed) <= part * 2 * 1024**2
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(64, 0))], ids=str)
@@ -116,7 +111,7 @@ def test_no_score_is_computed_that_no_row_of_a_block_sees(computed, options, par
 def test_blocks_fit_a_cache(computed, shape, options, monkeypatch):
     monkeypatch.setattr(formula, "CACHE", 2**19)
     fa.attention(*draw(*shape), backend="naive", **options)
-    assert max(scores(computed)) * 4 <= 2**19
+    assert max(x["shape"].numel() for x in computed) * 4 <= 2**19
 
 
 def test_no_pass_looks_for_empty_rows_where_there_are_none(computed):
@@ -125,7 +120,7 @@ def test_no_pass_looks_for_empty_rows_where_there_are_none(computed):
     fa.attention(query, key, value, mask=torch.ones(512, 512, dtype=torch.bool).tril(), backend="naive")
     assert all(x.get("empty") is None and x.get("visible") is None for x in computed)
     # Only where the diagonal is are keys hidden.
-    causal = [x for x in computed if x["key"].shape[2] < 512 or len(x["limits"]) != 1]
+    causal = [x for x in computed if x["shape"][3] < 512 or len(x["limits"]) != 1]
     assert all(limits.shape[-1] < 128 for x in causal for _, limits in x["limits"])
     fa.attention(query, key[:, :, :500], value[:, :, :500], causal=True, backend="naive")
     assert computed[-1].get("empty") is None and any(x.get("empty") is not None for x in computed)
@@ -200,10 +195,10 @@ def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
     options = dict(cache_seqlens=lengths, causal=True, return_lse=True, return_weights=True, **tables)
     got = fa.attention_decode(query, key, value, **options, backend="naive")
     # Three runs of like lengths, each for the output and its weights together.
-    assert [x["key"].shape[2] for x in computed] == [5, 33, 0]
+    assert [x["shape"][3] for x in computed] == [5, 33, 0]
     assert all(x.get("visible") is None for x in computed)
     assert page is None or [shape[2] for shape in gathered[::2]] == [8, 40, 0]
     computed.clear()
     monkeypatch.setattr(decode, "WORTH", 2**20)
     assert_like(got, lambda: fa.attention_decode(query, key, value, **options, backend="naive"))
-    assert {x["key"].shape[2] for x in computed} == {capacity}
+    assert {x["shape"][3] for x in computed} == {capacity}
