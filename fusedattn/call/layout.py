@@ -83,7 +83,7 @@ def _is_smaller(stride: Any, other: Any) -> bool:
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions from the slowest to the fastest in memory; row-major where an expanded dimension leaves it open."""
+    """Return dimensions from the slowest to the fastest in memory; row-major if one is expanded."""
     if is_contiguous(tensor):
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
@@ -106,14 +106,14 @@ def order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor of `shape`, without gaps, in the dtype (or another), device and order of `like`."""
+    """Return a dense uninitialised tensor of `shape` in the dtype (or another), device and order of `like`."""
     axes = order(like)
     made = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
     return made.permute([axes.index(axis) for axis in range(len(axes))])
 
 
 def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`tensor` in the dtype (or another) and order of `like`, without gaps; differentiable, a copy only if needed."""
+    """Return `tensor` in the dtype (or another) and order of `like`, dense and differentiable; a copy if needed."""
     dtype = like.dtype if dtype is None else dtype
     if tensor.dtype == dtype and is_contiguous(like) and is_contiguous(tensor):
         return tensor
@@ -125,7 +125,7 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
 
 
 def share(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors have memory in common; of other strides than each other, whether they begin at one place."""
+    """Return whether tensors share memory; if their strides differ, whether they begin at one place."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not (a.numel() and b.numel()):
         return False
     distance = b.storage_offset() - a.storage_offset()
@@ -135,7 +135,7 @@ def share(a: Tensor, b: Tensor) -> bool:
 
 
 def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Whether an element of one tensor lies so much further than one of another; dims: (stride, size, other size)."""
+    """Return whether two elements lie `distance` apart; dims: (stride, size, other size)."""
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
@@ -144,7 +144,7 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last; of one without elements nothing lies between."""
+    """Return the addresses of a tensor's first byte and behind its last; equal if it is empty."""
     first, elements = tensor.data_ptr(), 0
     if tensor.numel():
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -152,10 +152,10 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy that fills its memory, as a tangent of it does: torch holds the two to the same layout."""
+    """Return `tensor`, or a copy that fills its memory as its tangent does: torch wants one layout for both."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """`tensor` with the strides of a new one of its shape. An empty one is contiguous whatever its strides."""
+    """Return `tensor` with the strides of a new one of its shape. An empty one is contiguous whatever its strides."""
     return tensor.contiguous() if holds(tensor.numel() != 0, True) else tensor.new_empty(tensor.shape)

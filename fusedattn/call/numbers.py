@@ -15,7 +15,7 @@ def is_int(x: Any) -> bool:
 
 
 def as_python(x: Any) -> Any:
-    """A number of NumPy as Python's, anything else as it is."""
+    """Return a number of NumPy as Python's, anything else as it is."""
     if type(x).__module__ != "numpy" or not isinstance(x, numbers.Real):
         return x
     return int(x) if isinstance(x, numbers.Integral) else float(x)

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How long packed sequences are: offsets of so many rows and keys in all, and the longest, as a Call has them."""
+    """Layout of packed sequences, as a Call has it: offsets, rows and keys in all, maximum lengths."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -206,17 +206,17 @@ def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Ten
 
 # Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def diagonal(call: Call) -> int:
-    """The offset of the diagonal: row i is level with key i + offset."""
+    """Return the offset of the diagonal: row i is level with key i + offset."""
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
 
 
 def shift(call: Call) -> int:
-    """What the Origin of a call adds to its diagonal."""
+    """Return what the Origin of a call adds to its diagonal."""
     return 0 if call.origin is None else call.origin[0]
 
 
 def wide_dtype(call: Call) -> torch.dtype:
-    """The dtype of sums, and of what a partial call gives: float32, float64 of float64."""
+    """Return the dtype of sums and of partial results: float32, or float64 for float64."""
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
@@ -264,7 +264,7 @@ def device_of(tensor: Tensor) -> Device:
 
 
 def must_dispatch() -> bool:
-    """Whether something must see what is computed as operators of torch: a compiler, a transform, a mode."""
+    """Return whether a compiler, a transform or a mode must see the operators of torch."""
     return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
 
 
@@ -272,9 +272,9 @@ _CLASSES = frozenset((Tensor, Parameter))
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
-    """Whether tensors (others are passed over) are of torch's own class and are what lies at their addresses.
+    """Return whether all tensors are of torch's own class and lie at their addresses.
 
-    So no wrappers of other tensors, no views that negate, nothing without an address.
+    Wrappers of other tensors, negated views and tensors without an address do not. Other arguments are passed over.
     """
     for x in tensors:
         if isinstance(x, Tensor) and (
@@ -290,7 +290,7 @@ def in_memory(tensors: Iterable[Any]) -> bool:
 
 
 def plain(arguments: Iterable[Any]) -> bool:
-    """Whether an operator of arguments may be computed without telling torch of it."""
+    """Return whether an operator of arguments may be computed without telling torch."""
     return not must_dispatch() and in_memory(arguments)
 
 
@@ -302,12 +302,12 @@ def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> 
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether what a tensor holds can be read without waiting: on a CPU, neither compiled nor mapped, no wrapper."""
+    """Return whether values can be read without waiting: on a CPU, not compiled, not mapped, no wrapper."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
 
 
 def differentiated(arguments: Iterable[Any]) -> bool:
-    """Whether somebody may want a derivative of what comes of arguments, tensors and others."""
+    """Return whether a derivative may be wanted with regard to one of the arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -316,7 +316,7 @@ def differentiated(arguments: Iterable[Any]) -> bool:
 
 
 def autocasting(tensor: Tensor) -> bool:
-    """Whether autocast is enabled on the device of a tensor; some devices, such as meta, do not know it."""
+    """Return whether autocast is enabled on the device of a tensor; meta and some others have none."""
     kind = tensor.device.type
     # Both of these know it, and asking costs more than the answer.
     return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
@@ -326,13 +326,13 @@ CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """What autocast, where it is enabled, makes of a tensor's dtype, as torch's SDPA has it; float64 stays."""
+    """Return the dtype that autocast, if enabled, gives a tensor, as in torch's SDPA; float64 stays."""
     cast = tensor.dtype in CAST and autocasting(tensor)
     return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
 
 
 def autocast(arguments: Arguments) -> Arguments:
-    """query, key and value in autocast's dtype where it is enabled."""
+    """Return the arguments with query, key and value in autocast's dtype, if it is enabled."""
     query = arguments.query
     if not isinstance(query, Tensor) or not autocasting(query):
         return arguments
@@ -341,19 +341,19 @@ def autocast(arguments: Arguments) -> Arguments:
 
 
 def add_head_dim(pairs: Any) -> Any:
-    """A mask or bias with the dimensions that it, or the query, did not have: heads after the batch."""
+    """Return a tensor of rank 2 or 3 with rank 4: heads come after the batch."""
     if pairs is None or pairs.dim() == 4:
         return pairs
     return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
 
 
 def add_batch_dim(tensor: Any) -> Any:
-    """(n,) as (1, n): shared by the batch."""
+    """Return (n,) as (1, n), which the batch shares."""
     return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
 
 
 def seed_tensor(seed: Any, device: torch.device) -> Tensor:
-    """One int64 on the device; drawn from torch's generator, never fetched, where the caller gives none."""
+    """Return one int64 on the device; without a seed it is drawn from torch's generator and never fetched."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -365,7 +365,7 @@ def _default_scale(columns: Any) -> float:
 
 
 def normalise(arguments: Arguments, **more: Any) -> Call:
-    """The Call of arguments that have passed every check; more are fields that do not follow from these."""
+    """Return the Call of checked arguments; more are fields that do not follow from these."""
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}
@@ -385,7 +385,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
 
 
 def results(rank: int, *results: Tensor | None) -> Tensor | Any:
-    """What the caller gets of (out, lse, weights), None where not asked for: in the rank of the query."""
+    """Return (out, lse, weights) as the caller gets them: in the rank of query, without None."""
     wanted = [x for x in results if x is not None]
     if rank < 4:
         wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
@@ -393,6 +393,6 @@ def results(rank: int, *results: Tensor | None) -> Tensor | Any:
 
 
 def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None) -> Tensor | Any:
-    """`results` of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, longest)."""
+    """Return the results of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, longest)."""
     wanted = [out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in (lse, weights) if x is not None)]
     return tuple(wanted) if len(wanted) > 1 else wanted[0]

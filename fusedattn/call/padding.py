@@ -11,7 +11,7 @@ from .rules import fail
 
 @dataclass
 class Padding:
-    """Where sequences lie in a packed tensor of `total` rows: starts and lengths (n,), and the most rows of any."""
+    """Sequences in a packed tensor of `total` rows: starts and lengths (n,), and the longest length."""
 
     starts: Tensor
     lengths: Tensor
@@ -20,22 +20,22 @@ class Padding:
 
     @property
     def exists(self) -> Tensor:
-        """(n, most): which rows of the padded form are real."""
+        """Return (n, most): True for the rows of the padded form that are real."""
         return torch.arange(self.most, device=self.starts.device) < self.lengths[:, None]
 
     @property
     def offsets(self) -> Tensor:
-        """cu_seqlens (n + 1,) of these lengths, without gaps."""
+        """Return cu_seqlens (n + 1,) of these lengths, without gaps."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def pad(self, packed: Tensor) -> Tensor:
-        """(total, ...) as (n, most, ...), zero past the end of each sequence."""
+        """Return (total, ...) as (n, most, ...), zero past the end of each sequence."""
         place = self.starts[:, None] + torch.arange(self.most, device=self.starts.device)
         place = torch.where(self.exists, place, self.total)
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[place]
 
     def unpad(self, padded: Tensor, nothing: float = 0.0) -> Tensor:
-        """(n, most, ...) as (total, ...); `nothing` in rows of no sequence, as wrong offsets may leave them."""
+        """Return (n, most, ...) as (total, ...); rows that wrong offsets leave to no sequence hold `nothing`."""
         if 0 in padded.shape[:2]:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
@@ -59,7 +59,7 @@ def longest(offsets: Tensor, name: str) -> int:
 
 
 def padding(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Padding:
-    """The Packing of offsets (n + 1,); of those that nobody could check, as much as lies inside."""
+    """Return the Padding of offsets (n + 1,); unchecked ones are clamped."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
     most = longest(offsets, name) if most is None else most

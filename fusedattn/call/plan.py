@@ -30,7 +30,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
 
 
 def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
-    """The shape that a mask or bias of rank 4, a key_mask or a query_mask of rank 2, has among the pairs."""
+    """Return the shape among pairs of a mask or bias of rank 4, or of a key_mask or query_mask of rank 2."""
     if name in ("mask", "bias"):
         return tuple(mask.shape)
     batch, length = mask.shape

@@ -43,7 +43,7 @@ def uncut(call: Call) -> Part:
 
 
 def sized(call: Call) -> bool:
-    """Whether sizes are numbers to decide by. To a compiler that would be a guard, and a graph for each length."""
+    """Return whether sizes are plain numbers. A compiler would guard on them, and make a graph for each length."""
     if torch.compiler.is_compiling() or tracing():
         return False
     batch, heads, rows, _ = call.query.shape
@@ -51,19 +51,19 @@ def sized(call: Call) -> bool:
 
 
 def readable(call: Call) -> bool:
-    """Whether values of tensors may be asked for, without waiting for a device or breaking a graph or a transform."""
+    """Return whether values can be read without waiting for a device or breaking a graph or a transform."""
     return not torch.compiler.is_compiling() and call.query.device.type == "cpu" and plain(call)
 
 
 def level(call: Call) -> int | None:
-    """Row i is level with key i + that many; None where it differs from sequence to sequence, or sizes are open."""
+    """Return the offset of the diagonal; None if it differs from sequence to sequence, or sizes are open."""
     if (call.cu_seqlens_q is not None and not call.top_left) or not sized(call):
         return None
     return diagonal(call)
 
 
 def block(call: Call, first: int, last: int) -> Block:
-    """Rows first .. last - 1 and the keys that causal and window leave them."""
+    """Return rows first .. last - 1 and the keys that causal and window leave them."""
     keys, offset = call.key.shape[2], level(call)
     if offset is None:
         return Block(first, last, 0, keys)
@@ -73,7 +73,7 @@ def block(call: Call, first: int, last: int) -> Block:
 
 
 def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of so many rows each, and the rest."""
+    """Yield (first, last + 1) of `step` rows each, and of the rest."""
     step = max(1, step)
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
@@ -107,7 +107,7 @@ def parts(call: Call, limit: int, cut_rows: int = CUT_ROWS, all_rows: int = ROWS
 
 
 def _flat(call: Call) -> Call:
-    """The call with keys and values whose planes are one dimension of memory: else each block would copy its own."""
+    """Return the call with planes of keys and values in one dimension of memory, so that no block copies its own."""
 
     def flat(x: Tensor) -> Tensor:
         return x if 1 in x.shape[:2] or x.stride(0) == x.stride(1) * x.shape[1] else x.contiguous()
@@ -117,7 +117,7 @@ def _flat(call: Call) -> Call:
 
 # By `split`, whose gradient is put together once: that of a slice is as large as the whole tensor, for each slice.
 def _split(x: Tensor | None, size: int, dim: int, of: int) -> list | tuple:
-    """Pieces of x along a dimension of `of` elements, or x again and again if it is broadcast there."""
+    """Return pieces of x along a dimension of `of` elements, or x again and again if it is broadcast there."""
     count = -(-of // size)
     return [x] * count if x is None or count == 1 or x.shape[dim] != of else x.split(size, dim)
 

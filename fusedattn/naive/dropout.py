@@ -97,7 +97,7 @@ def words(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, begin:
 
 
 def keep(seed: Tensor, planes: Tensor, first: int, last: int, keys: int, dropout_p: float, begin: int = 0) -> Tensor:
-    """Which pairs dropout keeps, bool (planes, last - first, keys - begin)."""
+    """Return the pairs that dropout keeps, bool (planes, last - first, keys - begin)."""
     least = threshold(dropout_p)
     return _drawn(seed, planes, first, last, begin, keys, lambda word: word >= least)
 

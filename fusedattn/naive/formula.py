@@ -60,7 +60,7 @@ AS_WRITTEN = (
 
 
 def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None, alone=False):
-    """(weights, lse or None) of scores (B, Hq, Sq, Sk).
+    """Return (weights, lse or None) of scores (B, Hq, Sq, Sk).
 
     Args:
         visible: bool, broadcasts to the scores; None hides nothing. limits: pairs (columns, bool of what they hide),
@@ -92,7 +92,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
 
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
-    """The scores that scaled products become, before anything is hidden."""
+    """Return scores from scaled products, before anything is hidden."""
     if softcap is not None and softcap <= LARGEST_CAP:
         cap = max(softcap, SMALLEST_CAP)  # in both places: a score of 0 has the derivative 1
         products = cap * torch.tanh(products / cap)
@@ -102,7 +102,7 @@ def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> 
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """`scores.logsumexp(-1)`, whose gradient is right where a score of 1e38 hides the log of how many there are."""
+    """Return `scores.logsumexp(-1)`, with a right gradient where a score of 1e38 absorbs the log of the count."""
     if holds(scores.shape[-1] == 0, False):
         return scores.logsumexp(-1)
     top = scores.detach().amax(-1, keepdim=True)
@@ -114,7 +114,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def hiding(call: Call, block: Block) -> dict:
-    """visible, limits and empty of a block, as `softmax` takes them."""
+    """Return visible, limits and empty of a block, as `softmax` takes them."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
@@ -131,7 +131,7 @@ def hiding(call: Call, block: Block) -> dict:
 
 
 def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """(output, lse or None, weights or None) of a block, every step in the dtype of the inputs.
+    """Return (output, lse or None, weights or None) of a block, every step in the dtype of the inputs.
 
     products: how scores and output are multiplied.
     """

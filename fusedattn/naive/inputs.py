@@ -9,7 +9,7 @@ from ..call.options import INPUTS, Call, inputs
 
 
 def prepared(call: Call, dtype: torch.dtype) -> Call:
-    """The call in `dtype`, with zeros where key_mask and query_mask say that anything may stand."""
+    """Return the call in `dtype`, with zeros in what key_mask and query_mask hide."""
     if call.key_mask is call.query_mask is None and all(x is None or x.dtype == dtype for x in inputs(call)):
         return call
     learned = [name for name in INPUTS if name not in ("query", "key", "value") and getattr(call, name) is not None]
@@ -24,7 +24,7 @@ def prepared(call: Call, dtype: torch.dtype) -> Call:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, where what is finite stays so: float64's finfo.min is a number, not a mask."""
+    """Return `tensor` in `dtype`; finite values stay finite: float64's finfo.min is a number, not a mask."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(tensor.dtype).min < lowest:
         hidden = tensor == float("-inf")

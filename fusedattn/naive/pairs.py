@@ -1,4 +1,4 @@
-"""What a pair of row and key has of its own, of a block: whether it is visible, what is added, what dropout leaves."""
+"""Masks, biases and dropout of the pairs of a block."""
 
 import functools
 
@@ -13,7 +13,7 @@ from .inputs import cast
 
 
 def cut(pairs: Tensor, block: Block) -> Tensor:
-    """What broadcasts to (B, Hq, Sq, Sk), of a block."""
+    """Return the block of a tensor that broadcasts to (B, Hq, Sq, Sk)."""
     for dim, start, stop in ((2, block.first, block.last), (3, block.begin, block.end)):
         if not (holds(pairs.shape[dim] == 1, False) or holds(stop - start == pairs.shape[dim], False)):
             pairs = pairs.narrow(dim, start, stop - start)
@@ -21,7 +21,7 @@ def cut(pairs: Tensor, block: Block) -> Tensor:
 
 
 def _offsets(call: Call, block: Block) -> Tensor:
-    """(rows, keys), of a padded call (n, 1, ..): how far right of its row's own position each key stands."""
+    """Return how far right of the diagonal each key is: (rows, keys), (n, 1, rows, keys) of a padded call."""
     device = call.query.device
     row = torch.arange(block.first, block.last, device=device)[:, None]
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
@@ -32,7 +32,7 @@ def _offsets(call: Call, block: Block) -> Tensor:
 
 
 def visible(call: Call, block: Block) -> Tensor | None:
-    """Which keys each row of a block may attend, broadcastable to (B, Hq, rows, keys); None is all of them."""
+    """Return the visible pairs of a block, broadcastable to (B, Hq, rows, keys); None if all are."""
     conditions = []
     if call.mask is not None:
         conditions.append(cut(call.mask, block))
@@ -52,7 +52,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def hide(weights: Tensor, call: Call, block: Block) -> Tensor:
-    """The weights of a block (B, Hq, rows, keys), in place: 0 where they are hidden, whatever stands there."""
+    """Set the weights of hidden pairs to 0 in place, NaN included."""
     first, last, begin, end = block
     offset, masks = level(call), (call.mask, call.bias, call.key_mask, call.query_mask)
     if offset is None or any(x is not None for x in masks):
@@ -84,7 +84,7 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
-    """What is hidden of row i (rows, columns), which sees none right of column diagonal + i, or none left of it."""
+    """Return (rows, columns): True right of the diagonal, column diagonal + i of row i, or else left of it."""
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
@@ -94,7 +94,7 @@ _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
 def only_edges(call: Call, block: Block) -> bool:
-    """Whether nothing but `edges` hides pairs of a block, and each of its rows sees a key."""
+    """Return whether `edges` alone hides pairs of a block, and each of its rows sees a key."""
     masks = call.mask, call.bias, call.key_mask, call.query_mask
     offset = level(call)
     if offset is None or block.end == block.begin or any(x is not None for x in masks):
@@ -106,7 +106,7 @@ def only_edges(call: Call, block: Block) -> bool:
 
 
 def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
-    """What is added to the scores of a block, in a dtype."""
+    """Return the terms that are added to the scores of a block, in a dtype."""
     terms = []
     if call.alibi_slopes is not None:
         distance = _offsets(call, block).abs().to(dtype)
@@ -117,7 +117,7 @@ def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
 
 
 def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
-    """What dropout multiplies the weights of a block by: 0 or 1 / (1 - dropout_p)."""
+    """Return the factors of dropout for the weights of a block: 0 or 1 / (1 - dropout_p)."""
     if call.seed is None or planes is None:
         return None
     first, last, begin, end = block
