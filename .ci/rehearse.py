@@ -21,7 +21,7 @@ OWN = re.compile(r"fusedattn|__editable__")
 # Of the source archive: links lead somewhere, rooms import one way, real kernels are right.
 SELF_TESTS = "tests/test_readme.py tests/kernels/test_merge.py tests/test_package.py"
 SELF_TESTS += " -k 'not wheel and not numpy and not without_triton and not importing_adds'"
-BY_PATH = dict(PYTHONPATH="", TRITON_INTERPRET="")  # of this process, nothing that a stranger has not
+OURS = "PYTHONPATH", "TRITON_INTERPRET"  # of the environment: a stranger has none
 
 
 def index(dist, into):
@@ -54,62 +54,58 @@ def venv(folder, others):
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     code = "import site; print(site.getsitepackages()[0])"
-    own = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    own = call(python, "-c", code).strip()
     pathlib.Path(own, "others.pth").write_text(f"{others}\n")
     return python
 
 
-def call(*command, cwd=ROOT, **environment):
-    """Runs a command, and says how long it took; what it printed is shown if it failed."""
+def call(*command, what=None, cwd=ROOT):
+    """Returns what a command prints, and says how long it took, or fails with what it printed."""
     began = time.monotonic()
-    merged = {name: value for name, value in (os.environ | BY_PATH | environment).items() if value}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=merged, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"rehearse: {' '.join(map(str, command))} failed\n{done.stdout}{done.stderr}")
-    return done.stdout, time.monotonic() - began
+    if what:
+        print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
+    return done.stdout
 
 
-def say(what, seconds):
-    print(f"{seconds:6.1f} s  {what}", flush=True)
-
-
-def installed(python, url, *options):
+def install(python, url, *options):
     """pip's way: resolve, take from the index, install with what it needs."""
     pip = [python, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", "-q", "--no-cache-dir"]
-    return call(*pip, "--index-url", url, *options, "fusedattn")[1]
+    call(*pip, "--index-url", url, *options, "fusedattn", what=" ".join(["pip install", *options, "fusedattn"]))
 
 
 def wheel_works(scratch, others, url):
     python = venv(scratch / "by-wheel", others)
-    say("pip install fusedattn", installed(python, url, "--only-binary", "fusedattn"))
+    install(python, url, "--only-binary", "fusedattn")
     empty = scratch / "empty"
     empty.mkdir()
     command = python.parent / "fusedattn"
-    _, seconds = call(command, "info", cwd=empty)
-    say("fusedattn info", seconds)
-    where, _ = call(python, "-c", "import fusedattn, fusedattn.kernels as k; print(k.__file__)", cwd=empty)
-    if not pathlib.Path(where.strip()).is_relative_to(scratch):
-        sys.exit(f"rehearse: the kernels came from {where.strip()}")
-    _, seconds = call(command, "check", "--device", "cpu", "--case", "causal", cwd=empty)
-    say("fusedattn check --device cpu --case causal", seconds)
+    call(command, "info", cwd=empty, what="fusedattn info")
+    where = call(python, "-c", "import fusedattn, fusedattn.kernels as k; print(k.__file__)", cwd=empty).strip()
+    if not pathlib.Path(where).is_relative_to(scratch):
+        sys.exit(f"rehearse: the kernels came from {where}")
+    check = "check", "--device", "cpu", "--case", "causal"
+    call(command, *check, cwd=empty, what=" ".join(("fusedattn", *check)))
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (empty / "snippet.py").write_text(snippet)
-    printed, seconds = call(python, "snippet.py", cwd=empty)
+    printed = call(python, "snippet.py", cwd=empty, what="the example of the README")
     if not printed.startswith("takes "):
         sys.exit(f"rehearse: the example of the README printed {printed!r}")
-    say("the example of the README", seconds)
 
 
 def source_works(scratch, others, url, dist):
     python = venv(scratch / "by-source", others)
-    options = ("--no-binary", "fusedattn", "--no-build-isolation")
-    say("pip install --no-binary fusedattn fusedattn", installed(python, url, *options))
+    install(python, url, "--no-binary", "fusedattn", "--no-build-isolation")
     (archive,) = dist.glob("fusedattn-*.tar.gz")
     shutil.unpack_archive(archive, scratch / "unpacked")
     (folder,) = (scratch / "unpacked").iterdir()
     bare = venv(scratch / "bare", others)  # the Makefile makes a .venv of it, as it does of any Python with a torch
-    printed, seconds = call("make", "interpreter", f"PYTHON={bare}", f"ARGS=-q {SELF_TESTS}", cwd=folder)
-    say(f"make interpreter in the unpacked archive: {printed.strip().splitlines()[-1].strip('= ')}", seconds)
+    what = "make interpreter in the unpacked archive"
+    printed = call("make", "interpreter", f"PYTHON={bare}", f"ARGS=-q {SELF_TESTS}", cwd=folder, what=what)
+    print(printed.strip().splitlines()[-1].strip("= "))
 
 
 def main():
