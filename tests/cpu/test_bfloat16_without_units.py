@@ -1,4 +1,9 @@
-"""bfloat16 on a CPU that cannot multiply it: computed in float32."""
+"""bfloat16 on a CPU without units that multiply it: computed in float32, in less than half of PyTorch's time."""
+
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,3 +43,32 @@ def test_output_and_gradients_are_as_good_as_eagers(name, common, without_units)
     tensors["value"] += common
     assert fa.explain(*(tensors[name] for name in ("query", "key", "value")), **OPTIONS[name]).backend == "cpu"
     assert_close(with_gradients(fa.attention, tensors, OPTIONS[name]), tensors, OPTIONS[name])
+
+
+_TIMES = """
+import time, torch
+import fusedattn as fa
+from fusedattn.call import private
+
+def seconds(attend, inputs, incoming):
+    begun = time.process_time()
+    attend(*inputs).backward(incoming)
+    return time.process_time() - begun
+
+torch.set_num_threads(1)
+inputs = [torch.randn(2, 8, 512, 64).bfloat16().requires_grad_() for _ in range(3)]
+incoming = torch.randn(2, 8, 512, 64).bfloat16()
+functions = fa.attention, torch.nn.functional.scaled_dot_product_attention
+times = [min(seconds(f, inputs, incoming) for _ in range(4)) for f in functions]
+print(int(private.multiplies_bfloat16()), times[0] / times[1])
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="about x86")
+def test_training_takes_half_of_pytorchs_time():
+    """In a process that is told to do without the units that this CPU may have."""
+    told = dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
+    done = subprocess.run([sys.executable, "-c", _TIMES], env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    units, ratio = done.stdout.split()
+    assert units == "0" and float(ratio) <= 0.5

@@ -1,6 +1,7 @@
 """ONNX export: operators decompose into torch's own, and onnxruntime computes what the model does."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def check(case):
 @pytest.mark.one_in(2)
 def test_onnxruntime_computes_a_call_of_any_batch_and_lengths(case):
     check(case)
+
+
+@pytest.mark.parametrize("field", sample.planted(map(pytest.param, ("mask", "key_mask", "query_mask", "right"))))
+@pytest.mark.one_in(2)
+def test_a_decomposition_that_drops_a_mask_is_seen(field):
+    results = fallback.results
+    wrong = mock.patch.object(fallback, "results", lambda call, *rest: results(call._replace(**{field: None}), *rest))
+    with wrong, pytest.raises(AssertionError):
+        check(MASKS)
 
 
 @pytest.mark.parametrize("head_dim", sample.one_in(2, [pytest.param(16), pytest.param(64)]))
