@@ -23,7 +23,7 @@ from .rules import (
 
 
 class CacheArguments(NamedTuple):
-    """What the caller passed, unchecked, but for the options that `attention` has as well."""
+    """Arguments of a call to a cache as written, unchecked, without the options that `attention` has as well."""
 
     query: Any
     key_cache: Any

@@ -18,7 +18,7 @@ UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; lar
 
 
 class Arguments(NamedTuple):
-    """What the caller passed, unchecked, but for query, key and value under autocast: those are already cast."""
+    """Arguments of a call as the caller wrote them, unchecked."""
 
     query: Any
     key: Any

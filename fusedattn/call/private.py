@@ -149,7 +149,7 @@ TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
-    """Whether `check` of TensorGuards may be asked about these, whatever they are.
+    """Return whether `check` of TensorGuards accepts these objects.
 
     It ends the process where it meets a nested tensor that is not of torch.jagged.
     """

@@ -13,7 +13,7 @@ from .rules import Sizes, check_bool, check_dtype, check_options, check_query_ke
 
 
 class VarlenArguments(NamedTuple):
-    """What the caller passed of packed sequences, unchecked; all else is as in `Arguments`."""
+    """Arguments of packed sequences as the caller wrote them, unchecked."""
 
     query: Any
     key: Any

@@ -1,4 +1,4 @@
-"""What a command prints: tables in plain text, a progress bar where rich is installed, or one JSON object."""
+"""Output of the commands: plain text tables, one JSON object, and a progress bar if rich is installed."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What `fusedattn_forward` and the judge of models share, without an import of transformers."""
+"""Names that `fusedattn_forward` and `_hf` share; this module does not import transformers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What sets of keys, and a sink, weigh beside each other in a row, from the lse of each."""
+"""Merges partial softmaxes and sinks, from the lse of each."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""What the backend "cpu" cannot take, and results in the form in which the operators return them."""
+"""Limits of the backend "cpu", and its results in the form that operators return."""
 
 from collections.abc import Sequence
 

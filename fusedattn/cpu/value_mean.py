@@ -1,4 +1,4 @@
-"""What values have in common, taken off them so that outputs that are rounded to bfloat16 keep what differs.
+"""Subtracts a common mean from the values, so that bfloat16 outputs keep their differences.
 
 Gradients of scores are differences of products of the values, and what all values share adds nothing to these but its
 rounding. So a forward with a backward also computes the output less that, which is the centre, and keeps it so.

@@ -246,7 +246,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
 
 
 class Explanation(NamedTuple):
-    """What `explain` found; str() of it reads well.
+    """Result of `explain`; str() of it reads well.
 
     backend: the one the call takes, None if it would raise. tiles: {kernel: Tile, Pipeline or Backward}, of kernels.
     reasons: {backend: [sentence, ...]} for each one it does not take. backward: on a Hopper GPU, why the gradients of

@@ -162,7 +162,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
 
 
 def _is_seen() -> bool:
-    """Whether something must see a call that guards may not know of: of all else that `must_dispatch` names, they do.
+    """Return whether a mode or a tangent must see a call, which TensorGuards may not tell.
 
     They pass over some modes of dispatch, such as those of selective checkpoints.
     """

@@ -84,7 +84,7 @@ class GlobalCall(NamedTuple):
 
     @property
     def differentiated(self) -> bool:
-        """Whether any rank wants any gradient."""
+        """Return whether any rank wants any gradient."""
         return any(any(need) for need in self.needs)
 
     def sides(self) -> tuple[float, float]:

@@ -43,7 +43,7 @@ class Heads(NamedTuple):
 
     @property
     def repeated(self) -> bool:
-        """Whether a key head is on several ranks, or twice on one."""
+        """Return whether a key head is on several ranks, or twice on one."""
         return sum(map(len, self.keys)) > len({head for some in self.keys for head in some})
 
 

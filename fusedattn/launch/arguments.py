@@ -45,7 +45,7 @@ def strided(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies where the copy engine can find it; so is said of what has no address yet.
+    """Return whether the copy engine can address a tensor; True for one without an address yet.
 
     That is inside the compiler, under functorch's transforms, of fake tensors. The operator looks again.
     """
@@ -55,7 +55,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Whether threads may load the rows of a (B, H, S, D) tensor one element at a time: Triton copies wider pieces.
+    """Return whether threads may load a (B, H, S, D) tensor one element at a time: Triton copies wider pieces.
 
     It knows an address by whether it is a multiple of 16 bytes, and a stride by whether it is one of 16 elements.
     """

@@ -13,7 +13,7 @@ from .tuned import SLOWER
 
 
 class _Pass(NamedTuple):
-    """What the passes over one call share: arguments of kernels, a block mask and its size, sizes.
+    """Values that all passes over a call share: kernel arguments, the block mask and its size, sizes.
 
     batch, heads, rows and keys are `arguments.sizes`; `batches` of `length` rows are what lies in memory: of packed
     sequences one batch of all their rows.

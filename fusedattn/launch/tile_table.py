@@ -358,7 +358,7 @@ def small_enough(tiles):
 
 
 def narrow(left, right):
-    """Whether a band with these sides, None if unbounded, is one for tiles of at most 64 rows and 64 keys.
+    """Return whether a band with these sides (None: unbounded) takes tiles of at most 64 rows and 64 keys.
 
     A tile of n rows meets n - 1 keys more than one row does: with 128 rows that is over a tenth of such a band.
     """

@@ -1,4 +1,4 @@
-"""What the schemas of operators share, and how an operator is computed."""
+"""Signatures of the operators, and how an operator is computed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -79,7 +79,7 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 
 def run_operator(operator, implementation, arguments):
-    """What an operator computes: by the dispatcher, if something must see the operator, otherwise at once.
+    """Compute an operator: through the dispatcher if something must see it, otherwise at once.
 
     The dispatcher also materialises tensors that are not what lies in memory. What comes this way has been checked.
     """

@@ -1,1 +1,1 @@
-"""What tests, `fusedattn check` and the benchmarks share: the tolerance, the comparison and the cases."""
+"""Tolerance, comparison and cases that tests, `fusedattn check` and the benchmarks share."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """Whether a result is right, its errors, those allowed, and in `why` what is wrong."""
+    """Verdict on a result: its errors, those allowed, and in `why` what is wrong."""
 
     ok: bool
     max_error: float
